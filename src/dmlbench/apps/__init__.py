@@ -1,0 +1,1 @@
+"""What is built from finished runs: pictures and reports."""

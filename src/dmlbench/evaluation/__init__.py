@@ -1,0 +1,1 @@
+"""Embedding of images, exact search and retrieval scores."""

@@ -1,0 +1,1 @@
+"""What is minimized: the objective that runs a loss (and its miner) on a model's output."""

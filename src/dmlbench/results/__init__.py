@@ -1,0 +1,1 @@
+"""Result files, the collections of fold models, and tables."""

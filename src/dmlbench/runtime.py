@@ -1,0 +1,175 @@
+"""Seeds, devices, precision, atomic files and the facts about this machine that go into a result."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import random
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from dmlbench.types import ConfigError
+
+Precision = Literal["float32", "bf16"]
+
+_REPORTED_PACKAGES = ("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "faiss-cpu", "faiss-gpu")
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2^63) that depends on every part and on nothing else (not on the process or Python's hash)."""
+    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator(*parts: int | str) -> np.random.Generator:
+    """A numpy generator seeded by ``derive_seed(*parts)``."""
+    return np.random.default_rng(derive_seed(*parts))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch (CPU and CUDA)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries that we call still draw from the global generator
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every global generator, for a checkpoint that ``torch.load(weights_only=True)`` can read."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    version, internal, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Undo what happened since ``random_state()`` to the global generators."""
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss_next))
+
+
+def select_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device where there is one, else the CPU.
+
+    Raises:
+        ConfigError: the device is unknown or not on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not supported; use auto, cpu or cuda[:N]")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"
+        )
+    return device
+
+
+def set_strict_float32() -> None:
+    """Products of float32 numbers are float32 products (no TF32), so that CPU and GPU scores mean the same."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def autocast(device: torch.device, precision: Precision) -> Iterator[None]:
+    """bf16 autocast for the backbone; parts that need float32 (distances, transport) leave it by themselves."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        yield
+
+
+def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, whatever interrupts.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what numbers depend on, for ``result.json``."""
+    from dmlbench import __version__
+
+    versions = {"dmlbench": __version__, "python": platform.python_version()}
+    for name in _REPORTED_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree, with "+changes" when tracked files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) not in folder.parents:
+            return None
+        git("ls-files", "--error-unmatch", str(Path(__file__).resolve()))
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """Marketing name of the processor that ran the model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory held so far: of the CUDA allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+    import sys
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

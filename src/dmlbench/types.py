@@ -1,0 +1,165 @@
+"""The values that every layer shares: what a data set, a split, a batch and a model's output are.
+
+Letters used in shapes throughout the project: B batch, N set, Q queries, R references, C channels, D embedding,
+m prototypes, L levels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray = NDArray[np.int64]
+
+ROLES = ("train", "test", "query", "gallery")
+
+
+class DmlbenchError(Exception):
+    """An error that a user can mend: its message names the value, the limit and the remedy.
+
+    The command line prints the message alone; any other exception is a defect and prints its traceback.
+    """
+
+
+class ConfigError(DmlbenchError):
+    """The configuration is at fault, before any data is read."""
+
+
+class DataError(DmlbenchError):
+    """The data set on disk is missing, incomplete or unreadable."""
+
+
+class RunError(DmlbenchError):
+    """A run directory, checkpoint or result cannot be used."""
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """One row per image of a data set.
+
+    Attributes:
+        name: the data set's name, as in the configuration.
+        root: folder that ``paths`` are relative to; empty when ``pixels`` holds the images.
+        paths: [N] names of the images, relative to ``root``, unique.
+        labels: [N] class ids in [0, num_classes), in the published order of the classes.
+        class_names: one name per class id.
+        role: [N] one of ``ROLES``: "train" rows belong to the train half, "test" rows to a test half that is searched
+            within itself, "query" and "gallery" rows to a test half with separate query and gallery sets.
+        super_labels: [N] ids of the super-classes, or None.
+        pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) uint8 when the whole data set is held as one array, else None.
+        fingerprint: hexadecimal digest of names, sizes and labels; the same data gives the same digest everywhere.
+    """
+
+    name: str
+    root: str
+    paths: NDArray[np.str_]
+    labels: IntArray
+    class_names: tuple[str, ...]
+    role: NDArray[np.str_]
+    super_labels: IntArray | None = None
+    pixels: NDArray[np.uint8] | None = None
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Rows of an ``ImageTable`` to search.
+
+    Attributes:
+        query: rows of the queries.
+        gallery: rows that are searched, or None: the queries search among themselves, each excluded by its row id.
+    """
+
+    query: IntArray
+    gallery: IntArray | None = None
+
+    @property
+    def rows(self) -> IntArray:
+        """Every row that has to be embedded, queries first."""
+        return self.query if self.gallery is None else np.concatenate([self.query, self.gallery])
+
+
+@dataclass(frozen=True)
+class Split:
+    """What one run trains on, selects on and is tested on.
+
+    Attributes:
+        name: protocol and coordinates in words, for messages.
+        fold: the fold's number (0 where the protocol has none).
+        train: rows to train on.
+        val: what early stopping and selection look at.
+        test: what is reported; None where the protocol must not look at the test half (``hpo``).
+        val_is_test: True when the selection looks at the test half; printed with every number.
+    """
+
+    name: str
+    fold: int
+    train: IntArray
+    val: RetrievalSet
+    test: RetrievalSet | None
+    val_is_test: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A training batch: uint8 or float images [B, 3, H, W] in RGB, labels [B] in [0, num_classes), table rows [B]."""
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+
+    def to(self, device: Any) -> "Batch":
+        return Batch(*(x.to(device, non_blocking=True) for x in (self.images, self.labels, self.ids)))
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model says of a batch.
+
+    Attributes:
+        embedding: [B, D], not normalized.
+        side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
+            prototypes have started), "pooled" [B, D], "weights" [B, H, W], "features".
+    """
+
+    embedding: Tensor
+    side: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EmbeddingSet:
+    """Rows of numbers that stand for images: rows [N, D] float32, labels [N], ids [N] (table rows, unique)."""
+
+    rows: Tensor
+    labels: Tensor
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """The nearest gallery items: index [Q, k] into the gallery, distance [Q, k] ascending, ties by gallery index."""
+
+    index: Tensor
+    distance: Tensor
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """A sentence part that points from a misspelt name to the known ones, for error messages."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    listing = ", ".join(sorted(known))
+    return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
