@@ -4,13 +4,17 @@ Letters used in shapes throughout the project: B batch, N set, Q queries, R refe
 m prototypes, L levels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:  # a misspelt configuration key must not wait for torch to be imported
+    from torch import Tensor
 
 IntArray = NDArray[np.int64]
 
@@ -118,7 +122,7 @@ class Batch:
     labels: Tensor
     ids: Tensor
 
-    def to(self, device: Any) -> "Batch":
+    def to(self, device: Any) -> Batch:
         return Batch(*(x.to(device, non_blocking=True) for x in (self.images, self.labels, self.ids)))
 
 

@@ -1,0 +1,111 @@
+"""A picture of aggregated cells: bars with deviations, and for a few queries the nearest images framed right or wrong."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from omegaconf import OmegaConf
+
+from dmlbench import build
+from dmlbench.apps.tables import Cell
+from dmlbench.data.table import load_pixels
+from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.search import nearest
+from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.results.tables import metric_label
+from dmlbench.runtime import generator
+from dmlbench.types import ImageTable, RunError
+
+matplotlib.use("Agg")  # files only; works without a display
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+RIGHT, WRONG = "#1a9850", "#d73027"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+
+
+def draw_report(
+    cells: Sequence[Cell], path: Path, *, title: str, metrics: Sequence[str], num_queries: int = 5, num_nearest: int = 5
+) -> None:
+    """Write a PNG: scores of all cells on top, retrieved images of one run of each trained cell below.
+
+    Args:
+        cells: aggregated cells of one data set and protocol.
+        path: file to write.
+        title: what the cells have in common.
+        metrics: scores to draw.
+        num_queries: queries to show, the same for every cell, drawn with a fixed seed.
+        num_nearest: retrieved images a query.
+    """
+    shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
+    kinds = [kind for kind in ("separated", "concatenated", "best", "mean") if any(kind in c.summary["scores"] for c in cells)]
+    row_height = 0.82
+    bars_height = 3.0
+    grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
+    figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    top, bottom = (figure.subfigures(2, 1, height_ratios=[bars_height, grid_height]) if shown else (figure, None))
+    axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
+    for axis, (kind, metric) in zip(axes, [(k, m) for k in kinds for m in metrics], strict=True):
+        _bars(axis, cells, kind, metric)
+    if bottom is not None:
+        table = _table(shown[0])
+        panels = np.atleast_1d(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)).ravel()
+        for panel, cell in zip(panels, shown, strict=False):
+            _retrievals(panel, cell, table, num_queries, num_nearest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
+    scores = [cell.summary["scores"].get(kind, {}).get(metric) for cell in cells]
+    values = [100 * score["mean"] if score else 0.0 for score in scores]
+    deviations = [100 * (score["std"] or 0.0) if score else 0.0 for score in scores]
+    colors = [COLORS[i % len(COLORS)] for i in range(len(cells))]
+    axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=colors)
+    for x, (value, deviation) in enumerate(zip(values, deviations, strict=True)):
+        axis.text(x, value + deviation, f"{value:.1f}", ha="center", va="bottom", fontsize=9)
+    axis.set_xticks(range(len(cells)), [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells], fontsize=8)
+    axis.set_ylim(0, 1.15 * max(v + d for v, d in zip(values, deviations, strict=True)) or 1)
+    size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
+    axis.set_title(f"{metric_label(metric)}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
+    axis.set_ylabel("percent", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num_nearest: int) -> None:
+    queries, gallery = load_embeddings(_first_run(cell) / EMBEDDINGS)
+    searched = queries if gallery is None else gallery
+    chosen = np.sort(generator("report", len(queries)).choice(len(queries), size=min(num_queries, len(queries)), replace=False))
+    some = type(queries)(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
+    neighbors = nearest(some, searched, min(num_nearest, len(searched) - 1))
+    panel.suptitle(f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})", fontsize=9)
+    axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
+    for row, line in enumerate(axes):
+        found = neighbors.index[row].tolist()
+        ids = [int(some.ids[row]), *(int(searched.ids[i]) for i in found)]
+        right = [None, *(bool(searched.labels[i] == some.labels[row]) for i in found)]
+        for axis, image_id, is_right in zip(line, ids, right, strict=True):
+            pixels = load_pixels(table, image_id)
+            axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            color = "black" if is_right is None else RIGHT if is_right else WRONG
+            for spine in axis.spines.values():
+                spine.set(color=color, linewidth=1.0 if is_right is None else 3.5, linestyle="--" if is_right is False else "-")
+
+
+def _first_run(cell: Cell) -> Path:
+    return next(run.path for run in cell.runs if run.state == "done")
+
+
+def _table(cell: Cell) -> ImageTable:
+    config = OmegaConf.load(_first_run(cell) / CONFIG)
+    table: ImageTable = build.component(config.dataset.table)
+    if table.fingerprint != cell.summary["dataset_fingerprint"]:
+        raise RunError(f"{table.name} on disk is not the data of {cell.path}; its images cannot be shown")
+    return table

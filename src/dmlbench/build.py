@@ -1,0 +1,255 @@
+"""The only wiring: from a composed configuration to checked objects."""
+
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from dmlbench.data.loaders import EvalBatches, TrainBatches
+from dmlbench.data.protocols import check_split
+from dmlbench.data.samplers import ClassBalancedBatchSampler
+from dmlbench.losses.objective import Objective
+from dmlbench.models.net import MetricModel
+from dmlbench.training.fit import FitSettings
+from dmlbench.training.log import Logger
+from dmlbench.training.optim import make_optimizer, parameter_groups
+from dmlbench.types import ConfigError, ImageTable, IntArray, Split, closest
+
+_PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+
+
+def check(cfg: DictConfig) -> None:
+    """Check every component's arguments against its target's signature, and what can be known before data is read.
+
+    Raises:
+        ConfigError: names the key, the value and what is possible.
+    """
+    container = OmegaConf.to_container(cfg, resolve=False)
+    _check_components(container, "")
+    if cfg.sampler.classes_per_batch < 1 or cfg.sampler.images_per_class < 1:
+        raise ConfigError(
+            f"sampler.classes_per_batch ({cfg.sampler.classes_per_batch}) and sampler.images_per_class "
+            f"({cfg.sampler.images_per_class}) must be at least 1"
+        )
+    if cfg.num_workers < 0 or cfg.eval_batch_size < 1:
+        raise ConfigError(f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1")
+    build_fit_settings(cfg)
+    protocol = component(cfg.protocol)
+    for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
+        if value < 0 or (limit is not None and value >= limit):
+            possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
+            raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+
+
+def component(node: Any, **provided: Any) -> Any:
+    """Instantiate a node with a ``_target_``; None stays None."""
+    return None if node is None else hydra.utils.instantiate(node, _convert_="all", **provided)
+
+
+def _check_components(node: Any, path: str) -> None:
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            _check_components(item, f"{path}[{i}]")
+    if not isinstance(node, dict):
+        return
+    if "_target_" in node:
+        _check_signature(node, path)
+    for key, value in node.items():
+        _check_components(value, f"{path}.{key}" if path else key)
+
+
+def _check_signature(node: Mapping[str, Any], path: str) -> None:
+    target = _import(node["_target_"], path)
+    parameters, annotations = _parameters(target)
+    for key, value in node.items():
+        if key in _PROVIDED:
+            continue
+        if key not in parameters:
+            raise ConfigError(f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}")
+        if not _fits(value, annotations.get(key, Any)):
+            wanted = _describe(annotations[key])
+            raise ConfigError(f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}")
+    if not node.get("_partial_"):
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in node and name not in _SET_BY_BUILD:
+                raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
+
+
+# Arguments that only the wiring can give.
+_SET_BY_BUILD = ("in_features", "run_dir", "optimizer")
+
+
+@functools.cache
+def _import(name: str, path: str) -> Any:
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{path}._target_ is '{name}', but {module_name} has no {attribute}: {closest(attribute, known)}") from None
+
+
+def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
+    """Named parameters and their types; ``**kwargs`` of a class are followed along its bases (as PML passes them on)."""
+    parameters: dict[str, inspect.Parameter] = {}
+    annotations: dict[str, Any] = {}
+    owners = [base for base in target.__mro__ if "__init__" in vars(base)] if inspect.isclass(target) else [target]
+    for owner in owners:
+        function = owner.__init__ if inspect.isclass(owner) else owner
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            break
+        takes_more = False
+        for name, parameter in list(signature.parameters.items())[1 if inspect.isclass(owner) else 0 :]:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                takes_more = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                parameters.setdefault(name, parameter)
+        try:
+            annotations = typing.get_type_hints(function) | annotations
+        except Exception:  # a foreign class with unresolvable hints is checked by name only
+            pass
+        if not takes_more:
+            break
+    return parameters, annotations
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
+    if isinstance(value, dict) or (isinstance(value, str) and ("${" in value or value == "???")):
+        return True
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if annotation in (None, type(None)):
+        return value is None
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation in (str, Path):
+        return isinstance(value, str)
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, list):
+            return False
+        if origin is tuple and Ellipsis not in arguments and arguments:
+            return len(value) == len(arguments) and all(map(_fits, value, arguments))
+        return all(_fits(item, arguments[0]) for item in value) if arguments else True
+    return True
+
+
+def _describe(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
+    return getattr(annotation, "__name__", None) if inspect.isclass(annotation) and not typing.get_args(annotation) else str(annotation).replace("typing.", "")  # type: ignore[return-value]
+
+
+def build_fit_settings(cfg: DictConfig) -> FitSettings:
+    return component(cfg.fit)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set under a protocol: the images, who trains and who is tested, and the classes renumbered from 0."""
+
+    table: ImageTable
+    split: Split
+    class_index: IntArray  # [num_classes of the table], -1 for classes that are not trained on
+
+
+def build_data(cfg: DictConfig) -> Data:
+    """Read the data set, split it and set ``runtime.num_classes``.
+
+    Raises:
+        DataError, ConfigError: the data set is missing or broken, the protocol does not fit it, or the sampler's batch
+            is larger than the training classes allow.
+    """
+    table: ImageTable = component(cfg.dataset.table)
+    split = component(cfg.protocol).split(table, fold=cfg.fold)
+    check_split(split, table)
+    classes = np.unique(table.labels[split.train])
+    class_index = np.full(table.num_classes, -1, dtype=np.int64)
+    class_index[classes] = np.arange(len(classes))
+    OmegaConf.update(cfg, "runtime.num_classes", len(classes))
+    return Data(table, split, class_index)
+
+
+def build_model(cfg: DictConfig) -> MetricModel:
+    """Backbone, pooling and head; sets ``runtime.embedding_size``."""
+    OmegaConf.update(cfg, "runtime.embedding_size", cfg.head.out_features)
+    backbone = component(cfg.backbone)
+    pooling = component(cfg.pooling)
+    in_features = backbone.channels[-1]
+    head = component(cfg.head, in_features=in_features)
+    return MetricModel(backbone, pooling, head)
+
+
+def build_objective(cfg: DictConfig) -> Objective:
+    """Loss and miner, with the numbers of classes and dimensions now known."""
+    return Objective(component(cfg.loss), component(cfg.miner))
+
+
+def build_optimizer(cfg: DictConfig, model: MetricModel, objective: Objective) -> tuple[Optimizer, Any]:
+    """Optimizer over the named groups, and its schedule or None."""
+    optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))
+    return optimizer, component(cfg.schedule, optimizer=optimizer)
+
+
+def build_train_batches(cfg: DictConfig, data: Data, *, seed: int) -> TrainBatches:
+    """The endless training batches of a run."""
+    sampler = ClassBalancedBatchSampler(
+        data.class_index[data.table.labels[data.split.train]],
+        classes_per_batch=cfg.sampler.classes_per_batch,
+        images_per_class=cfg.sampler.images_per_class,
+        seed=seed,
+    )
+    transform = component(cfg.dataset.train_transform)
+    return TrainBatches(
+        data.table, data.split.train, data.class_index, sampler, transform, seed=seed, num_workers=cfg.num_workers
+    )
+
+
+def build_eval_batches(cfg: DictConfig, data: Data) -> Callable[[IntArray], EvalBatches]:
+    """A function from table rows to their batches, without augmentation."""
+    transform = component(cfg.dataset.eval_transform)
+    return lambda rows: EvalBatches(
+        data.table, rows, transform, batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers
+    )
+
+
+def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
+    logger = component(cfg.logger, run_dir=run_dir) if cfg.logger is not None else None
+    return [] if logger is None else [logger]
+
+
+def move(model: nn.Module, objective: nn.Module, device: torch.device, *, channels_last: bool) -> None:
+    """Put model and objective on the device in the memory format of the images."""
+    model.to(device=device)
+    if channels_last:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    objective.to(device)
+
+

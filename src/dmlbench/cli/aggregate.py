@@ -1,0 +1,37 @@
+"""``dmlbench aggregate``: the runs of each cell to one summary."""
+
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from dmlbench.cli.front import run_hydra
+
+
+def task(cfg: DictConfig) -> None:
+    from dmlbench.results.aggregate import aggregate_cell
+    from dmlbench.results.store import cells_of, find_runs
+    from dmlbench.types import RunError
+
+    cells = cells_of(find_runs(cfg.paths.output_dir, cfg.cells))
+    if not cells:
+        raise RunError(f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'; `dmlbench status` lists what there is")
+    failures = []
+    for number, (path, runs) in enumerate(cells.items(), start=1):
+        print(f"[{number}/{len(cells)}] {path}")
+        try:
+            summary = aggregate_cell(
+                runs, allow_partial=cfg.allow_partial, recall_at=list(cfg.recall_at), tile_bytes=cfg.tile_bytes, force=cfg.force
+            )
+        except RunError as error:
+            failures.append(error)
+            continue
+        for kind, scores in summary["scores"].items():
+            values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
+            print(f"      {kind}: {values}")
+    if failures:  # every cell that can be summarized is; then the first reason why one could not
+        others = f" (and {len(failures) - 1} more cells)" if len(failures) > 1 else ""
+        raise RunError(f"{failures[0]}{others}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    run_hydra("aggregate", task, arguments)

@@ -1,0 +1,109 @@
+"""What every Hydra sub-command shares: configuration folder, error messages with a remedy, exit codes."""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from dmlbench.config import register_schemas
+from dmlbench.types import ConfigError, DmlbenchError, closest
+
+EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
+
+
+def config_folder() -> Path:
+    """``conf`` inside the installed package, or at the top of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"no configuration folder beside {package}; install dmlbench again")
+
+
+def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
+    """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
+    register_schemas()
+    sys.argv = [f"dmlbench {name}", *arguments]
+    # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+
+    hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(task)()
+
+
+def compose(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration ``name`` with overrides, for commands that are not Hydra's own, for notebooks and for tests."""
+    register_schemas()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        return hydra.compose(name, overrides=list(overrides))
+
+def guarded(action: Callable[[], None]) -> int:
+    """Run ``action``; what a user can mend becomes one message and an exit code, a defect keeps its traceback."""
+    try:
+        action()
+    except ConfigError as error:
+        return _report(error, EXIT_BAD_CONFIGURATION)
+    except DmlbenchError as error:
+        return _report(error, EXIT_FAILED)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = _root(error)
+        if isinstance(cause, DmlbenchError):
+            return _report(cause, EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED)
+        if not isinstance(cause, (HydraException, OmegaConfBaseException)):
+            raise
+        return _report(explain(error), EXIT_BAD_CONFIGURATION)
+    return 0
+
+
+def explain(error: Exception) -> str:
+    """Hydra's message about a configuration, with the nearest valid name added."""
+    message = " ".join(str(error).split())
+    cause = _root(error)
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"{group}={option} is unknown: {closest(option, list(error.options))}"
+    if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
+        parent = cause.parent_node
+        known = [str(key) for key in parent.keys()] if hasattr(parent, "keys") else []
+        return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
+    if isinstance(cause, OmegaConfBaseException):
+        key = f"{cause.full_key}: " if cause.full_key else ""
+        return f"{key}{' '.join(str(cause.msg or cause).split())}"
+    missing = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
+    if missing:
+        return f"'{missing[1]}' is no configuration group: {closest(missing[1], groups())}"
+    return message
+
+
+def groups() -> list[str]:
+    """Names of the configuration groups that ship with the project."""
+    return sorted(path.name for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _report(error: Exception | str, code: int) -> int:
+    print(f"dmlbench: error: {error}", file=sys.stderr)
+    return code
+
+
+class ProgressFriendlyHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Log records that do not tear a progress bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+

@@ -1,0 +1,59 @@
+"""The console script ``dmlbench``: hands the command line to the sub-command's module."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dmlbench import __version__
+from dmlbench.cli.front import guarded
+from dmlbench.types import ConfigError, closest
+
+COMMANDS = {
+    "train": "train and test one cell at one fold and repeat, or sweep over many with -m",
+    "evaluate": "evaluate a finished run again, or a file of embeddings",
+    "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
+    "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
+    "report": "draw aggregated cells: bars with deviations, and retrieved images",
+    "data": "what data sets are known, and what a data set holds",
+    "status": "which runs are done, running, failed or stale",
+    "clean": "remove runs that match a pattern, after showing them",
+}
+
+
+def usage() -> str:
+    """The overview that ``dmlbench --help`` prints."""
+    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Compare deep metric learning methods under the protocols of the papers.",
+            "",
+            "usage: dmlbench COMMAND [--help] [key=value ...]",
+            "",
+            *lines,
+            "",
+            "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``dmlbench``; exits with 0, 1 (failed), 2 (bad configuration), 75 (stopped by SIGTERM) or 130 (Ctrl-C)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(__version__)
+        sys.exit(0)
+
+    def action() -> None:
+        name, *rest = arguments
+        if name not in COMMANDS:
+            raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
+        importlib.import_module(f"dmlbench.cli.{name}").main(rest)
+
+    sys.exit(guarded(action))
+
+
+if __name__ == "__main__":
+    main()

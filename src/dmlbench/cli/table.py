@@ -1,0 +1,30 @@
+"""``dmlbench table``: aggregated cells side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from dmlbench.cli.front import run_hydra
+
+
+def task(cfg: DictConfig) -> None:
+    from dmlbench.apps.tables import build_tables
+    from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
+    from dmlbench.runtime import atomic_write
+
+    folder = Path(cfg.paths.output_dir) / "tables"
+    tables = build_tables(cfg.paths.output_dir, cfg.cells, list(cfg.metrics), allow_partial=cfg.allow_partial)
+    for (dataset, protocol), table in tables.items():
+        print(to_text(table))
+        name = cfg.name or f"{dataset}-{protocol}"
+        if cfg.name and len(tables) > 1:
+            name = f"{cfg.name}-{dataset}-{protocol}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, render in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+            atomic_write(folder / f"{name}.{suffix}", render(table).encode())
+        print(f"written: {folder / name}.md, .csv, .tex\n")
+
+
+def main(arguments: Sequence[str]) -> None:
+    run_hydra("table", task, arguments)

@@ -1,0 +1,165 @@
+"""The schema of the top level of every configuration, and what identifies a cell and a run.
+
+Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build.py`` checks their arguments against the
+signature of the target. Everything here works without torch, so that a misspelt key fails at once.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+
+@dataclass
+class SamplerConfig:
+    """Shape of a training batch: ``classes_per_batch`` classes with ``images_per_class`` images each."""
+
+    classes_per_batch: int = MISSING
+    images_per_class: int = MISSING
+
+
+@dataclass
+class PathsConfig:
+    """Where files lie: results, data sets of the user, and images prepared once."""
+
+    output_dir: str = MISSING
+    data_dir: str = MISSING
+    cache_dir: str = MISSING
+
+
+@dataclass
+class RuntimeConfig:
+    """Values known only once the data set and the model are there; ``build.py`` sets them, nobody else."""
+
+    num_classes: int = MISSING
+    embedding_size: int = MISSING
+    choices: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class TrainConfig:
+    """Top level of ``dmlbench train``: one run is one cell at its coordinates (fold, repeat)."""
+
+    dataset: Any = MISSING
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    protocol: Any = MISSING
+    backbone: Any = MISSING
+    pooling: Any = MISSING
+    head: Any = MISSING
+    loss: Any = MISSING
+    miner: Any = None
+    optim: Any = MISSING
+    schedule: Any = None
+    fit: Any = MISSING
+    evaluation: Any = MISSING
+    logger: Any = None
+    fold: int = 0
+    repeat: int = 0
+    base_seed: int = 0
+    device: str = "auto"
+    num_workers: int = 0
+    eval_batch_size: int = 128
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+@dataclass
+class EvaluateConfig:
+    """Top level of ``dmlbench evaluate``: scores of a finished run or of a file of embeddings."""
+
+    run: str | None = None
+    embeddings: str | None = None
+    from_checkpoint: bool = False
+    evaluation: Any = MISSING
+    device: str = "auto"
+    num_workers: int = 0
+
+
+@dataclass
+class AggregateConfig:
+    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
+
+    cells: str = "**"
+    allow_partial: bool = False
+    force: bool = False
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    tile_bytes: int = 2**28
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class TableConfig:
+    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
+
+    cells: str = "**"
+    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    name: str | None = None
+    allow_partial: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+SCHEMAS = {"train": TrainConfig, "evaluate": EvaluateConfig, "aggregate": AggregateConfig, "table": TableConfig}
+
+
+def register_schemas() -> None:
+    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(group="schema", name=name, node=schema, package="_global_")
+
+
+# What a cell is not made of: coordinates, seed, and everything that does not move a number.
+_NOT_PART_OF_A_CELL = ("fold", "repeat", "base_seed")
+_NOT_PART_OF_A_RUN = (
+    "device",
+    "num_workers",
+    "eval_batch_size",
+    "paths",
+    "runtime",
+    "logger",
+    "fit.checkpoint_every",
+    "fit.log_every",
+    "fit.keep",
+    "evaluation.tile_bytes",
+    "evaluation.back_end",
+)
+
+
+def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
+    # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
+    container = OmegaConf.to_container(cfg, resolve=False)
+    for key in excluded:
+        *parents, last = key.split(".")
+        node: Any = container
+        for parent in parents:
+            node = node.get(parent) or {}
+        node.pop(last, None)
+    return hashlib.sha256(json.dumps(container, sort_keys=True).encode()).hexdigest()
+
+
+def cell_id(cfg: DictConfig) -> str:
+    """Readable and unique name of the cell: backbone, pooling and loss as chosen, and a hash of all that defines it."""
+    choices = cfg.runtime.choices
+    words = [choices.get(group, group) for group in ("backbone", "pooling", "loss")]
+    if cfg.fit.get("max_steps") == 0:
+        words.append("untrained")
+    name = "-".join(str(word).replace("/", "_") for word in words)
+    return f"{name}-{_digest(cfg, _NOT_PART_OF_A_CELL + _NOT_PART_OF_A_RUN)[:8]}"
+
+
+def config_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that decides a run's numbers: its cell, its coordinates and the base seed."""
+    return _digest(cfg, _NOT_PART_OF_A_RUN)
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
+    if not isinstance(node, dict):
+        return {prefix: node}
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return result

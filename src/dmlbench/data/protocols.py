@@ -1,0 +1,293 @@
+"""Protocols: which classes a run trains on, selects on and is tested on, and how its runs are summed up.
+
+Classes are taken in published order (ids of the table), contiguous, never shuffled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+
+from dmlbench.data.table import rows_of_classes
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
+
+Aggregation = Literal["collections", "best_and_mean", "mean"]
+
+
+class SplitProtocol(Protocol):
+    """What every protocol offers.
+
+    Attributes:
+        name: as in the configuration and in results.
+        num_folds: folds, numbered from 0.
+        num_repeats: independent runs of each fold.
+        aggregation: "collections" (one run of each fold, all combinations), "best_and_mean" or "mean" of the repeats.
+    """
+
+    name: ClassVar[str]
+    aggregation: ClassVar[Aggregation]
+
+    @property
+    def num_folds(self) -> int: ...
+
+    @property
+    def num_repeats(self) -> int: ...
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        """The rows of one fold, checked by ``check_split``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mlrc:
+    """The protocol of "A Metric Learning Reality Check" as the GSP paper runs it.
+
+    The C train classes are cut at floor(i C / folds); fold 0 validates on the last part, fold 1 on the one before it.
+
+    Raises (by ``split``):
+        ConfigError: a fold that does not exist, or fewer train classes than folds.
+
+    Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020; fold edges of
+        Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023 (public code).
+    """
+
+    num_folds: int = 4
+    num_repeats: int = 3
+    name: ClassVar[str] = "mlrc"
+    aggregation: ClassVar[Aggregation] = "collections"
+
+    def __post_init__(self) -> None:
+        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        _check_fold(self.name, fold, self.num_folds)
+        classes = _train_classes(table, at_least=self.num_folds)
+        edges = [i * len(classes) // self.num_folds for i in range(self.num_folds + 1)]
+        part = self.num_folds - 1 - fold
+        held_out = classes[edges[part] : edges[part + 1]]
+        kept = np.setdiff1d(classes, held_out)
+        return check_split(
+            Split(
+                name=f"{table.name} {self.name} fold {fold}",
+                fold=fold,
+                train=_train_rows(table, kept),
+                val=RetrievalSet(_train_rows(table, held_out)),
+                test=_test_set(table),
+            ),
+            table,
+        )
+
+
+@dataclass(frozen=True)
+class MlrcMusgrave:
+    """The same idea with the folds of Musgrave et al.'s own code.
+
+    All classes are halved anew: T = num_classes // 2 to train, the others to test. Fold k trains on the T - V classes,
+    V = floor(T / folds), from floor(k T / folds) on, going round, and validates on the V that follow; so a few classes
+    are never validated on when the number of folds does not divide T.
+
+    Raises (by ``split``):
+        ConfigError: a fold that does not exist, too few classes, or a data set with separate query and gallery.
+
+    Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020 (public code).
+    """
+
+    num_folds: int = 4
+    num_repeats: int = 3
+    name: ClassVar[str] = "mlrc_musgrave"
+    aggregation: ClassVar[Aggregation] = "collections"
+
+    def __post_init__(self) -> None:
+        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        _check_fold(self.name, fold, self.num_folds)
+        if np.isin(table.role, ("query", "gallery")).any():
+            raise ConfigError(
+                f"protocol '{self.name}' halves all classes anew, which breaks up the query and gallery sets of "
+                f"'{table.name}'; use protocol=mlrc"
+            )
+        half = table.num_classes // 2
+        _check_enough(table, half, at_least=self.num_folds)
+        held_out_count = half // self.num_folds
+        ring = (np.arange(half) + fold * half // self.num_folds) % half
+        kept, held_out = ring[: half - held_out_count], ring[half - held_out_count :]
+        return check_split(
+            Split(
+                name=f"{table.name} {self.name} fold {fold}",
+                fold=fold,
+                train=rows_of_classes(table, kept),
+                val=RetrievalSet(rows_of_classes(table, held_out)),
+                test=RetrievalSet(rows_of_classes(table, np.arange(half, table.num_classes))),
+            ),
+            table,
+        )
+
+
+@dataclass(frozen=True)
+class Conventional:
+    """Train on the whole train half; stop and select on the test half, as most older papers did.
+
+    Scores of this protocol are optimistic: ``val_is_test`` is set and printed with every number.
+    """
+
+    num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
+    name: ClassVar[str] = "conventional"
+    aggregation: ClassVar[Aggregation] = "best_and_mean"
+
+    def __post_init__(self) -> None:
+        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        _check_fold(self.name, fold, self.num_folds)
+        test = _test_set(table)
+        return check_split(
+            Split(
+                name=f"{table.name} {self.name}",
+                fold=fold,
+                train=_train_rows(table, _train_classes(table, at_least=1)),
+                val=test,
+                test=test,
+                val_is_test=True,
+            ),
+            table,
+        )
+
+
+@dataclass(frozen=True)
+class Hpo:
+    """For choosing hyper-parameters: train on all but one of the contiguous parts of the train half, validate on that.
+
+    The test half is out of reach (``test`` is None).
+
+    Attributes:
+        num_parts: parts that the train classes are cut into, at floor(i C / num_parts).
+        held_out_part: the part to validate on, from 0; the last by default.
+    """
+
+    num_parts: int = 5
+    held_out_part: int = 4
+    num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
+    name: ClassVar[str] = "hpo"
+    aggregation: ClassVar[Aggregation] = "mean"
+
+    def __post_init__(self) -> None:
+        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
+        if self.num_parts < 2:
+            raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
+        if not 0 <= self.held_out_part < self.num_parts:
+            raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        _check_fold(self.name, fold, self.num_folds)
+        classes = _train_classes(table, at_least=self.num_parts)
+        edges = [i * len(classes) // self.num_parts for i in range(self.num_parts + 1)]
+        held_out = classes[edges[self.held_out_part] : edges[self.held_out_part + 1]]
+        return check_split(
+            Split(
+                name=f"{table.name} {self.name} part {self.held_out_part}",
+                fold=fold,
+                train=_train_rows(table, np.setdiff1d(classes, held_out)),
+                val=RetrievalSet(_train_rows(table, held_out)),
+                test=None,
+            ),
+            table,
+        )
+
+
+def check_split(split: Split, table: ImageTable) -> Split:
+    """The split itself, if nothing that must be apart overlaps and every set can be used.
+
+    Classes and rows of train, validation and test are disjoint (validation may be the test set only where
+    ``val_is_test`` says so), no set is empty or names a row twice, and at least one query of each retrieval set has
+    a positive. Queries without one are legal: evaluation skips and counts them.
+
+    Raises:
+        DataError: one of these does not hold.
+    """
+    sets = {"training": split.train, "validation": split.val.rows}
+    if split.test is not None:
+        sets["test"] = split.test.rows
+    for what, rows in sets.items():
+        if len(rows) == 0:
+            raise DataError(f"the {what} set of {split.name} is empty; the data set '{table.name}' is too small for it")
+        if len(np.unique(rows)) < len(rows):
+            raise DataError(f"the {what} set of {split.name} names a row twice")
+    names = list(sets)
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            if split.val_is_test and {first, second} == {"validation", "test"}:
+                continue
+            shared = np.intersect1d(table.labels[sets[first]], table.labels[sets[second]])
+            if len(shared):
+                raise DataError(
+                    f"the {first} and {second} sets of {split.name} share {len(shared)} classes, such as "
+                    f"'{table.class_names[shared[0]]}'; metric learning tests on unseen classes"
+                )
+    for what, retrieval in (("validation", split.val), ("test", split.test)):
+        if retrieval is not None and not _has_positive(retrieval, table.labels):
+            raise DataError(
+                f"no query in the {what} set of {split.name} has another image of its class to find; "
+                "give classes at least two images"
+            )
+    return split
+
+
+def _has_positive(retrieval: RetrievalSet, labels: IntArray) -> bool:
+    if retrieval.gallery is None:
+        return bool((np.unique(labels[retrieval.query], return_counts=True)[1] > 1).any())
+    return bool(np.isin(labels[retrieval.query], labels[retrieval.gallery]).any())
+
+
+def _train_classes(table: ImageTable, *, at_least: int) -> IntArray:
+    classes = np.unique(table.labels[table.role == "train"])
+    _check_enough(table, len(classes), at_least=at_least)
+    return classes
+
+
+def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
+    rows = rows_of_classes(table, classes)
+    return rows[table.role[rows] == "train"]
+
+
+def _test_set(table: ImageTable) -> RetrievalSet:
+    query, gallery, test = (
+        np.flatnonzero(table.role == role).astype(np.int64) for role in ("query", "gallery", "test")
+    )
+    if len(test) and len(query) + len(gallery):
+        raise DataError(f"'{table.name}' mixes the roles test and query/gallery; use one or the other")
+    if len(query) + len(gallery) == 0:
+        return RetrievalSet(test)
+    if len(query) == 0 or len(gallery) == 0:
+        raise DataError(f"'{table.name}' has {len(query)} query and {len(gallery)} gallery images; it needs both")
+    return RetrievalSet(query, gallery)
+
+
+def _check_enough(table: ImageTable, count: int, *, at_least: int) -> None:
+    if count < at_least:
+        raise DataError(
+            f"'{table.name}' has {count} train classes, the protocol cuts them into {at_least} parts; add classes"
+        )
+
+
+def _check_fold(name: str, fold: int, num_folds: int) -> None:
+    if not 0 <= fold < num_folds:
+        raise ConfigError(f"fold ({fold}) of protocol '{name}' must lie in [0, {num_folds - 1}]")
+
+
+def _check_counts(name: str, num_folds: int, num_repeats: int, *, least_folds: int) -> None:
+    if num_folds < least_folds:
+        raise ConfigError(f"num_folds ({num_folds}) of protocol '{name}' must be at least {least_folds}")
+    if num_repeats < 1:
+        raise ConfigError(f"num_repeats ({num_repeats}) of protocol '{name}' must be at least 1")
+
+
+def class_index(table: ImageTable, rows: Sequence[int] | IntArray) -> IntArray:
+    """[table.num_classes] numbers 0..C-1 of the classes that occur in ``rows``, in id order; -1 for the others."""
+    present = np.unique(table.labels[np.asarray(rows, dtype=np.int64)])
+    index = np.full(table.num_classes, -1, dtype=np.int64)
+    index[present] = np.arange(len(present))
+    return index

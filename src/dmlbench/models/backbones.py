@@ -1,0 +1,291 @@
+"""Networks that turn images into feature maps: what all of them share, and any convolutional network of timm."""
+
+import difflib
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dmlbench.models.weights import load_weights
+from dmlbench.types import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+BatchNormFreezing = Literal["none", "stats", "all"]
+
+_PROBE_SECONDS = 5.0
+
+
+class Backbone(nn.Module):
+    """Images to feature maps. Subclasses implement ``forward``.
+
+    ``forward(images)`` takes what ``preprocess`` returns, float [B, 3, H, W], and returns at least one map
+    [B, channels[i], H_i, W_i], from low to high level; the last one is pooled.
+
+    "Frozen batch norm" means three things in public codes, hence ``batch_norm``:
+    ``none`` freezes nothing;
+    ``stats`` normalizes by the running statistics and keeps them, while scale and shift train
+    (pytorch-metric-learning's benchmarker, the RDML code);
+    ``all`` fixes scale and shift, too (``trainable = False`` in Keras, hence the GSP framework).
+    The choice outlasts every later ``train()`` of this module or of one that holds it.
+
+    Attributes:
+        channels: channels of the maps that ``forward`` returns.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        bgr: bool = False,
+        value_range: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            channels: channels of every returned map, low to high.
+            mean: three means to subtract, in the network's own channel order and value range.
+            std: three standard deviations to divide by, likewise.
+            bgr: the network was trained on blue-green-red images.
+            value_range: 1 or 255, the value of white in the images that the network was trained on.
+
+        Raises:
+            ConfigError: ``mean`` or ``std`` has not three entries, or ``std`` one that is not positive.
+        """
+        super().__init__()
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ConfigError(
+                f"mean {tuple(mean)} and std {tuple(std)} must have three entries each, std positive ones"
+            )
+        self.channels = tuple(channels)
+        self._bgr = bgr
+        self._value_range = value_range
+        self._batch_norm: BatchNormFreezing = "none"
+        # Not part of the weights: a public weights file has no such entries.
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def preprocess(self, images: Tensor) -> Tensor:
+        """Images as a data set gives them to images as this network was trained on them.
+
+        Args:
+            images: [B, 3, H, W] RGB on the backbone's device, uint8 or floating point in [0, 1].
+
+        Returns:
+            [B, 3, H, W] float32.
+
+        Raises:
+            DataError: another shape or an integer type other than uint8.
+        """
+        if images.ndim != 4 or images.shape[1] != 3:
+            raise DataError(f"images of shape {tuple(images.shape)}, but [B, 3, H, W] is needed; convert them to RGB")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise DataError(f"images of type {images.dtype}; give uint8, or floating point in [0, 1]")
+        scale = self._value_range / 255.0 if images.dtype == torch.uint8 else self._value_range
+        pixels = images.to(self.mean.dtype)
+        if self._bgr:
+            pixels = pixels.flip(1)
+        if scale != 1.0:
+            pixels = pixels * scale
+        return (pixels - self.mean) / self.std
+
+    def freeze_batch_norm(self, batch_norm: BatchNormFreezing) -> None:
+        """Fix nothing, the statistics, or statistics and affine parameters of every batch norm (see the class).
+
+        Raises:
+            ConfigError: an unknown choice.
+        """
+        known = get_args(BatchNormFreezing)
+        if batch_norm not in known:
+            raise ConfigError(f"batch_norm '{batch_norm}' is unknown; choose one of {', '.join(known)}")
+        self._batch_norm = batch_norm
+        for layer in self._batch_norms():
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(batch_norm != "all")
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        super().train(mode)
+        if self._batch_norm != "none":
+            for layer in self._batch_norms():
+                layer.eval()
+        return self
+
+    def _batch_norms(self) -> list[_BatchNorm]:
+        return [module for module in self.modules() if isinstance(module, _BatchNorm)]
+
+
+def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:
+    """Check the levels that a user asks a backbone for: ascending, distinct, in [0, count).
+
+    Raises:
+        ConfigError: they are not.
+    """
+    levels = tuple(out_levels)
+    if not levels or list(levels) != sorted(set(levels)) or levels[0] < 0 or levels[-1] >= count:
+        raise ConfigError(
+            f"out_levels {levels} must be ascending, distinct and within 0..{count - 1}, and at least one"
+        )
+    return levels
+
+
+class TimmBackbone(Backbone):
+    """A convolutional network of timm by name, for instance ``resnet50.tv_in1k`` (torchvision's IMAGENET1K_V1).
+
+    The bare name of a model and its tags are different weights, and may be different normalization: mean and standard
+    deviation are those of the named weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pretrained: bool,
+        weights_file: str | None = None,
+        batch_norm: BatchNormFreezing = "none",
+        out_indices: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: model of timm, with or without a tag of its weights.
+            pretrained: start from the published weights (from ``weights_file``, timm's cache or the network).
+            weights_file: ``.pth`` or ``.safetensors`` with the names of timm's full model; loaded whenever given.
+                A classifier in it is left out.
+            batch_norm: what of batch norm is frozen, see ``Backbone``.
+            out_indices: timm's numbers of the stages whose maps are returned, ascending; None: the last map alone.
+
+        Raises:
+            ConfigError: unknown model, weights that cannot be had, stages that the model has not.
+        """
+        model = _create(name, pretrained=pretrained and weights_file is None)
+        channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
+        super().__init__(channels, mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
+        self._name = name
+        self._out_indices = None if out_indices is None else list(out_indices)
+        self.model = model
+        if weights_file is not None:
+            load_weights(model, weights_file, ignore=_classifier_prefixes(model))
+        self.freeze_batch_norm(batch_norm)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self._out_indices is None:
+            maps = (self.model.forward_features(images),)
+        else:
+            maps = tuple(
+                self.model.forward_intermediates(
+                    images, indices=self._out_indices, intermediates_only=True, output_fmt="NCHW"
+                )
+            )
+        for level, channels in zip(maps, self.channels, strict=True):
+            if level.ndim != 4 or level.shape[1] != channels:
+                raise ConfigError(
+                    f"backbone '{self._name}' returns {tuple(level.shape)} instead of a map [B, {channels}, H, W]; "
+                    "choose a convolutional network, whose features are maps"
+                )
+        return maps
+
+
+def _create(name: str, *, pretrained: bool) -> Any:
+    """timm's model without its classifier, with published weights if asked."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"timm {timm.__version__} has no model '{name}'; {hint}timm.list_models() lists all")
+    options: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
+    try:
+        config = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        tags = ", ".join(timm.list_pretrained(f"{name.split('.')[0]}.*")) or "none"
+        raise ConfigError(f"timm {timm.__version__} has no weights '{name}'; it has: {tags}") from error
+    if pretrained:
+        if config is None or not (config.hf_hub_id or config.url or config.file):
+            raise ConfigError(f"timm publishes no weights for '{name}'; give weights_file=<path> or pretrained=false")
+        url = config.url if isinstance(config.url, str) else None
+        cached = _cached_file(config.hf_hub_id, url)
+        if cached is not None:
+            # By path: a name would ask the network for a newer version first, and wait where there is none.
+            options["pretrained_cfg_overlay"] = {"file": str(cached)}
+        elif not _reachable(config.hf_hub_id, url):
+            raise _no_weights(name, config, "there is no cached copy and no connection to the server")
+    try:
+        return timm.create_model(name, pretrained=pretrained, **options)
+    except Exception as error:
+        if not pretrained:
+            raise
+        # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
+        raise _no_weights(name, config, str(error) or type(error).__name__) from error
+
+
+def _no_weights(name: str, config: Any, reason: str) -> ConfigError:
+    sources = " or ".join(
+        source
+        for source in (
+            f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else "",
+            str(config.url or ""),
+        )
+        if source
+    )
+    return ConfigError(
+        f"the pretrained weights '{name}' cannot be had: {reason}. Download {sources} on a connected machine and "
+        "set weights_file=<path of the file>, or ask for pretrained=false"
+    )
+
+
+def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
+    """The published weights, where an earlier run has left them in the caches that timm uses."""
+    if hub_id:
+        from huggingface_hub import try_to_load_from_cache
+
+        for filename in ("model.safetensors", "pytorch_model.bin"):
+            found = try_to_load_from_cache(hub_id, filename)
+            if isinstance(found, str):
+                return Path(found)
+    if url:
+        path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
+        if path.is_file():
+            return path
+    return None
+
+
+def _reachable(hub_id: str | None, url: str | None) -> bool:
+    """Ask the server once: timm's own client retries each of its files for half a minute."""
+    if hub_id:
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return False
+    address = constants.ENDPOINT if hub_id else cast(str, url)
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True  # the server is there and refuses a HEAD of its front page
+    except OSError:
+        return False
+    return True
+
+
+def _stage_channels(model: Any, name: str, out_indices: Sequence[int]) -> list[int]:
+    if not hasattr(model, "forward_intermediates") or not hasattr(model, "feature_info"):
+        raise ConfigError(f"timm's '{name}' returns its last map only; leave out_indices at null")
+    stages = select_levels(out_indices, len(model.feature_info))
+    return [int(model.feature_info[stage]["num_chs"]) for stage in stages]
+
+
+def _classifier_prefixes(model: Any) -> tuple[str, ...]:
+    classifier = model.pretrained_cfg.get("classifier") or ()
+    names = (classifier,) if isinstance(classifier, str) else classifier
+    return tuple(f"{name}." for name in names)

@@ -1,0 +1,62 @@
+"""What a pooling is: the contract that every module of this folder fulfils."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from dmlbench.models.projection import Projection
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a pooling returns: embedding [B, D], not normalized, and named side outputs (see ``types.ModelOutput``)."""
+
+    embedding: Tensor
+    side: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Pooling(nn.Module):
+    """Map [B, C, H, W] to embedding [B, D]; subclasses implement ``forward``.
+
+    The projection C to D is passed in, because some poolings project first and pool then, others pool first.
+    ``forward`` changes no state: what has to change between training steps changes in ``observe``, which the training
+    loop calls after the model's forward and before the loss. Whatever affects a later step is a parameter or a buffer,
+    so that a run continues exactly from its ``state_dict``.
+
+    Attributes:
+        provides: names of the side outputs that ``forward`` gives once the pooling has started; regularizers that
+            require a name can be checked against it before a run.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        """Pool a map.
+
+        Args:
+            x: [B, C, H, W], of any memory format and floating-point type.
+            project: takes [B, C] as well as [B, C, H, W].
+        """
+        raise NotImplementedError
+
+    def observe(self, pooled: Pooled, *, step: int) -> None:
+        """Take note of a training batch; most poolings have nothing to note.
+
+        Args:
+            pooled: what ``forward`` returned for the batch.
+            step: number of the training step under way, counted from 1.
+        """
+
+    @property
+    def started(self) -> bool:
+        """False as long as the pooling works in a provisional way and its side outputs may be missing."""
+        return True
+
+    def input_width(self, embedding_size: int) -> int:
+        """Dimensions that the pooling wants of the projection for embeddings of ``embedding_size``."""
+        return embedding_size
+
+    def output_width(self, projected_size: int) -> int:
+        """Dimensions of the embedding for a projection to ``projected_size``."""
+        return projected_size

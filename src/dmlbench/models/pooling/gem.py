@@ -1,0 +1,53 @@
+"""Generalized-mean pooling (GeM): between average (power 1) and maximum (power to infinity), the power learned."""
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class Gem(Pooling):
+    """project((mean_j max(x_j, epsilon)^power)^(1 / power)), per channel, in float32.
+
+    Source: Radenovic et al., Fine-tuning CNN Image Retrieval with No Human Annotation, 2018, equation 3.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_channels: int | None = None,
+        power: float = 3.0,
+        learn_power: bool = True,
+        per_channel: bool = False,
+        epsilon: float = 1e-6,
+    ) -> None:
+        """
+        Args:
+            num_channels: C, needed with ``per_channel`` only.
+            power: where the power starts, above 0.
+            learn_power: train it.
+            per_channel: one power for each of the C channels instead of one for all.
+            epsilon: smallest value that a feature is taken for.
+
+        Raises:
+            ConfigError: a power or epsilon that is not positive, or ``per_channel`` without ``num_channels``.
+        """
+        super().__init__()
+        if power <= 0 or epsilon <= 0:
+            raise ConfigError(f"gem needs a positive power ({power}) and a positive epsilon ({epsilon})")
+        if per_channel and (num_channels is None or num_channels < 1):
+            raise ConfigError(f"gem with per_channel=true needs num_channels (is {num_channels}), the backbone's width")
+        self.epsilon = epsilon
+        size = num_channels if per_channel and num_channels is not None else 1
+        self.power = nn.Parameter(torch.full((size, 1, 1), float(power)), requires_grad=learn_power)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        if self.power.shape[0] not in (1, x.shape[1]):
+            raise ConfigError(f"gem has {self.power.shape[0]} powers, but the map has {x.shape[1]} channels")
+        with torch.autocast(x.device.type, enabled=False):
+            features = x.to(self.power.dtype).clamp(min=self.epsilon)
+            mean = features.pow(self.power).mean(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
+            pooled = mean.pow(1.0 / self.power)
+        return Pooled(project(pooled.flatten(1)))

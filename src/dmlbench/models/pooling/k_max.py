@@ -1,0 +1,35 @@
+"""k-max pooling: the mean of each channel's k largest values."""
+
+import torch
+from torch import Tensor
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class KMax(Pooling):
+    """project((1 / k) sum of the k largest x_j), per channel: k = 1 is max pooling, k = H W average pooling."""
+
+    def __init__(self, k: int) -> None:
+        """
+        Args:
+            k: number of values to average, 1 to H W.
+
+        Raises:
+            ConfigError: k below 1 (above H W is found at the first map).
+        """
+        super().__init__()
+        if k < 1:
+            raise ConfigError(f"k ({k}) of k_max must be at least 1")
+        self.k = k
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        pixels = x.flatten(2)  # [B, C, HW]
+        if self.k > pixels.shape[2]:
+            raise ConfigError(
+                f"k ({self.k}) of k_max exceeds the {pixels.shape[2]} pixels of a {x.shape[2]} x {x.shape[3]} map; "
+                "lower k or enlarge the images"
+            )
+        largest = pixels.topk(self.k, dim=2, sorted=False).values  # [B, C, k]
+        return Pooled(project(largest.mean(dim=2, dtype=torch.promote_types(x.dtype, torch.float32))))

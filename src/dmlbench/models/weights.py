@@ -1,0 +1,99 @@
+"""Reading weights from a file the user has placed: safe formats only, and a wrong file is refused by its first key."""
+
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read a ``.safetensors`` file or a PyTorch checkpoint (any other suffix) without executing anything in it.
+
+    A checkpoint may hold the tensors under ``state_dict`` and may have been saved from a ``DataParallel`` model
+    (``module.`` before every name); both wrappings are taken off.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or holds something else than named tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"weights file '{path}' is not there; place it at this path, correct weights_file, "
+            "or ask for random weights (weights_file=null, pretrained=false)"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            content: object = load_file(path, device="cpu")
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"weights file '{path}' cannot be read as plain tensors ({first_line}); "
+            "it may be truncated, or hold Python objects, which are never executed: save its state_dict again"
+        ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ConfigError(
+            f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"
+        )
+    weights = {str(key): value for key, value in content.items()}
+    if all(key.startswith("module.") for key in weights):
+        weights = {key.removeprefix("module."): value for key, value in weights.items()}
+    return weights
+
+
+def load_weights(
+    module: nn.Module, path: str | Path, *, ignore: Sequence[str] = (), squeeze_leading: bool = False
+) -> None:
+    """Copy the weights of a file into a module; every name and shape has to agree.
+
+    ``num_batches_tracked`` counters may be absent, as they are in files written before PyTorch 0.4.1.
+
+    Args:
+        module: receives the weights in place.
+        path: see ``read_weights``.
+        ignore: prefixes of names in the file that the module does without, such as a classifier's.
+        squeeze_leading: take tensors of shape (1, C) for those of shape (C,), as old converters wrote them.
+
+    Raises:
+        ConfigError: the file cannot be read, or its first differing name (missing, of another shape, unexpected).
+    """
+    weights = read_weights(path)
+    expected = module.state_dict()
+    adapted: dict[str, Tensor] = {}
+    for key, own in expected.items():
+        found = weights.get(key)
+        if found is None:
+            if key.endswith("num_batches_tracked"):
+                adapted[key] = own
+                continue
+            raise _wrong_file(module, path, f"'{key}' {tuple(own.shape)} is missing from the file")
+        if squeeze_leading and found.shape == (1, *own.shape):
+            found = found[0]
+        if found.shape != own.shape:
+            shapes = f"{tuple(found.shape)} in the file and {tuple(own.shape)} in the model"
+            raise _wrong_file(module, path, f"'{key}' has shape {shapes}")
+        adapted[key] = found
+    for key in weights:
+        if key not in expected and not key.startswith(tuple(ignore)):
+            raise _wrong_file(module, path, f"'{key}' {tuple(weights[key].shape)} is unknown to the model")
+    module.load_state_dict(adapted)
+    logger.info("loaded %d tensors from %s", len(adapted), path)
+
+
+def _wrong_file(module: nn.Module, path: str | Path, difference: str) -> ConfigError:
+    return ConfigError(
+        f"weights file '{path}' does not fit {type(module).__name__}: {difference} (the first difference); "
+        "give the file that belongs to this backbone"
+    )

@@ -1,0 +1,182 @@
+"""From the runs of a cell to one summary, by the rule that the protocol names."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.results.collections import collections, confidence_interval, summarize
+from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, read_result
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
+
+log = logging.getLogger(__name__)
+
+AGGREGATE, COLLECTIONS = "aggregate.json", "collections.csv"
+AGGREGATE_SCHEMA = 1
+
+
+def aggregate_cell(
+    runs: Sequence[RunInfo],
+    *,
+    allow_partial: bool = False,
+    recall_at: Sequence[int] = (1, 2, 4, 8),
+    tile_bytes: int = 2**28,
+    force: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Summarize the runs of one cell into ``aggregate.json`` (and ``collections.csv``) in the cell's folder.
+
+    The rule is the protocol's: "collections" (mean and population std over all collections of fold models, embeddings
+    apart and concatenated), "best_and_mean" (best repeat, and mean and std over repeats), "mean" (of the validation
+    scores over repeats).
+
+    Args:
+        runs: every run directory of the cell, complete or not.
+        allow_partial: summarize although runs are missing; the summary says how many it rests on.
+        recall_at: the K of R@K of the concatenated embeddings.
+        tile_bytes: working memory of the search.
+        force: compute again although an up-to-date summary exists.
+        progress: show a progress bar for long work.
+
+    Raises:
+        RunError: runs are missing, or were not made from the same data and seed.
+    """
+    cell = runs[0].path.parent
+    done = {(run.fold, run.repeat): run for run in runs if run.state == "done"}
+    results = {coordinates: read_result(run.path) for coordinates, run in sorted(done.items())}
+    if not results:
+        raise RunError(f"{cell} has no complete run; `dmlbench status` tells what happened to them")
+    first = next(iter(results.values()))
+    expected = [(fold, repeat) for fold in range(first["num_folds"]) for repeat in range(first["num_repeats"])]
+    extra = sorted(set(results) - set(expected))
+    if extra:
+        expected = sorted(set(expected) | {(fold, repeat) for fold in range(first["num_folds"]) for _, repeat in extra})
+    missing = [f"fold{fold}_rep{repeat}" for fold, repeat in expected if (fold, repeat) not in results]
+    if missing and not allow_partial:
+        raise RunError(
+            f"{cell}: {len(missing)} of {len(expected)} runs are missing ({', '.join(missing)}); run them, or summarize "
+            "what is there with allow_partial=true"
+        )
+    _require_same(cell, results)
+
+    source = hashlib.sha256(b"".join((done[key].path / RESULT).read_bytes() for key in results)).hexdigest()
+    settings = {"recall_at": list(recall_at), "runs_sha256": source}
+    existing = read_aggregate(cell)
+    if existing and not force and all(existing[key] == value for key, value in settings.items()):
+        log.info("%s is up to date", cell / AGGREGATE)
+        return existing
+
+    kind = first["aggregation"]
+    if kind == "collections":
+        scores, extras = _collections(cell, done, results, recall_at, tile_bytes, progress)
+    else:
+        scores, extras = _over_repeats(results, kind)
+    part = "val" if kind == "mean" else "test"
+    shared = ("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "choices", "base_seed", "val_is_test",
+              "search", "n_query", "n_gallery", "n_skipped_queries")  # fmt: skip
+    summary = {
+        "schema": AGGREGATE_SCHEMA,
+        **{key: first[key] for key in shared},
+        "scored_on": "validation" if part == "val" else "test",
+        "n_runs": len(results),
+        "n_runs_expected": len(expected),
+        "missing": missing,
+        **settings,
+        "scores": scores,
+        **extras,
+        "raw": {f"fold{fold}_rep{repeat}": result["metrics"][part] for (fold, repeat), result in results.items()},
+        "steps": [result["steps"] for result in results.values()],
+        "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
+    }
+    atomic_write(cell / AGGREGATE, (json.dumps(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def read_aggregate(cell: Path) -> dict[str, Any] | None:
+    """The summary in a cell's folder, or None where there is none of this schema."""
+    try:
+        summary = json.loads((cell / AGGREGATE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return summary if summary.get("schema") == AGGREGATE_SCHEMA else None
+
+
+def is_current(cell: Path, summary: Mapping[str, Any]) -> bool:
+    """Whether a summary was made from exactly the results that lie in the cell's folder now."""
+    results = sorted(
+        (tuple(map(int, path.parent.name.removeprefix("fold").split("_rep"))), path) for path in cell.glob(f"fold*_rep*/{RESULT}")
+    )
+    return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for _, path in results)).hexdigest()
+
+
+def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
+    for key, remedy in (
+        ("dataset_fingerprint", "the data set changed between the runs; remove the older ones and run them again"),
+        ("base_seed", "use one base_seed for all runs of a cell"),
+    ):
+        values: dict[Any, str] = {}
+        for (fold, repeat), result in results.items():
+            values.setdefault(result[key], f"fold{fold}_rep{repeat}")
+        if len(values) > 1:
+            listing = ", ".join(f"{value} in {run}" for value, run in values.items())
+            raise RunError(f"{cell}: the runs differ in {key} ({listing}); {remedy}")
+
+
+def _collections(
+    cell: Path,
+    done: Mapping[tuple[int, int], RunInfo],
+    results: Mapping[tuple[int, int], Mapping[str, Any]],
+    recall_at: Sequence[int],
+    tile_bytes: int,
+    progress: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    folds = sorted({fold for fold, _ in results})
+    by_fold = [[key for key in results if key[0] == fold] for fold in folds]
+    loaded = [[load_embeddings(done[key].path / EMBEDDINGS) for key in keys] for keys in by_fold]
+    queries = [[pair[0] for pair in row] for row in loaded]
+    has_gallery = loaded[0][0][1] is not None
+    galleries = [[pair[1] for pair in row] for row in loaded] if has_gallery else None
+    frame = collections(
+        queries, galleries, recall_at=tuple(recall_at), tile_bytes=tile_bytes, progress=progress
+    )  # type: ignore[arg-type]
+    atomic_write(cell / COLLECTIONS, frame.to_csv(index=False).encode())
+    summary = summarize(frame)
+    scores: dict[str, dict[str, Any]] = {"separated": {}, "concatenated": {}}
+    for column, value in summary.items():
+        kind, _, metric = column.partition("_")
+        if kind in scores:
+            scores[kind][metric] = value
+    metrics = list(scores["separated"])
+    rectangular = len({len(keys) for keys in by_fold}) == 1
+    intervals = {
+        metric: confidence_interval([[results[key]["metrics"]["test"][metric] for key in keys] for keys in by_fold])
+        if rectangular
+        else None
+        for metric in metrics
+    }
+    dimension = int(queries[0][0].rows.shape[1])
+    return scores, {
+        "n_collections": len(frame),
+        "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
+        "interval_95": intervals,
+    }
+
+
+def _over_repeats(results: Mapping[tuple[int, int], Mapping[str, Any]], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    part = "val" if kind == "mean" else "test"
+    rows = [result["metrics"][part] for result in results.values()]
+    columns = {metric: np.array([row[metric] for row in rows]) for metric in rows[0]}
+    mean = {
+        metric: {"mean": float(values.mean()), "std": float(values.std()) if len(values) > 1 else None}
+        for metric, values in columns.items()
+    }
+    scores: dict[str, Any] = {"mean": mean}
+    if kind == "best_and_mean":
+        scores["best"] = {metric: {"mean": float(values.max()), "std": None} for metric, values in columns.items()}
+    return scores, {"n_collections": None}

@@ -1,0 +1,180 @@
+"""Run directories: their names, their lock, their state, and the result that makes a run complete."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
+
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS = "result.json", "error.txt", "run.lock", "config.yaml", "embeddings.safetensors"
+RESULT_SCHEMA = 1
+
+State = Literal["done", "running", "failed", "stale"]
+
+
+def run_directory(output_dir: str | os.PathLike[str], dataset: str, protocol: str, cell: str, fold: int, repeat: int) -> Path:
+    """``<output_dir>/<dataset>/<protocol>/<cell>/fold<f>_rep<r>``."""
+    return Path(output_dir) / dataset / protocol / cell / f"fold{fold}_rep{repeat}"
+
+
+def make_directory(path: Path) -> None:
+    """Create a run directory.
+
+    Raises:
+        RunError: it cannot be created or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise RunError(
+            f"cannot write to the run directory {path}: {error.strerror}; choose a writable folder with paths.output_dir=..."
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    try:
+        file = (run_dir / LOCK).open("a+")
+    except OSError as error:
+        raise RunError(
+            f"cannot write to the run directory {run_dir}: {error.strerror}; choose a writable folder with "
+            "paths.output_dir=..."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunError(
+                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
+                "another paths.output_dir"
+            ) from error
+        if not (run_dir / LOCK).exists() or os.stat(run_dir / LOCK).st_ino != os.fstat(file.fileno()).st_ino:
+            raise RunError(f"{run_dir} was released by another process just now; start the command again")
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        for leftover in run_dir.glob(".*.tmp"):  # an atomic write that was killed
+            leftover.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            (run_dir / LOCK).unlink(missing_ok=True)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a living process holds the run directory."""
+    try:
+        with (run_dir / LOCK).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def write_result(run_dir: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json``, the last file of a run; with it the run is complete."""
+    atomic_write(run_dir / RESULT, (json.dumps({"schema": RESULT_SCHEMA, **result}, indent=1) + "\n").encode())
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """The result of a complete run.
+
+    Raises:
+        RunError: there is none, it is damaged, or it has another schema.
+    """
+    path = run_dir / RESULT
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing") from None
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); delete it and start the run again") from error
+    if result.get("schema") != RESULT_SCHEMA:
+        raise RunError(f"{path} has schema {result.get('schema')}, this version reads {RESULT_SCHEMA}; run it again")
+    return result
+
+
+def run_state(run_dir: Path) -> State:
+    """done: has a result; running: a living process holds it; failed: left an error; stale: begun, then interrupted."""
+    if (run_dir / RESULT).exists():
+        return "done"
+    if is_locked(run_dir):
+        return "running"
+    return "failed" if (run_dir / ERROR).exists() else "stale"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run directory and the coordinates in its name."""
+
+    path: Path
+    dataset: str
+    protocol: str
+    cell: str
+    fold: int
+    repeat: int
+
+    @property
+    def state(self) -> State:
+        return run_state(self.path)
+
+
+def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[RunInfo]:
+    """Every run directory under ``output_dir`` whose ``<dataset>/<protocol>/<cell>/fold<f>_rep<r>`` matches.
+
+    Args:
+        output_dir: root of the run directories.
+        pattern: shell pattern for that relative path or the beginning of it; a bare word matches anywhere in it.
+    """
+    from fnmatch import fnmatch
+
+    root = Path(output_dir)
+    runs: list[RunInfo] = []
+    for path in sorted(root.glob("*/*/*/fold*_rep*")):
+        relative = path.relative_to(root)
+        dataset, protocol, cell, coordinates = relative.parts
+        fold, _, repeat = coordinates.removeprefix("fold").partition("_rep")
+        text = str(relative)
+        wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
+        if wanted and fold.isdigit() and repeat.isdigit() and path.is_dir():
+            runs.append(RunInfo(path, dataset, protocol, cell, int(fold), int(repeat)))
+    return runs
+
+
+def remove_run(path: Path) -> None:
+    """Delete a run directory, and its cell's folder when it was the last one in it; a running one is left alone.
+
+    Raises:
+        RunError: a living process holds it.
+    """
+    if is_locked(path):
+        raise RunError(f"{path} is running; stop it first")
+    shutil.rmtree(path)
+    cell = path.parent
+    if not any(cell.glob("fold*_rep*")):
+        shutil.rmtree(cell)
+
+
+def cells_of(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
+    """Runs by the folder of their cell."""
+    cells: dict[Path, list[RunInfo]] = {}
+    for run in runs:
+        cells.setdefault(run.path.parent, []).append(run)
+    return cells

@@ -1,0 +1,226 @@
+"""Aggregated cells side by side: text, Markdown, CSV and LaTeX with percentages, deviations and the best in bold."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = {"separated": "separated", "concatenated": "concatenated", "best": "best", "mean": "mean"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A score in percent; ``std`` is None where there is nothing to deviate."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of entries under two-line column heads, with the notes that belong under the numbers."""
+
+    title: str
+    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed
+    rows: tuple[tuple[str, tuple[Entry | None, ...]], ...]
+    notes: tuple[str, ...]
+
+    def best(self) -> list[float | None]:
+        """Highest printed mean of each column; None where there is nothing to compare."""
+        result: list[float | None] = []
+        for i in range(len(self.columns)):
+            means = [round(entries[i].mean, 2) for _, entries in self.rows if entries[i] is not None]  # type: ignore[union-attr]
+            result.append(max(means) if len(means) > 1 else None)
+        return result
+
+
+def metric_label(name: str) -> str:
+    """``map_at_r`` as the field writes it: MAP@R."""
+    labels = {"p_at_1": "P@1", "r_precision": "R-precision", "map_at_r": "MAP@R"}
+    return labels.get(name) or name.replace("recall_at_", "R@")
+
+
+def make_table(
+    title: str, summaries: Sequence[Mapping[str, Any]], labels: Sequence[str], metrics: Sequence[str]
+) -> Table:
+    """A table of summaries that ``aggregate_cell`` made, one row each.
+
+    Raises:
+        KeyError: a metric is in none of the summaries.
+    """
+    kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
+    known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
+    for metric in metrics:
+        if metric not in known:
+            raise KeyError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
+    columns = []
+    for kind in kinds:
+        dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
+        size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
+        columns += [(KINDS[kind] + size, metric_label(metric)) for metric in metrics]
+    rows = []
+    for summary, label in zip(summaries, labels, strict=True):
+        entries = [_entry(summary["scores"].get(kind, {}).get(metric)) for kind in kinds for metric in metrics]
+        rows.append((label, tuple(entries)))
+    return Table(title, tuple(columns), tuple(rows), tuple(_notes(summaries, labels)))
+
+
+def _entry(score: Mapping[str, float | None] | None) -> Entry | None:
+    if score is None:
+        return None
+    mean, std = score["mean"], score["std"]
+    assert mean is not None
+    return Entry(100 * mean, None if std is None else 100 * std)
+
+
+def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
+    """What a reader must know to trust the numbers; the same for all rows where it is, else row by row."""
+    facts = [(label, _facts(summary)) for label, summary in zip(labels, summaries, strict=True)]
+    shared = [fact for fact in facts[0][1] if all(fact in own for _, own in facts)]
+    notes = list(shared)
+    for label, own in facts:
+        rest = [fact for fact in own if fact not in shared]
+        if rest:
+            notes.append(f"{label}: {'; '.join(rest)}")
+    return notes
+
+
+def _facts(summary: Mapping[str, Any]) -> list[str]:
+    facts = []
+    runs = f"{summary['n_runs']} runs"
+    if summary["missing"]:
+        runs = f"PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs, without {', '.join(summary['missing'])}"
+    if summary["n_collections"]:
+        count = summary["n_collections"]
+        spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
+        facts.append(f"{runs}; {spread} of fold models")
+    else:
+        facts.append(f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std")
+    if summary["val_is_test"]:
+        facts.append("SELECTED ON TEST: the validation set is the test set")
+    searched = f"{summary['n_query']} queries"
+    if summary["n_gallery"] != summary["n_query"]:
+        searched += f" in a gallery of {summary['n_gallery']}"
+    if summary["scored_on"] == "validation":
+        facts.append("scored on the validation classes; the test half was not looked at")
+    else:
+        skipped = summary["n_skipped_queries"]
+        facts.append(f"{summary['search']} search, {searched}" + (f", {skipped} without a positive left out" if skipped else ""))
+    return facts
+
+
+def _marked(table: Table, bold: str) -> list[list[str]]:
+    """Entries as text, the best of each column put into the template ``bold``."""
+    best = table.best()
+    lines = []
+    for label, entries in table.rows:
+        cells = [label]
+        for entry, top in zip(entries, best, strict=True):
+            text = "–" if entry is None else str(entry)
+            cells.append(bold.format(text) if entry is not None and top == round(entry.mean, 2) else text)
+        lines.append(cells)
+    return lines
+
+
+def to_text(table: Table) -> str:
+    """For the terminal: aligned columns, a star at the best."""
+    heads = ["", *(f"{metric}" for _, metric in table.columns)]
+    lines = _marked(table, "{}*")
+    lines = [[cells[0], *(cell if cell.endswith("*") else cell + " " for cell in cells[1:])] for cells in lines]
+    groups = _groups(table)
+    widths = [max(len(row[i]) for row in [heads, *lines]) for i in range(len(heads))]
+    for name, start, stop in groups:  # a group's name needs its room too
+        lacking = len(name) - (sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1))
+        widths[stop] += max(0, lacking)
+    top = " " * widths[0]
+    for name, start, stop in groups:
+        top += "  " + name.center(sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1))
+    body = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in [heads, *lines]]
+    rule = "-" * max(len(line) for line in [top, *body])
+    notes = [f"  {note}" for note in ("percent; * best of the column", *table.notes)]
+    return "\n".join([table.title, rule, top.rstrip(), body[0].rstrip(), rule, *(line.rstrip() for line in body[1:]), rule, *notes])
+
+
+def _groups(table: Table) -> list[tuple[str, int, int]]:
+    """Runs of columns with the same first head: (name, first, one past the last)."""
+    groups: list[tuple[str, int, int]] = []
+    for i, (kind, _) in enumerate(table.columns):
+        if groups and groups[-1][0] == kind:
+            groups[-1] = (kind, groups[-1][1], i + 1)
+        else:
+            groups.append((kind, i, i + 1))
+    return groups
+
+
+def to_markdown(table: Table) -> str:
+    heads = ["", *(f"{kind} {metric}" for kind, metric in table.columns)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * len(table.columns) + "|"]
+    lines += ["| " + " | ".join(cells) + " |" for cells in _marked(table, "**{}**")]
+    notes = [f"- {note}" for note in ("percent; best of each column in bold", *table.notes)]
+    return "\n".join([f"### {table.title}", "", *lines, "", *notes, ""])
+
+
+def to_csv(table: Table) -> str:
+    """Means and deviations in columns of their own, in percent with full precision."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["row", *(f"{kind} {metric} {part}" for kind, metric in table.columns for part in ("mean", "std"))])
+    for label, entries in table.rows:
+        cells: list[object] = [label]
+        for entry in entries:
+            cells += ["", ""] if entry is None else [entry.mean, "" if entry.std is None else entry.std]
+        writer.writerow(cells)
+    return buffer.getvalue()
+
+
+def to_latex(table: Table) -> str:
+    """A ``tabular`` for the package booktabs."""
+
+    def escape(text: str) -> str:
+        for old, new in (("\\", r"\textbackslash{}"), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#"), ("±", r"$\pm$"), ("–", "--")):
+            text = text.replace(old, new)
+        return text
+
+    top = " & ".join(["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))])
+    heads = " & ".join(["", *(escape(metric) for _, metric in table.columns)])
+    best = table.best()
+    rows = []
+    for label, entries in table.rows:
+        cells = [escape(label)]
+        for entry, highest in zip(entries, best, strict=True):
+            text = escape("–" if entry is None else str(entry))
+            cells.append(rf"\textbf{{{text}}}" if entry is not None and highest == round(entry.mean, 2) else text)
+        rows.append(" & ".join(cells) + r" \\")
+    notes = [f"% {note}" for note in (table.title, *table.notes)]
+    columns = "l" + "c" * len(table.columns)
+    return "\n".join(
+        [*notes, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", top + r" \\", heads + r" \\", r"\midrule", *rows, r"\bottomrule",
+         r"\end{tabular}", ""]
+    )  # fmt: skip
+
+
+def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> list[str]:
+    """Shortest names that tell cells apart: the chosen options that differ, then single values that differ.
+
+    Args:
+        cells: per cell the chosen option of each group, and the flattened configuration.
+    """
+    named = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
+    groups = [g for g in named if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
+    labels = [" ".join(str(choices.get(group, "-")) for group in groups) for choices, _ in cells]
+    keys = sorted({key for _, config in cells for key in config} - {"fit.max_steps"})
+    result = []
+    for label, (_, config) in zip(labels, cells, strict=True):
+        untrained = config.get("fit.max_steps") == 0
+        rivals = [
+            other for name, (_, other) in zip(labels, cells, strict=True)
+            if name == label and (other.get("fit.max_steps") == 0) == untrained
+        ]  # fmt: skip
+        differing = [key for key in keys if len({repr(other.get(key)) for other in rivals}) > 1]
+        parts = [label, *(f"{key}={config.get(key)}" for key in differing)]
+        result.append(" ".join(parts) + (" (untrained)" if untrained else ""))
+    return result

@@ -1,0 +1,239 @@
+"""One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
+
+import contextlib
+import csv
+import datetime
+import io
+import logging
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench import build
+from dmlbench.build import Data
+from dmlbench.config import cell_id, config_sha256, flatten
+from dmlbench.evaluation.embed import embed, save_embeddings
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.models.net import MetricModel
+from dmlbench.results import store
+from dmlbench.runtime import (
+    atomic_write,
+    autocast,
+    derive_seed,
+    device_name,
+    git_commit,
+    package_versions,
+    peak_memory_bytes,
+    seed_everything,
+    select_device,
+    set_strict_float32,
+)
+from dmlbench.training.fit import BEST, LAST, FitResult, fit
+from dmlbench.training.signals import StopSignal
+from dmlbench.types import EmbeddingSet, RetrievalSet, RunError
+
+log = logging.getLogger(__name__)
+
+
+def run(cfg: DictConfig) -> Path:
+    """Train and test the cell ``cfg`` at its coordinates; returns the run directory.
+
+    A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint.
+
+    Raises:
+        DmlbenchError: what a user can mend; ``error.txt`` in the run directory says it too.
+        Preempted: asked to stop; start the same command again to continue.
+    """
+    build.check(cfg)
+    device = select_device(cfg.device)
+    run_dir = directory_of(cfg)
+    store.make_directory(run_dir)
+    if _is_complete(cfg, run_dir):
+        log.info("%s is complete: nothing to do", run_dir)
+        return run_dir
+    with store.locked(run_dir), _stop_signal() as stop:
+        if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
+            return run_dir
+        (run_dir / store.ERROR).unlink(missing_ok=True)
+        try:
+            _run(cfg, run_dir, device, stop)
+        except Exception as error:
+            with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
+                (run_dir / store.ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+            if isinstance(error, OSError):
+                raise RunError(f"run {run_dir}: {error}; mend it and start the same command again to continue") from error
+            raise
+    return run_dir
+
+
+def directory_of(cfg: DictConfig) -> Path:
+    """The run directory of a configuration."""
+    protocol = build.component(cfg.protocol).name
+    name = cfg.dataset.name
+    return store.run_directory(cfg.paths.output_dir, name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
+
+
+def run_seed(cfg: DictConfig) -> int:
+    """Depends on base seed and coordinates, not on the cell, so that cells are compared pair by pair."""
+    return derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Any:
+    stop = StopSignal().install()
+    try:
+        yield stop
+    finally:
+        stop.uninstall()
+
+
+def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
+    if not (run_dir / store.RESULT).exists():
+        return False
+    result = store.read_result(run_dir)
+    if result["config_sha256"] != config_sha256(cfg):
+        old = flatten(OmegaConf.to_container(OmegaConf.load(run_dir / store.CONFIG)))
+        new = flatten(OmegaConf.to_container(cfg, resolve=True))
+        different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+        listing = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(different)[:5])
+        raise RunError(
+            f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or remove "
+            "it with `dmlbench clean`"
+        )
+    return True
+
+
+def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal) -> None:
+    set_strict_float32()
+    seed = run_seed(cfg)
+    data = build.build_data(cfg)
+    seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
+    model = build.build_model(cfg)
+    objective = build.build_objective(cfg)
+    settings = build.build_fit_settings(cfg)
+    build.move(model, objective, device, channels_last=settings.channels_last)
+    optimizer, schedule = build.build_optimizer(cfg, model, objective)
+    atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(cfg, resolve=True).encode())
+    log.info("%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes)
+
+    scorer = Scorer(cfg, data, model, device)
+    batches = build.build_train_batches(cfg, data, seed=seed)
+    loggers = build.build_loggers(cfg, run_dir)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        progress = fit(
+            model, objective, batches, scorer.validate, optimizer, settings, run_dir,
+            device=device, schedule=schedule, loggers=loggers, stop=stop,
+        )  # fmt: skip
+    finally:
+        batches.close()
+        for logger in loggers:
+            logger.close()
+
+    started = time.monotonic()
+    scores = {"val": scorer.validate()}
+    test = None
+    if data.split.test is not None:
+        queries, gallery = scorer.embed(data.split.test)
+        test = scorer.score(queries, gallery)
+        scores["test"] = test.scores
+        save_embeddings(
+            run_dir / store.EMBEDDINGS, queries, gallery,
+            {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
+        )  # fmt: skip
+        _write_per_query(run_dir / "per_query.csv", queries, test)
+    progress.wall_s += time.monotonic() - started
+    store.write_result(run_dir, _result(cfg, data, progress, scores, test, device))
+    _keep_checkpoints(run_dir, settings.keep)
+    summary = ", ".join(f"{name} {value:.4f}" for name, value in (test.scores if test else scores["val"]).items())
+    log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
+             "test" if test else "validation", summary)  # fmt: skip
+
+
+class Scorer:
+    """Embeds and scores retrieval sets with a model: what validation and test share."""
+
+    def __init__(self, cfg: DictConfig, data: Data, model: MetricModel, device: torch.device) -> None:
+        self.data = data
+        self.model = model
+        self.device = device
+        self.spec = build.component(cfg.evaluation)
+        self.precision = cfg.fit.precision
+        self.batches = build.build_eval_batches(cfg, data)
+
+    def validate(self) -> dict[str, float]:
+        """Scores of the current weights on the validation set."""
+        return self.score(*self.embed(self.data.split.val)).scores
+
+    def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        """Queries and, where it is a set of its own, the gallery."""
+        queries = self._embed_rows(part.query, "queries")
+        return queries, None if part.gallery is None else self._embed_rows(part.gallery, "gallery")
+
+    def score(self, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Evaluation:
+        return evaluate(queries, gallery, self.spec, distance=self.model.distance)
+
+    def _embed_rows(self, rows: Any, describe: str) -> EmbeddingSet:
+        self.model.eval()
+
+        def rows_of(images: torch.Tensor) -> torch.Tensor:
+            with autocast(self.device, self.precision):
+                return self.model(images).embedding
+
+        return embed(rows_of, self.batches(rows), device=self.device, progress=True, describe=describe)
+
+
+def _result(
+    cfg: DictConfig, data: Data, progress: FitResult, scores: dict[str, Any], test: Evaluation | None, device: torch.device
+) -> dict[str, Any]:
+    test_set = test is not None and data.split.test is not None
+    return {
+        "cell_id": cell_id(cfg),
+        "dataset": data.table.name,
+        "dataset_fingerprint": data.table.fingerprint,
+        "protocol": build.component(cfg.protocol).name,
+        "aggregation": build.component(cfg.protocol).aggregation,
+        "num_folds": build.component(cfg.protocol).num_folds,
+        "num_repeats": build.component(cfg.protocol).num_repeats,
+        "fold": cfg.fold,
+        "repeat": cfg.repeat,
+        "seed": run_seed(cfg),
+        "base_seed": cfg.base_seed,
+        "config_sha256": config_sha256(cfg),
+        "choices": OmegaConf.to_container(cfg.runtime.choices),
+        "git_commit": git_commit(),
+        "versions": package_versions(),
+        "device": device_name(device),
+        "best_step": progress.best_step,
+        "steps": progress.step,
+        "stop_reason": progress.stop_reason,
+        "val_is_test": data.split.val_is_test,
+        "search": "exact",
+        "metrics": scores,
+        "n_query": test.n_query if test_set and test else 0,
+        "n_gallery": test.n_gallery if test_set and test else 0,
+        "n_skipped_queries": test.n_skipped_queries if test_set and test else 0,
+        "wall_s": round(progress.wall_s, 3),
+        "peak_memory_bytes": peak_memory_bytes(device),
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _write_per_query(path: Path, queries: EmbeddingSet, test: Evaluation) -> None:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(("id", "label", *test.per_query))
+    columns = [column.tolist() for column in test.per_query.values()]
+    writer.writerows(zip(queries.ids.tolist(), queries.labels.tolist(), *columns, strict=True))
+    atomic_write(path, buffer.getvalue().encode())
+
+
+def _keep_checkpoints(run_dir: Path, keep: str) -> None:
+    for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
+        if keep not in kept:
+            (run_dir / name).unlink(missing_ok=True)

@@ -1,0 +1,254 @@
+"""The one training loop: step, validate, stop early, checkpoint; resumed runs continue to the very same numbers."""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
+from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
+from dmlbench.training.log import History, Logger
+from dmlbench.training.optim import clip_gradients, frozen, step_schedule
+from dmlbench.training.signals import StopSignal
+from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
+
+log = logging.getLogger(__name__)
+
+LAST, BEST = "last.ckpt", "best.ckpt"
+
+
+class Model(Protocol):
+    """What the loop asks of a model beside being a ``torch.nn.Module``."""
+
+    backbone: nn.Module
+    pooling: nn.Module
+
+    def __call__(self, images: Tensor) -> ModelOutput: ...
+
+    def observe(self, output: ModelOutput, *, step: int) -> None: ...
+
+
+class Batches(Protocol):
+    """An endless iterator of batches that knows where it stands."""
+
+    def __next__(self) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """Length, selection and numerics of a training; times in optimizer steps.
+
+    Attributes:
+        max_steps: upper limit; 0 leaves the model untrained.
+        validate_every: steps between validations; the last step is always followed by one.
+        patience: validations without improvement after which training stops; None never stops early.
+        min_improvement: by how much a score must exceed the best one to count as better.
+        monitor: name of the validation score that is maximized.
+        warmup_steps: first steps in which only head and loss parameters (proxies) are trained.
+        clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
+        precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
+        channels_last: memory format of the images and the network.
+        checkpoint_every: steps between checkpoints, beside those at validations; None saves at validations only.
+        log_every: steps between logged training losses.
+        keep: which checkpoints stay when the run is complete.
+    """
+
+    max_steps: int
+    validate_every: int
+    patience: int | None = None
+    min_improvement: float = 0.0
+    monitor: str = "map_at_r"
+    warmup_steps: int = 0
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    precision: Precision = "float32"
+    channels_last: bool = False
+    checkpoint_every: int | None = None
+    log_every: int = 10
+    keep: Literal["best", "last", "both", "none"] = "best"
+
+    def __post_init__(self) -> None:
+        least = {"max_steps": 0, "validate_every": 1, "patience": 1, "warmup_steps": 0, "checkpoint_every": 1, "log_every": 1}
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value is not None and value < limit:
+                raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"fit.{name} ({value}) must be positive, or null for no clipping")
+        if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
+            raise ConfigError(
+                f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train the "
+                "backbone; lower it"
+            )
+
+
+@dataclass
+class FitResult:
+    """Where a training stands, and at its end what came out; saved in every checkpoint."""
+
+    step: int = 0
+    best_step: int = 0
+    best_score: float = -math.inf
+    validations_without_improvement: int = 0
+    stop_reason: str = ""
+    wall_s: float = 0.0
+
+
+def fit(
+    model: Model,
+    objective: nn.Module,
+    batches: Batches,
+    validate: Callable[[], Mapping[str, float]],
+    optimizer: Optimizer,
+    settings: FitSettings,
+    run_dir: Path,
+    *,
+    device: torch.device,
+    schedule: LRScheduler | None = None,
+    loggers: Sequence[Logger] = (),
+    stop: StopSignal | None = None,
+) -> FitResult:
+    """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
+
+    Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
+    the next step depends on).
+
+    Raises:
+        RunError: a loss is not finite; a checkpoint cannot be read or written.
+        Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
+    """
+    assert isinstance(model, nn.Module)
+    stop = stop or StopSignal()
+    parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
+    if schedule is not None:
+        parts_of_state["schedule"] = schedule
+    state = _restore(run_dir, parts_of_state)
+    history = History(run_dir / "history.csv", resume_step=state.step)
+    trainable = [p for group in optimizer.param_groups for p in group["params"]]
+    memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
+    started = time.monotonic() - state.wall_s
+    bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
+    if state.step:
+        log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
+
+    while not state.stop_reason and state.step < settings.max_steps:
+        with stop:  # a signal waits until the step is done and saved
+            step = state.step + 1
+            batch = next(batches).to(device)
+            model.train()
+            objective.train()
+            warming_up = step <= settings.warmup_steps
+            with frozen(model.backbone, active=warming_up), frozen(model.pooling, active=warming_up):
+                with autocast(device, settings.precision):
+                    output = model(batch.images.contiguous(memory_format=memory_format))
+                model.observe(output, step=step)
+                losses = objective(output, batch.labels, step=step)
+                values = {name: float(value.detach()) for name, value in losses.items()}
+                _require_finite(values, step)
+                optimizer.zero_grad(set_to_none=True)
+                losses["loss"].backward()
+                norm = clip_gradients(trainable, norm=settings.clip_norm, value=settings.clip_value)
+                _require_finite({"gradient norm": norm or 0.0}, step)
+                optimizer.step()
+            step_schedule(schedule, score=None)
+            if step == settings.warmup_steps:
+                log.info("step %d: warm-up over, the whole network trains from here", step)
+
+            state.step = step
+            scalars = {f"train/{name}": value for name, value in values.items()} if step % settings.log_every == 0 else {}
+            is_better = False
+            last_step = step == settings.max_steps
+            if step % settings.validate_every == 0 or last_step:
+                scores = validate()
+                score = scores[settings.monitor]
+                is_better = score > state.best_score + settings.min_improvement
+                if is_better:
+                    state.best_step, state.best_score = step, score
+                state.validations_without_improvement = 0 if is_better else state.validations_without_improvement + 1
+                step_schedule(schedule, score=score)
+                scalars |= {f"val/{name}": value for name, value in scores.items()}
+                scalars["lr"] = optimizer.param_groups[0]["lr"]
+                log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, values["loss"], settings.monitor, score,
+                         state.best_score, state.best_step)  # fmt: skip
+                if settings.patience and state.validations_without_improvement >= settings.patience:
+                    state.stop_reason = "early_stopping"
+                elif last_step:
+                    state.stop_reason = "max_steps"
+            if scalars:
+                for logger in (history, *loggers):
+                    logger.log(step, scalars)
+            bar.update()
+            bar.set_postfix(loss=f"{values['loss']:.3f}", best=f"{state.best_score:.4f}",
+                            lr=f"{optimizer.param_groups[0]['lr']:.1e}")  # fmt: skip
+            state.wall_s = time.monotonic() - started
+            if is_better or state.stop_reason or step % settings.validate_every == 0 or stop.requested or (
+                settings.checkpoint_every and step % settings.checkpoint_every == 0
+            ):  # fmt: skip
+                _save(run_dir, state, parts_of_state, is_best=is_better)
+
+    bar.close()
+    history.close()
+    if not settings.max_steps:
+        state.stop_reason = "untrained"
+    elif state.best_step:
+        best = load_checkpoint(run_dir / BEST)
+        model.load_state_dict(best["model"])
+        objective.load_state_dict(best["objective"])
+    return state
+
+
+def _require_finite(values: Mapping[str, float], step: int) -> None:
+    if not all(math.isfinite(value) for value in values.values()):
+        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
+        raise RunError(
+            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines of "
+            "history.csv"
+        )
+
+
+def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], *, is_best: bool) -> None:
+    """``last.ckpt`` first: if a kill falls between the two files, ``_restore`` finds the best weights in it."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    save_checkpoint(run_dir / LAST, states | {"progress": asdict(state), "random": random_state()})
+    if is_best:
+        _save_best(run_dir, state, states)
+
+
+def _save_best(run_dir: Path, state: FitResult, states: Mapping[str, Any]) -> None:
+    best = {"step": state.best_step, "score": state.best_score}
+    save_checkpoint(run_dir / BEST, {"model": states["model"], "objective": states["objective"], **best})
+
+
+def _restore(run_dir: Path, parts: Mapping[str, Any]) -> FitResult:
+    """Put every part where ``last.ckpt`` left it; without one, a fresh start."""
+    if not (run_dir / LAST).exists():
+        return FitResult()
+    saved = load_checkpoint(run_dir / LAST)
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        state = FitResult(**saved["progress"])
+        restore_random_state(saved["random"])
+    except (KeyError, TypeError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"{run_dir / LAST} does not fit this configuration: {error}; delete it to start this run from its beginning"
+        ) from error
+    if state.best_step == state.step:  # best.ckpt may not have been written any more
+        _save_best(run_dir, state, saved)
+    return state

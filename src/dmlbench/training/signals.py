@@ -1,0 +1,54 @@
+"""Stopping on request: SIGTERM and Ctrl-C end a run at a place from which it resumes exactly."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; schedulers requeue on it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved its state; the exit code says whether by SIGTERM or by Ctrl-C."""
+
+
+class StopSignal:
+    """Turn SIGTERM and SIGINT into ``Preempted``: at once, or inside ``with stop:`` at the end of the block.
+
+    Only the main thread can receive signals; elsewhere (a launcher's worker thread) nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._deferred = False
+        self._previous: dict[int, object] = {}
+
+    def install(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def uninstall(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def check(self) -> None:
+        """Raise ``Preempted`` if a signal has come."""
+        if self.requested:
+            raise Preempted(EXIT_PREEMPTED if self.requested == signal.SIGTERM else EXIT_INTERRUPTED)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.requested = number
+        if not self._deferred:
+            self.check()
+
+    def __enter__(self) -> "StopSignal":
+        self._deferred = True
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._deferred = False
+        if kind is None:
+            self.check()
