@@ -1,5 +1,6 @@
 """The only wiring: from a composed configuration to checked objects."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from dmlbench.config import TrainConfig
 from dmlbench.data.loaders import EvalBatches, TrainBatches
-from dmlbench.data.protocols import check_split
+from dmlbench.data.protocols import class_index
 from dmlbench.data.samplers import ClassBalancedBatchSampler
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
@@ -37,6 +38,11 @@ def check(cfg: DictConfig) -> None:
         ConfigError: names the key, the value and what is possible.
     """
     container = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(container, dict)
+    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    for key in container:
+        if key not in known:
+            raise ConfigError(f"the configuration has no key '{key}': {closest(str(key), known)}")
     _check_components(container, "")
     if cfg.sampler.classes_per_batch < 1 or cfg.sampler.images_per_class < 1:
         raise ConfigError(
@@ -44,7 +50,9 @@ def check(cfg: DictConfig) -> None:
             f"({cfg.sampler.images_per_class}) must be at least 1"
         )
     if cfg.num_workers < 0 or cfg.eval_batch_size < 1:
-        raise ConfigError(f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1")
+        raise ConfigError(
+            f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"
+        )
     build_fit_settings(cfg)
     protocol = component(cfg.protocol)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
@@ -77,13 +85,17 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
         if key in _PROVIDED:
             continue
         if key not in parameters:
-            raise ConfigError(f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}")
+            raise ConfigError(
+                f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
+            )
         if not _fits(value, annotations.get(key, Any)):
             wanted = _describe(annotations[key])
-            raise ConfigError(f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}")
+            raise ConfigError(
+                f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}"
+            )
     if not node.get("_partial_"):
-        for name, parameter in parameters.items():
-            if parameter.default is parameter.empty and name not in node and name not in _SET_BY_BUILD:
+        for name in inspect.signature(target).parameters.keys() & parameters.keys():
+            if parameters[name].default is inspect.Parameter.empty and name not in node and name not in _SET_BY_BUILD:
                 raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
 
 
@@ -97,12 +109,16 @@ def _import(name: str, path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}") from error
+        raise ConfigError(
+            f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{path}._target_ is '{name}', but {module_name} has no {attribute}: {closest(attribute, known)}") from None
+        raise ConfigError(
+            f"{path}._target_ is '{name}', but {module_name} has no {attribute}: {closest(attribute, known)}"
+        ) from None
 
 
 def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
@@ -162,7 +178,11 @@ def _fits(value: Any, annotation: Any) -> bool:
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
-    return getattr(annotation, "__name__", None) if inspect.isclass(annotation) and not typing.get_args(annotation) else str(annotation).replace("typing.", "")  # type: ignore[return-value]
+    return (
+        getattr(annotation, "__name__", None)
+        if inspect.isclass(annotation) and not typing.get_args(annotation)
+        else str(annotation).replace("typing.", "")
+    )  # type: ignore[return-value]
 
 
 def build_fit_settings(cfg: DictConfig) -> FitSettings:
@@ -187,22 +207,20 @@ def build_data(cfg: DictConfig) -> Data:
     """
     table: ImageTable = component(cfg.dataset.table)
     split = component(cfg.protocol).split(table, fold=cfg.fold)
-    check_split(split, table)
-    classes = np.unique(table.labels[split.train])
-    class_index = np.full(table.num_classes, -1, dtype=np.int64)
-    class_index[classes] = np.arange(len(classes))
-    OmegaConf.update(cfg, "runtime.num_classes", len(classes))
-    return Data(table, split, class_index)
+    index = class_index(table, split.train)
+    OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
+    return Data(table, split, index)
 
 
 def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets ``runtime.embedding_size``."""
-    OmegaConf.update(cfg, "runtime.embedding_size", cfg.head.out_features)
     backbone = component(cfg.backbone)
     pooling = component(cfg.pooling)
-    in_features = backbone.channels[-1]
-    head = component(cfg.head, in_features=in_features)
-    return MetricModel(backbone, pooling, head)
+    width = pooling.input_width(cfg.head.out_features)
+    head = component(cfg.head, in_features=backbone.channels[-1], out_features=width)
+    model = MetricModel(backbone, pooling, head)
+    OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
+    return model
 
 
 def build_objective(cfg: DictConfig) -> Objective:
@@ -226,7 +244,13 @@ def build_train_batches(cfg: DictConfig, data: Data, *, seed: int) -> TrainBatch
     )
     transform = component(cfg.dataset.train_transform)
     return TrainBatches(
-        data.table, data.split.train, data.class_index, sampler, transform, seed=seed, num_workers=cfg.num_workers
+        data.table,
+        data.split.train,
+        class_index=data.class_index,
+        sampler=sampler,
+        transform=transform,
+        seed=seed,
+        num_workers=cfg.num_workers,
     )
 
 
@@ -234,7 +258,7 @@ def build_eval_batches(cfg: DictConfig, data: Data) -> Callable[[IntArray], Eval
     """A function from table rows to their batches, without augmentation."""
     transform = component(cfg.dataset.eval_transform)
     return lambda rows: EvalBatches(
-        data.table, rows, transform, batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers
+        data.table, rows, transform=transform, batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers
     )
 
 
@@ -251,5 +275,3 @@ def move(model: nn.Module, objective: nn.Module, device: torch.device, *, channe
             if isinstance(module, nn.Conv2d):
                 module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     objective.to(device)
-
-

@@ -5,6 +5,7 @@ import csv
 import datetime
 import io
 import logging
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -65,7 +66,9 @@ def run(cfg: DictConfig) -> Path:
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
                 (run_dir / store.ERROR).write_text(traceback.format_exc(), encoding="utf-8")
             if isinstance(error, OSError):
-                raise RunError(f"run {run_dir}: {error}; mend it and start the same command again to continue") from error
+                raise RunError(
+                    f"run {run_dir}: {error}; mend it and start the same command again to continue"
+                ) from error
             raise
     return run_dir
 
@@ -118,7 +121,9 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     build.move(model, objective, device, channels_last=settings.channels_last)
     optimizer, schedule = build.build_optimizer(cfg, model, objective)
     atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(cfg, resolve=True).encode())
-    log.info("%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes)
+    log.info(
+        "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes
+    )
 
     scorer = Scorer(cfg, data, model, device)
     batches = build.build_train_batches(cfg, data, seed=seed)
@@ -185,11 +190,16 @@ class Scorer:
             with autocast(self.device, self.precision):
                 return self.model(images).embedding
 
-        return embed(rows_of, self.batches(rows), device=self.device, progress=True, describe=describe)
+        return embed(rows_of, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), describe=describe)
 
 
 def _result(
-    cfg: DictConfig, data: Data, progress: FitResult, scores: dict[str, Any], test: Evaluation | None, device: torch.device
+    cfg: DictConfig,
+    data: Data,
+    progress: FitResult,
+    scores: dict[str, Any],
+    test: Evaluation | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     test_set = test is not None and data.split.test is not None
     return {

@@ -17,8 +17,8 @@ from dmlbench.types import RunError
 
 def evaluate_file(path: str, cfg: DictConfig) -> Evaluation:
     """Scores of a file with the tensors rows [N, D], labels [N], ids [N] and role [N]."""
-    queries, gallery = load_embeddings(Path(path))
-    return evaluate(queries, gallery, build.component(cfg.evaluation))
+    stored = load_embeddings(Path(path))
+    return evaluate(stored.queries, stored.gallery, build.component(cfg.evaluation))
 
 
 def evaluate_run(path: str, cfg: DictConfig) -> tuple[Evaluation, dict[str, float]]:
@@ -35,7 +35,9 @@ def evaluate_run(path: str, cfg: DictConfig) -> tuple[Evaluation, dict[str, floa
     if not cfg.from_checkpoint:
         return evaluate_file(str(run_dir / EMBEDDINGS), cfg), stored
     if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={_config(run_dir).fit.keep} or never trained")
+        raise RunError(
+            f"{run_dir} has no {BEST}; it was run with fit.keep={_config(run_dir).fit.keep} or never trained"
+        )
     set_strict_float32()
     config = OmegaConf.merge(_config(run_dir), {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation})
     assert isinstance(config, DictConfig)

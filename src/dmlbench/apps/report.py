@@ -6,11 +6,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from dmlbench import build
 from dmlbench.apps.tables import Cell
-from dmlbench.data.table import load_pixels
+from dmlbench.data.table import read_image
 from dmlbench.evaluation.embed import load_embeddings
 from dmlbench.evaluation.search import nearest
 from dmlbench.results.store import CONFIG, EMBEDDINGS
@@ -40,13 +41,17 @@ def draw_report(
         num_nearest: retrieved images a query.
     """
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
-    kinds = [kind for kind in ("separated", "concatenated", "best", "mean") if any(kind in c.summary["scores"] for c in cells)]
+    kinds = [
+        kind
+        for kind in ("separated", "concatenated", "best", "mean")
+        if any(kind in c.summary["scores"] for c in cells)
+    ]
     row_height = 0.82
     bars_height = 3.0
     grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    top, bottom = (figure.subfigures(2, 1, height_ratios=[bars_height, grid_height]) if shown else (figure, None))
+    top, bottom = figure.subfigures(2, 1, height_ratios=[bars_height, grid_height]) if shown else (figure, None)
     axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
     for axis, (kind, metric) in zip(axes, [(k, m) for k in kinds for m in metrics], strict=True):
         _bars(axis, cells, kind, metric)
@@ -68,7 +73,9 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=colors)
     for x, (value, deviation) in enumerate(zip(values, deviations, strict=True)):
         axis.text(x, value + deviation, f"{value:.1f}", ha="center", va="bottom", fontsize=9)
-    axis.set_xticks(range(len(cells)), [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells], fontsize=8)
+    axis.set_xticks(
+        range(len(cells)), [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells], fontsize=8
+    )
     axis.set_ylim(0, 1.15 * max(v + d for v, d in zip(values, deviations, strict=True)) or 1)
     size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
     axis.set_title(f"{metric_label(metric)}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
@@ -78,9 +85,11 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
 
 
 def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num_nearest: int) -> None:
-    queries, gallery = load_embeddings(_first_run(cell) / EMBEDDINGS)
-    searched = queries if gallery is None else gallery
-    chosen = np.sort(generator("report", len(queries)).choice(len(queries), size=min(num_queries, len(queries)), replace=False))
+    stored = load_embeddings(_first_run(cell) / EMBEDDINGS)
+    queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
+    chosen = np.sort(
+        generator("report", len(queries)).choice(len(queries), size=min(num_queries, len(queries)), replace=False)
+    )
     some = type(queries)(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
     neighbors = nearest(some, searched, min(num_nearest, len(searched) - 1))
     panel.suptitle(f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})", fontsize=9)
@@ -90,13 +99,24 @@ def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num
         ids = [int(some.ids[row]), *(int(searched.ids[i]) for i in found)]
         right = [None, *(bool(searched.labels[i] == some.labels[row]) for i in found)]
         for axis, image_id, is_right in zip(line, ids, right, strict=True):
-            pixels = load_pixels(table, image_id)
+            pixels = _pixels(table, image_id)
             axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)
             axis.set_xticks([])
             axis.set_yticks([])
             color = "black" if is_right is None else RIGHT if is_right else WRONG
             for spine in axis.spines.values():
-                spine.set(color=color, linewidth=1.0 if is_right is None else 3.5, linestyle="--" if is_right is False else "-")
+                spine.set(
+                    color=color,
+                    linewidth=1.0 if is_right is None else 3.5,
+                    linestyle="--" if is_right is False else "-",
+                )
+
+
+def _pixels(table: ImageTable, row: int) -> NDArray[np.uint8]:
+    """One image, [H, W] or [H, W, 3]."""
+    if table.pixels is not None:
+        return np.asarray(table.pixels[row])
+    return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
 
 
 def _first_run(cell: Cell) -> Path:

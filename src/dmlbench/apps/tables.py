@@ -46,12 +46,17 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
             how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
             raise RunError(f"{path} is {how}; run `dmlbench aggregate 'cells={path.relative_to(output_dir)}'`")
         if summary["missing"] and not allow_partial:
-            raise RunError(f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true")
+            raise RunError(
+                f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
+            )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     result = {}
     for key, members in grouped.items():
         labels = cell_labels([(summary["choices"], _config(runs[0].path)) for _, runs, summary in members])
-        named = [Cell(path, tuple(runs), summary, label) for (path, runs, summary), label in zip(members, labels, strict=True)]
+        named = [
+            Cell(path, tuple(runs), summary, label)
+            for (path, runs, summary), label in zip(members, labels, strict=True)
+        ]
         result[key] = sorted(named, key=lambda cell: ("(untrained)" not in cell.label, cell.label))
     return result
 

@@ -14,13 +14,19 @@ def task(cfg: DictConfig) -> None:
 
     cells = cells_of(find_runs(cfg.paths.output_dir, cfg.cells))
     if not cells:
-        raise RunError(f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'; `dmlbench status` lists what there is")
+        raise RunError(
+            f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'; `dmlbench status` lists what there is"
+        )
     failures = []
     for number, (path, runs) in enumerate(cells.items(), start=1):
         print(f"[{number}/{len(cells)}] {path}")
         try:
             summary = aggregate_cell(
-                runs, allow_partial=cfg.allow_partial, recall_at=list(cfg.recall_at), tile_bytes=cfg.tile_bytes, force=cfg.force
+                runs,
+                allow_partial=cfg.allow_partial,
+                recall_at=list(cfg.recall_at),
+                tile_bytes=cfg.tile_bytes,
+                force=cfg.force,
             )
         except RunError as error:
             failures.append(error)

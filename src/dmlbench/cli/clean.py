@@ -15,7 +15,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("pattern", help="pattern of <dataset>/<protocol>/<cell>/<run>")
     parser.add_argument("--state", action="append", choices=("done", "failed", "stale"), help="only runs in this state")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s")
+    parser.add_argument(
+        "--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s"
+    )
     options = parser.parse_args(list(arguments))
 
     from dmlbench.results.store import find_runs, remove_run

@@ -44,6 +44,7 @@ def compose(name: str, overrides: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         return hydra.compose(name, overrides=list(overrides))
 
+
 def guarded(action: Callable[[], None]) -> int:
     """Run ``action``; what a user can mend becomes one message and an exit code, a defect keeps its traceback."""
     try:
@@ -105,5 +106,3 @@ class ProgressFriendlyHandler(logging.StreamHandler):  # type: ignore[type-arg]
         from tqdm import tqdm
 
         tqdm.write(self.format(record), file=sys.stderr)
-
-

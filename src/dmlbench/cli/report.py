@@ -12,11 +12,15 @@ def main(arguments: Sequence[str]) -> None:
         description="Draw aggregated cells: bars with deviations, and a few queries with their nearest images.",
         epilog="example: dmlbench report 'glyphs_collage/mlrc/*'",
     )
-    parser.add_argument("pattern", nargs="?", default="**", help="pattern of <dataset>/<protocol>/<cell> (default: all)")
+    parser.add_argument(
+        "pattern", nargs="?", default="**", help="pattern of <dataset>/<protocol>/<cell> (default: all)"
+    )
     parser.add_argument("--metrics", nargs="+", default=["p_at_1", "map_at_r"], help="default: %(default)s")
     parser.add_argument("--queries", type=int, default=5, help="queries to show (default: %(default)s)")
     parser.add_argument("--allow-partial", action="store_true", help="although runs are missing")
-    parser.add_argument("--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s")
+    parser.add_argument(
+        "--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s"
+    )
     options = parser.parse_args(list(arguments))
 
     from dmlbench.apps.report import draw_report

@@ -12,8 +12,12 @@ def main(arguments: Sequence[str]) -> None:
         description="List runs: done (has a result), running, failed (left an error), stale (interrupted; start it again).",
         epilog="example: dmlbench status 'glyphs_collage/mlrc/*gsp*'",
     )
-    parser.add_argument("pattern", nargs="?", default="**", help="pattern of <dataset>/<protocol>/<cell>/<run> (default: all)")
-    parser.add_argument("--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s")
+    parser.add_argument(
+        "pattern", nargs="?", default="**", help="pattern of <dataset>/<protocol>/<cell>/<run> (default: all)"
+    )
+    parser.add_argument(
+        "--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s"
+    )
     options = parser.parse_args(list(arguments))
 
     from dmlbench.results.store import ERROR, cells_of, find_runs
@@ -35,4 +39,6 @@ def main(arguments: Sequence[str]) -> None:
                     lines = (run.path / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()
                     reason = f": {lines[-1]}" if lines else ""
                 print(f"  {state:<8} {run.path.name}{reason}")
-    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in ("done", "running", "failed", "stale")))
+    print(
+        f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in ("done", "running", "failed", "stale"))
+    )

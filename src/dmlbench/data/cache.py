@@ -56,19 +56,23 @@ def cached_array(
     path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
     digest = _verified_digest(path)
     if digest is None:
+        remedy = "free some space or choose another cache_dir"
+        try:  # before the work, so that a wrong folder is known at once
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot make the cache folder '{path.parent}' ({error.strerror}); {remedy}") from error
+        if not os.access(path.parent, os.W_OK):
+            raise DataError(f"cannot write to the cache folder '{path.parent}'; {remedy}")
         array = np.ascontiguousarray(build())
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)
         digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
         buffer.write(bytes.fromhex(digest))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, buffer.getvalue())
         except OSError as error:
-            raise DataError(
-                f"cannot write the cache '{path}' ({buffer.getbuffer().nbytes} bytes): {error.strerror or error}; "
-                "free some space or choose another cache_dir"
-            ) from error
+            size = buffer.getbuffer().nbytes
+            raise DataError(f"cannot write the cache '{path}' ({size} bytes: {error.strerror}); {remedy}") from error
     return CachedArray(array=np.load(path, mmap_mode="r", allow_pickle=False), digest=digest)
 
 

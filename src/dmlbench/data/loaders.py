@@ -179,7 +179,7 @@ def read_images(table: ImageTable, rows: IntArray, *, transform: Transform, seed
         stack = torch.from_numpy(pixels)
         stack = stack[:, None] if stack.ndim == 3 else stack.permute(0, 3, 1, 2)  # [B, C, H, W]
     else:
-        stack = torch.stack([_tensor(table, int(row), first=int(rows[0])) for row in rows])
+        stack = _stack(table, rows)
     stack = transform(stack, seeds)
     return stack.expand(-1, 3, -1, -1).contiguous()
 
@@ -190,16 +190,18 @@ def _pil(table: ImageTable, row: int) -> Image.Image:
     return Image.fromarray(np.asarray(table.pixels[row])).convert("RGB")
 
 
-def _tensor(table: ImageTable, row: int, *, first: int) -> Tensor:
-    image = _pil(table, row)
-    expected = _pil(table, first).size if row != first else image.size
-    if image.size != expected:
-        raise DataError(
-            f"images of '{table.name}' differ in size ('{table.paths[first]}' is {expected[0]} x {expected[1]}, "
-            f"'{table.paths[row]}' is {image.size[0]} x {image.size[1]}), but the transform works on whole batches; "
-            "use one that crops, such as mlrc_train and mlrc_eval"
-        )
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # [3, H, W]
+def _stack(table: ImageTable, rows: IntArray) -> Tensor:
+    """[B, 3, H, W] uint8 from image files of one size."""
+    images = [_pil(table, int(row)) for row in rows]
+    expected = images[0].size
+    for row, image in zip(rows, images, strict=True):
+        if image.size != expected:
+            raise DataError(
+                f"images of '{table.name}' differ in size ('{table.paths[rows[0]]}' is {expected[0]} x {expected[1]}, "
+                f"'{table.paths[row]}' is {image.size[0]} x {image.size[1]}), but the transform takes whole batches; "
+                "use one that crops, such as mlrc_train and mlrc_eval"
+            )
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
 
 
 # What a reader returns: the request and its images, or the error instead of them. An error travels as a value because
@@ -271,6 +273,7 @@ _open_streams: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _end(stream: Iterator[_Read] | None) -> None:
+    """End the stream's workers now. Dropping the last reference does it too, but who holds one?"""
     shut_down = getattr(stream, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()

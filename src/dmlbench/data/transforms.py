@@ -143,7 +143,7 @@ def random_shift(*, padding: int, padding_mode: PaddingMode = "reflect") -> Rand
 
     Args:
         padding: pixels, 0 or more.
-        padding_mode: "reflect" mirrors the image, "edge" repeats its border, "constant" is black (as is usual on CIFAR).
+        padding_mode: "reflect" mirrors the image, "edge" repeats its border, "constant" is black.
 
     Raises:
         ConfigError: a negative padding or an unknown mode.

@@ -43,7 +43,7 @@ def narrow(similarity: FloatRows, k: int, *, slack: float) -> Candidates:
     if k >= width:
         mask = similarity > -np.inf
     else:
-        kth = _kth_largest(similarity, k)
+        kth = kth_largest(similarity, k)
         # float32 minus float32 rounds; nextafter keeps the threshold on the safe side
         mask = similarity >= np.nextafter(kth - np.float32(slack), np.float32(-np.inf), dtype=np.float32)
         if not np.isfinite(kth).all():
@@ -53,7 +53,7 @@ def narrow(similarity: FloatRows, k: int, *, slack: float) -> Candidates:
     return _pad(flat // width, flat % width, similarity.reshape(-1)[flat], len(similarity))
 
 
-def _kth_largest(values: FloatRows, k: int) -> FloatRows:
+def kth_largest(values: FloatRows, k: int) -> FloatRows:
     """The k-th largest value of each row: [Q, W] -> [Q, 1]; large tiles are shared out to torch's number of threads."""
     place = values.shape[1] - k
 

@@ -1,7 +1,7 @@
 """The scores of a set of embeddings: from rows, labels and ids to P@1, R@K, R-precision and MAP@R."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,64 @@ class Evaluation:
     n_skipped_queries: int
 
 
+@dataclass(frozen=True)
+class RetrievalTask:
+    """What labels and ids alone say of a retrieval, whatever the embeddings.
+
+    Attributes:
+        query_labels: [Q].
+        gallery_labels: [N].
+        own_column: [Q] gallery index of the query itself, or -1.
+        positives: R [Q].
+        valid: [V] queries with a positive, ascending.
+        k: first places of a ranking that the scores need.
+    """
+
+    query_labels: IntArray
+    gallery_labels: IntArray
+    own_column: IntArray
+    positives: IntArray
+    valid: IntArray
+    k: int
+
+    @property
+    def n_skipped_queries(self) -> int:
+        return len(self.query_labels) - len(self.valid)
+
+    def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
+        """Whether gallery items ``columns`` [T, C] are of the classes of ``queries`` [T]; False at padding (-1)."""
+        return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
+
+
+def retrieval_task(queries: EmbeddingSet, gallery: EmbeddingSet, *, recall_at: Sequence[int]) -> RetrievalTask:
+    """Check two sets against each other and count the positives.
+
+    Raises:
+        RunError: no query has a positive, an id has two labels, or the sets cannot be searched.
+    """
+    check_sets(queries, gallery)
+    ids = ids_of(queries)
+    own = self_columns(ids, ids_of(gallery))
+    query_labels, gallery_labels = labels_of(queries), labels_of(gallery)
+    held = np.flatnonzero(own >= 0)
+    differs = held[query_labels[held] != gallery_labels[own[held]]]
+    if len(differs):
+        first = differs[0]
+        raise RunError(
+            f"row id {ids[first]} has label {query_labels[first]} as a query and {gallery_labels[own[first]]} in the "
+            "gallery; embed both from one table"
+        )
+    positives = positives_per_query(query_labels, gallery_labels, own)
+    valid = np.flatnonzero(positives > 0)
+    if len(valid) == 0:
+        raise RunError(
+            f"none of the {len(queries)} queries has another item of its class among the {len(gallery)} gallery "
+            "items; a score needs classes with at least two images"
+        )
+    k = max(int(positives.max()), *recall_at, 1)
+    return RetrievalTask(query_labels, gallery_labels, own, positives, valid, k)
+
+
 def evaluate(
     queries: EmbeddingSet,
     gallery: EmbeddingSet | None = None,
@@ -104,31 +162,21 @@ def evaluate(
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
-    check_sets(queries, reference)
-    own = self_columns(ids_of(queries), ids_of(reference))
-    query_labels, gallery_labels = labels_of(queries), labels_of(reference)
-    _check_one_label_per_id(ids_of(queries), query_labels, gallery_labels, own)
-    positives = positives_per_query(query_labels, gallery_labels, own)
-    valid = np.flatnonzero(positives > 0)
-    if len(valid) == 0:
-        raise RunError(
-            f"none of the {len(queries)} queries has another item of its class among the {len(reference)} gallery "
-            "items; a score needs classes with at least two images"
-        )
-    k = max(int(positives.max()), *spec.recall_at, 1)
+    task = retrieval_task(queries, reference, recall_at=spec.recall_at)
     if distance is None or ranks_like_unit_vectors(distance):
-        tiles = _unit_tiles(queries, gallery, spec, k, valid, query_labels, gallery_labels)
+        tiles = _unit_tiles(queries, gallery, spec, task)
     else:
-        tiles = _distance_tiles(queries, reference, spec, k, valid, own, query_labels, gallery_labels, distance)
+        tiles = _distance_tiles(queries, reference, spec, task, distance)
 
     per_query = {name: np.full(len(queries), np.nan) for name in score_names(spec.recall_at)}
     for part, relevant in tiles:
-        for name, values in query_scores(relevant, positives[part], recall_at=spec.recall_at).items():
+        for name, values in query_scores(relevant, task.positives[part], recall_at=spec.recall_at).items():
             per_query[name][part] = values
-    skipped = len(queries) - len(valid)
-    if skipped:
-        logger.info("%d of %d queries have no positive in the gallery and are skipped", skipped, len(queries))
-    return Evaluation(mean_scores(per_query), per_query, len(queries), len(reference), skipped)
+    if task.n_skipped_queries:
+        logger.info(
+            "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
+        )
+    return Evaluation(mean_scores(per_query), per_query, len(queries), len(reference), task.n_skipped_queries)
 
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
@@ -151,44 +199,23 @@ def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
     return np.pad(kept, ((0, 0), (0, k - kept.shape[1])))
 
 
-def _check_one_label_per_id(ids: IntArray, query_labels: IntArray, gallery_labels: IntArray, own: IntArray) -> None:
-    held = np.flatnonzero(own >= 0)
-    differs = held[query_labels[held] != gallery_labels[own[held]]]
-    if len(differs):
-        first = differs[0]
-        raise RunError(
-            f"row id {ids[first]} has label {query_labels[first]} as a query and {gallery_labels[own[first]]} in the "
-            "gallery; embed both from one table"
-        )
-
-
 def _unit_tiles(
-    queries: EmbeddingSet,
-    gallery: EmbeddingSet | None,
-    spec: EvaluationSpec,
-    k: int,
-    valid: IntArray,
-    query_labels: IntArray,
-    gallery_labels: IntArray,
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, task: RetrievalTask
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
     search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
-    for part, candidates in search.tiles(k, wanted=valid):
-        found = (gallery_labels[candidates.column] == query_labels[part, None]) & (candidates.column >= 0)
-        _, relevant = settle(candidates, search.exact(part), k=k, slack=search.slack, relevant=found)
+    for part, candidates in search.tiles(task.k, wanted=task.valid):
+        found = task.relevant(part, candidates.column)
+        _, relevant = settle(candidates, search.exact(part), k=task.k, slack=search.slack, relevant=found)
         assert relevant is not None  # it was passed
-        yield part, fit_width(relevant, k)
+        yield part, fit_width(relevant, task.k)
 
 
 def _distance_tiles(
     queries: EmbeddingSet,
     gallery: EmbeddingSet,
     spec: EvaluationSpec,
-    k: int,
-    valid: IntArray,
-    own: IntArray,
-    query_labels: IntArray,
-    gallery_labels: IntArray,
+    task: RetrievalTask,
     distance: "BaseDistance",
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by the distance's own pairwise matrix, tiled on both axes."""
@@ -197,11 +224,11 @@ def _distance_tiles(
     dtype = state[0].dtype if state else torch.float64
     entries = spec.tile_bytes // 32  # float64 values, their sorted copies and positions
     columns = max(1, min(len(gallery), entries))
-    rows = max(1, min(len(valid), entries // columns))
+    rows = max(1, min(len(task.valid), entries // columns))
     sign = -1.0 if distance.is_inverted else 1.0
     reference = gallery.rows.to(device, dtype)
-    for start in range(0, len(valid), rows):
-        part = valid[start : start + rows]
+    for start in range(0, len(task.valid), rows):
+        part = task.valid[start : start + rows]
         query = queries.rows[torch.from_numpy(part).to(device)].to(dtype)
         kept_value = np.empty((len(part), 0))
         kept_column = np.empty((len(part), 0), dtype=np.int64)
@@ -212,12 +239,12 @@ def _distance_tiles(
             if np.isnan(value).any():
                 raise RunError(f"{type(distance).__name__} gave NaN for finite embeddings; its state is damaged")
             column = np.broadcast_to(np.arange(first, first + value.shape[1]), value.shape)
-            value = np.where(column == own[part, None], np.inf, value)
+            value = np.where(column == task.own_column[part, None], np.inf, value)
             kept_value = np.concatenate([kept_value, value], axis=1)
             kept_column = np.concatenate([kept_column, column], axis=1)
             # columns ascend, so a stable sort puts ties in the order of the gallery
-            order = np.argsort(kept_value, axis=1, kind="stable")[:, : k + 1]
+            order = np.argsort(kept_value, axis=1, kind="stable")[:, : task.k + 1]
             kept_value = np.take_along_axis(kept_value, order, axis=1)
             kept_column = np.take_along_axis(kept_column, order, axis=1)
-        relevant = (gallery_labels[kept_column] == query_labels[part, None]) & (kept_column != own[part, None])
-        yield part, fit_width(relevant, k)
+        relevant = task.relevant(part, kept_column) & (kept_column != task.own_column[part, None])
+        yield part, fit_width(relevant, task.k)

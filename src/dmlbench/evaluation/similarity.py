@@ -19,6 +19,7 @@ from dmlbench.types import IntArray
 FloatRows = NDArray[np.float32]
 
 _CHUNK_BYTES = 2**20  # float64 products held at once: stays in a core's second-level cache
+_FLOAT64_ERROR = 4e-15  # of ``exact_similarities`` itself: (log2 D + 2) 2^-53, for any D below 2^30
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def exact_similarities(left: FloatRows, right: FloatRows, rows: IntArray, column
 
 @dataclass(frozen=True)
 class FastProduct:
-    """Operands of a float32 matrix product that ranks every query's gallery as the exact similarities do, up to ``error``.
+    """Operands of a float32 product that ranks every query's gallery as the exact similarities do, up to ``error``.
 
     ``query @ gallery.T`` differs from the similarities by one constant per query, which no ranking sees, and otherwise
     by at most ``error``, whatever the order of summation.
@@ -81,18 +82,20 @@ class FastProduct:
         query: [Q, D] or [Q, D + 1] float32.
         gallery: [N, D] or [N, D + 1] float32.
         error: two values of a row that are more than ``2 * error`` apart are in the right order.
+        largest: bound of the size of every value.
     """
 
     query: FloatRows
     gallery: FloatRows
     error: float
+    largest: float
 
 
 def fast_product(query: FloatRows, gallery: FloatRows) -> FastProduct:
     """Choose the operands with the smaller error for unit rows ``query`` [Q, D] and ``gallery`` [N, D].
 
-    Plain operands err by at most (D + 3) 2^-24: one rounding per product and addition, at most D in a row. Embeddings of
-    an untrained or collapsed model all point the same way, and that error would exceed their differences. With the
+    Plain operands err by at most (D + 3) 2^-24: one rounding per product and addition, at most D in a row. Embeddings
+    of an untrained or collapsed model all point the same way, and that error would exceed their differences. With the
     gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so the
     operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
 
@@ -102,17 +105,18 @@ def fast_product(query: FloatRows, gallery: FloatRows) -> FastProduct:
     """
     dimension = query.shape[1]
     roundings = 1.01 * (dimension + 4) * 2.0**-24  # products and sums; operands and the added column rounded once each
-    mean = np.mean(gallery, axis=0, dtype=np.float64)
-    if np.sqrt(mean @ mean) < 0.5:  # the rows point many ways: nothing to gain
-        return FastProduct(query, gallery, roundings)
+    mean = np.asarray(np.mean(gallery, axis=0, dtype=np.float64))
+    if np.linalg.norm(mean) < 0.5:  # the rows point many ways: nothing to gain
+        return FastProduct(query, gallery, roundings + _FLOAT64_ERROR, 1.001)
     centered_query = _centered(query, mean)
     centered_query[:, dimension] = 1.0
     centered_gallery = _centered(gallery, mean)
-    size = _largest_length(centered_query[:, :-1]) * _largest_length(centered_gallery[:, :-1])
-    error = roundings * (size + float(np.abs(centered_gallery[:, -1]).max()))
+    largest = _largest_length(centered_query[:, :-1]) * _largest_length(centered_gallery[:, :-1])
+    largest += float(np.abs(centered_gallery[:, -1]).max())
+    error = roundings * largest
     if error >= roundings:
-        return FastProduct(query, gallery, roundings)
-    return FastProduct(centered_query, centered_gallery, error)
+        return FastProduct(query, gallery, roundings + _FLOAT64_ERROR, 1.001)
+    return FastProduct(centered_query, centered_gallery, error + _FLOAT64_ERROR, largest)
 
 
 def _centered(rows: FloatRows, mean: NDArray[np.float64]) -> FloatRows:

@@ -59,16 +59,21 @@ def prototype_cost(features: Tensor, prototypes: Tensor) -> Tensor:
     batch, pixels, size = features.shape
     dtype = torch.promote_types(features.dtype, torch.float32)
     with torch.autocast(features.device.type, enabled=False):
-        rows = clip_norm(features.to(dtype)).reshape(batch * pixels, size)
-        distance: Tensor = _Distance.apply(rows, clip_norm(prototypes.to(dtype)))  # [B n, m]
+        x = clip_norm(features.to(dtype)).reshape(batch * pixels, size)
+        y = clip_norm(prototypes.to(dtype))
+        distance: Tensor  # [B n, m]
+        if dtype == torch.float64:
+            distance = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+        else:
+            distance = _Float32Distance.apply(x, y)
         return distance.view(batch, pixels, -1).transpose(1, 2)
 
 
-class _Distance(torch.autograd.Function):
-    """Euclidean distances [N, m] of the rows x [N, D] and y [m, D], which lie in the unit ball.
+class _Float32Distance(torch.autograd.Function):
+    """Euclidean distances [N, m] of the float32 rows x [N, D] and y [m, D], which lie in the unit ball.
 
     The forward pass is one product in float64: |x|^2 + |y|^2 - 2 x'y in float32 loses half the digits of a small
-    distance, and forming all differences costs four times as much. Gradients need no such care.
+    distance, and forming all differences costs three times as much. Gradients need no such care.
     """
 
     @staticmethod
@@ -76,9 +81,9 @@ class _Distance(torch.autograd.Function):
         wide_x, wide_y = x.double(), y.double()
         square = torch.addmm(wide_y.square().sum(dim=1), wide_x, wide_y.T, alpha=-2)
         square = square + wide_x.square().sum(dim=1, keepdim=True)
-        # Below the resolution of unit vectors (of the product for float64) two rows are the same point.
-        resolution = (2 * torch.finfo(torch.float32).eps) ** 2 if x.dtype == torch.float32 else 2e-15
-        distance = torch.where(square > resolution, square, 0.0).sqrt().to(x.dtype)
+        # Below the resolution of float32 unit vectors two rows are the same point.
+        resolution = (2 * torch.finfo(torch.float32).eps) ** 2
+        distance = torch.where(square > resolution, square, 0.0).sqrt().float()
         ctx.save_for_backward(x, y, distance)
         return distance
 

@@ -110,7 +110,8 @@ def read_aggregate(cell: Path) -> dict[str, Any] | None:
 def is_current(cell: Path, summary: Mapping[str, Any]) -> bool:
     """Whether a summary was made from exactly the results that lie in the cell's folder now."""
     results = sorted(
-        (tuple(map(int, path.parent.name.removeprefix("fold").split("_rep"))), path) for path in cell.glob(f"fold*_rep*/{RESULT}")
+        (tuple(map(int, path.parent.name.removeprefix("fold").split("_rep"))), path)
+        for path in cell.glob(f"fold*_rep*/{RESULT}")
     )
     return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for _, path in results)).hexdigest()
 
@@ -139,12 +140,20 @@ def _collections(
     folds = sorted({fold for fold, _ in results})
     by_fold = [[key for key in results if key[0] == fold] for fold in folds]
     loaded = [[load_embeddings(done[key].path / EMBEDDINGS) for key in keys] for keys in by_fold]
-    queries = [[pair[0] for pair in row] for row in loaded]
-    has_gallery = loaded[0][0][1] is not None
-    galleries = [[pair[1] for pair in row] for row in loaded] if has_gallery else None
+    queries = [[stored.queries for stored in row] for row in loaded]
+    galleries = None
+    if loaded[0][0].gallery is not None:
+        galleries = [[stored.gallery for stored in row if stored.gallery is not None] for row in loaded]
+    tested = [[results[key]["metrics"]["test"] for key in keys] for keys in by_fold]
+    have_all = all(f"recall_at_{k}" in tested[0][0] for k in recall_at)
     frame = collections(
-        queries, galleries, recall_at=tuple(recall_at), tile_bytes=tile_bytes, progress=progress
-    )  # type: ignore[arg-type]
+        queries,
+        galleries,
+        scores=tested if have_all else None,
+        recall_at=recall_at,
+        tile_bytes=tile_bytes,
+        progress=progress,
+    )
     atomic_write(cell / COLLECTIONS, frame.to_csv(index=False).encode())
     summary = summarize(frame)
     scores: dict[str, dict[str, Any]] = {"separated": {}, "concatenated": {}}
@@ -168,7 +177,9 @@ def _collections(
     }
 
 
-def _over_repeats(results: Mapping[tuple[int, int], Mapping[str, Any]], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _over_repeats(
+    results: Mapping[tuple[int, int], Mapping[str, Any]], kind: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     part = "val" if kind == "mean" else "test"
     rows = [result["metrics"][part] for result in results.values()]
     columns = {metric: np.array([row[metric] for row in rows]) for metric in rows[0]}

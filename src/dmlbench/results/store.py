@@ -13,13 +13,21 @@ from typing import Any, Literal
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS = "result.json", "error.txt", "run.lock", "config.yaml", "embeddings.safetensors"
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS = (
+    "result.json",
+    "error.txt",
+    "run.lock",
+    "config.yaml",
+    "embeddings.safetensors",
+)
 RESULT_SCHEMA = 1
 
 State = Literal["done", "running", "failed", "stale"]
 
 
-def run_directory(output_dir: str | os.PathLike[str], dataset: str, protocol: str, cell: str, fold: int, repeat: int) -> Path:
+def run_directory(
+    output_dir: str | os.PathLike[str], dataset: str, protocol: str, cell: str, fold: int, repeat: int
+) -> Path:
     """``<output_dir>/<dataset>/<protocol>/<cell>/fold<f>_rep<r>``."""
     return Path(output_dir) / dataset / protocol / cell / f"fold{fold}_rep{repeat}"
 

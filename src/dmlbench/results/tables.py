@@ -99,7 +99,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
         facts.append(f"{runs}; {spread} of fold models")
     else:
-        facts.append(f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std")
+        facts.append(
+            f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std"
+        )
     if summary["val_is_test"]:
         facts.append("SELECTED ON TEST: the validation set is the test set")
     searched = f"{summary['n_query']} queries"
@@ -109,7 +111,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append("scored on the validation classes; the test half was not looked at")
     else:
         skipped = summary["n_skipped_queries"]
-        facts.append(f"{summary['search']} search, {searched}" + (f", {skipped} without a positive left out" if skipped else ""))
+        facts.append(
+            f"{summary['search']} search, {searched}" + (f", {skipped} without a positive left out" if skipped else "")
+        )
     return facts
 
 
@@ -139,10 +143,15 @@ def to_text(table: Table) -> str:
     top = " " * widths[0]
     for name, start, stop in groups:
         top += "  " + name.center(sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1))
-    body = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in [heads, *lines]]
+    body = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in [heads, *lines]
+    ]
     rule = "-" * max(len(line) for line in [top, *body])
     notes = [f"  {note}" for note in ("percent; * best of the column", *table.notes)]
-    return "\n".join([table.title, rule, top.rstrip(), body[0].rstrip(), rule, *(line.rstrip() for line in body[1:]), rule, *notes])
+    return "\n".join(
+        [table.title, rule, top.rstrip(), body[0].rstrip(), rule, *(line.rstrip() for line in body[1:]), rule, *notes]
+    )
 
 
 def _groups(table: Table) -> list[tuple[str, int, int]]:
@@ -181,11 +190,21 @@ def to_latex(table: Table) -> str:
     """A ``tabular`` for the package booktabs."""
 
     def escape(text: str) -> str:
-        for old, new in (("\\", r"\textbackslash{}"), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#"), ("±", r"$\pm$"), ("–", "--")):
+        for old, new in (
+            ("\\", r"\textbackslash{}"),
+            ("_", r"\_"),
+            ("%", r"\%"),
+            ("&", r"\&"),
+            ("#", r"\#"),
+            ("±", r"$\pm$"),
+            ("–", "--"),
+        ):
             text = text.replace(old, new)
         return text
 
-    top = " & ".join(["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))])
+    top = " & ".join(
+        ["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))]
+    )
     heads = " & ".join(["", *(escape(metric) for _, metric in table.columns)])
     best = table.best()
     rows = []

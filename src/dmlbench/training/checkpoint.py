@@ -46,5 +46,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             "it is truncated or not a checkpoint of dmlbench; delete it to start this run from its beginning"
         ) from error
     if not isinstance(state, dict):
-        raise RunError(f"{path} holds a {type(state).__name__}, not a checkpoint; delete it to start from the beginning")
+        raise RunError(
+            f"{path} holds a {type(state).__name__}, not a checkpoint; delete it to start from the beginning"
+        )
     return state

@@ -82,7 +82,14 @@ class FitSettings:
     keep: Literal["best", "last", "both", "none"] = "best"
 
     def __post_init__(self) -> None:
-        least = {"max_steps": 0, "validate_every": 1, "patience": 1, "warmup_steps": 0, "checkpoint_every": 1, "log_every": 1}
+        least = {
+            "max_steps": 0,
+            "validate_every": 1,
+            "patience": 1,
+            "warmup_steps": 0,
+            "checkpoint_every": 1,
+            "log_every": 1,
+        }
         for name, limit in least.items():
             value = getattr(self, name)
             if value is not None and value < limit:
@@ -171,7 +178,9 @@ def fit(
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
             state.step = step
-            scalars = {f"train/{name}": value for name, value in values.items()} if step % settings.log_every == 0 else {}
+            scalars = (
+                {f"train/{name}": value for name, value in values.items()} if step % settings.log_every == 0 else {}
+            )
             is_better = False
             last_step = step == settings.max_steps
             if step % settings.validate_every == 0 or last_step:

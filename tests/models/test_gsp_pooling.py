@@ -1,0 +1,173 @@
+"""How GSP starts: memory, k-center, exact resume; and how it degenerates to average pooling."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.global_pooling import Gap
+from dmlbench.models.pooling.gsp import Gsp, greedy_k_center
+from dmlbench.models.projection import Projection
+from dmlbench.models.transport import clip_norm
+from dmlbench.types import ConfigError
+
+
+def batch(seed: int, rows: int = 8, channels: int = 5, height: int = 3, width: int = 4) -> Tensor:
+    return torch.randn(rows, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def started_gsp(**arguments: float) -> tuple[Gsp, Projection]:
+    torch.manual_seed(0)
+    gsp, project = Gsp(6, 4, memory_rows=16, **arguments), Projection(5, 6)  # type: ignore[arg-type]
+    for step in (1, 2):
+        gsp.observe(gsp(batch(step), project), step=step)
+    assert gsp.started
+    return gsp, project
+
+
+def test_k_center_equals_a_naive_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    initial, candidates = torch.randn(3, 4, generator=generator), torch.randn(20, 4, generator=generator)
+    covered = [row.numpy() for row in initial]
+    for pick in greedy_k_center(initial, candidates, 6):
+        radii = [min(float(np.linalg.norm(row.numpy() - c)) for c in covered) for row in candidates]
+        farthest = candidates[int(np.argmax(radii))]
+        assert torch.equal(pick, farthest)
+        covered.append(farthest.numpy())
+
+
+def test_k_center_equals_the_recorded_start_over_classifier_rows(shared_dir: Path) -> None:
+    with np.load(shared_dir / "golden" / "gsp_module.npz", allow_pickle=False) as golden:
+        rows, expected = torch.from_numpy(golden["m0_classifier_weight"]), torch.from_numpy(golden["m0_prototypes"])
+    picked = greedy_k_center(rows[:1], rows[1:], 63)
+    torch.testing.assert_close(torch.cat([rows[:1], picked]), expected)
+
+
+def test_gsp_pools_as_gap_without_histogram_until_it_has_started() -> None:
+    torch.manual_seed(0)
+    gsp, project = Gsp(6, 4, memory_rows=16), Projection(5, 6)
+    pooled = gsp(batch(0), project)
+    assert not gsp.started
+    assert torch.allclose(pooled.embedding, Gap()(batch(0), project).embedding, atol=1e-6)
+    assert "histogram" not in pooled.side
+    assert torch.allclose(pooled.side["weights"], torch.full((8, 3, 4), 1 / 12))
+
+
+def test_prototypes_start_in_place_from_the_memory_with_the_batch_that_fills_it() -> None:
+    torch.manual_seed(0)
+    gsp, project = Gsp(6, 4, memory_rows=16), Projection(5, 6)
+    parameter = gsp.prototypes
+    outputs = [gsp(batch(step), project) for step in (1, 2)]
+    gsp.observe(outputs[0], step=1)
+    assert not gsp.started
+    gsp.observe(outputs[1], step=2)
+    assert gsp.started and gsp.prototypes is parameter
+    memory = clip_norm(torch.cat([pooled.embedding for pooled in outputs]).detach())
+    assert torch.equal(gsp.memory, memory)
+    assert torch.equal(gsp.prototypes.detach(), greedy_k_center(memory[:4], memory[4:], 4))
+    pooled = gsp(batch(3), project)
+    assert set(gsp.provides) <= set(pooled.side)
+    assert torch.allclose(pooled.side["histogram"].sum(dim=1), torch.ones(8), atol=1e-5)
+    assert torch.allclose(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(8), atol=1e-5)
+    pooled.embedding.square().sum().backward()
+    assert gsp.prototypes.grad is not None and gsp.prototypes.grad.abs().sum() > 0
+
+
+def test_prototypes_that_started_do_not_start_again() -> None:
+    gsp, project = started_gsp()
+    before = {name: value.clone() for name, value in gsp.state_dict().items()}
+    gsp.observe(gsp(batch(9), project), step=3)
+    assert all(torch.equal(value, before[name]) for name, value in gsp.state_dict().items())
+
+
+def test_last_batch_takes_the_last_rows_of_the_memory() -> None:
+    gsp = Gsp(2, 2, memory_rows=5)
+    first, second = torch.full((3, 2), 0.1), torch.full((3, 2), 0.2)
+    gsp.observe(Pooled(first), step=1)
+    gsp.observe(Pooled(second), step=2)
+    assert torch.equal(gsp.memory, torch.cat([first[:2], second]))
+    assert gsp.started
+
+
+def test_batch_larger_than_the_memory_fills_it_with_its_last_rows() -> None:
+    gsp = Gsp(2, 2, memory_rows=4)
+    rows = torch.arange(12.0).view(6, 2) / 100
+    gsp.observe(Pooled(rows), step=1)
+    assert torch.equal(gsp.memory, rows[2:]) and gsp.started
+
+
+def test_memory_fills_only_after_the_start_step() -> None:
+    gsp = Gsp(2, 2, memory_rows=4, start_step=3)
+    for step in (1, 2, 3):
+        gsp.observe(Pooled(torch.rand(4, 2)), step=step)
+        assert not gsp.started and int(gsp.filled) == 0
+    gsp.observe(Pooled(torch.rand(4, 2)), step=4)
+    assert gsp.started
+
+
+def test_state_dict_continues_a_half_filled_memory_exactly() -> None:
+    torch.manual_seed(0)
+    project = Projection(5, 6)
+    whole = Gsp(6, 4, memory_rows=16)
+    resumed = Gsp(6, 4, memory_rows=16)
+    whole.observe(whole(batch(1), project), step=1)
+    resumed.load_state_dict(whole.state_dict())
+    for gsp in (whole, resumed):
+        assert not gsp.started
+        gsp.observe(gsp(batch(2), project), step=2)
+        assert gsp.started
+    again = Gsp(6, 4, memory_rows=16)
+    again.load_state_dict(resumed.state_dict())
+    assert again.started
+    assert torch.equal(again(batch(3), project).embedding, whole(batch(3), project).embedding)
+
+
+def test_gsp_equals_gap_when_transport_ratio_is_one() -> None:
+    gsp, project = started_gsp(transport_ratio=1.0)
+    x = batch(5).requires_grad_()
+    pooled = gsp(x, project)
+    assert torch.allclose(pooled.embedding, Gap()(x, project).embedding, atol=1e-6)
+    gradient = torch.autograd.grad(pooled.side["histogram"][:, 0].sum(), gsp.prototypes)[0]
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 2, 5), (1, 4, 4)])
+def test_maps_of_any_form_memory_format_and_precision_are_pooled(shape: tuple[int, int, int]) -> None:
+    gsp, project = started_gsp()
+    rows, height, width = shape
+    x = batch(6, rows=rows, height=height, width=width)
+    expected = gsp(x, project)
+    assert expected.embedding.shape == (rows, 6) and expected.side["weights"].shape == shape
+    last = gsp(x.contiguous(memory_format=torch.channels_last), project)
+    assert torch.allclose(last.embedding, expected.embedding, atol=1e-5)
+    narrow_input = x.bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = gsp(narrow_input, project)
+    assert narrow.embedding.dtype == narrow.side["histogram"].dtype == torch.float32
+    exact = gsp(x.bfloat16().float(), project)
+    assert torch.allclose(narrow.embedding, exact.embedding, atol=1e-6)
+    assert torch.allclose(narrow.side["histogram"], exact.side["histogram"], atol=1e-6)
+    (narrow.embedding.sum() + narrow.side["histogram"][:, 0].sum()).backward()
+    assert narrow_input.grad is not None and bool(narrow_input.grad.isfinite().all())
+
+
+def test_solvers_agree_on_the_embedding() -> None:
+    gsp, project = started_gsp()
+    x = batch(7)
+    exact = gsp(x, project).embedding
+    gsp.solver = "fixed_point"
+    assert torch.allclose(gsp(x, project).embedding, exact, atol=1e-5)
+
+
+def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"memory_rows \(100\).*num_prototypes \(64\)"):
+        Gsp(128, 64, memory_rows=100)
+    with pytest.raises(ConfigError, match=r"start_step \(-1\)"):
+        Gsp(128, start_step=-1)
+    with pytest.raises(ConfigError, match="transport_ratio"):
+        Gsp(128, transport_ratio=2.0)
+    with pytest.raises(ConfigError, match="embedding_size 6.*gives 7"):
+        Gsp(6, 4, memory_rows=8)(batch(0), Projection(5, 7))

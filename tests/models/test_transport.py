@@ -1,0 +1,221 @@
+"""The transport layer against recorded values of the authors' public code, autodiff and itself in other precisions."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dmlbench.models.transport import clip_norm, prototype_cost, transport_weights
+from dmlbench.types import ConfigError
+
+LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
+
+
+class Golden:
+    def __init__(self, path: Path) -> None:
+        self.arrays = np.load(path, allow_pickle=False)
+        self.meta: dict[str, Any] = {case["case"]: case for case in json.loads(str(self.arrays["meta"]))["cases"]}
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.from_numpy(self.arrays[name])
+
+
+@pytest.fixture(scope="module")
+def layer(shared_dir: Path) -> Golden:
+    return Golden(shared_dir / "golden" / "gsp_layer.npz")
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Error relative to the largest entry: gradients hold entries that cancel to rounding."""
+    scale = expected.abs().max().item()
+    assert (actual - expected).abs().max().item() <= tolerance * scale
+
+
+def run_layer(golden: Golden, case: str, **solver: Any) -> dict[str, Tensor]:
+    meta = golden.meta[case]
+    features = golden.tensor(f"{case}_features").requires_grad_()
+    prototypes = golden.tensor(f"{case}_prototypes").requires_grad_()
+    rows = features.flatten(2).transpose(1, 2) if features.ndim == 4 else features
+    cost = prototype_cost(rows, prototypes)
+    cost.retain_grad()
+    plan = transport_weights(cost, transport_ratio=meta["mu"], smoothing=meta["eps"], **solver)
+    pooled = torch.bmm(plan.weights[:, None], rows)[:, 0]
+    loss = (pooled * golden.tensor(f"{case}_grad_out_pooled")).sum()
+    (loss + (plan.histogram * golden.tensor(f"{case}_grad_out_z")).sum()).backward()
+    assert features.grad is not None and prototypes.grad is not None and cost.grad is not None
+    return {
+        "cost": cost.detach(),
+        "rho": (1 / rows.shape[1] - meta["mu"] * plan.weights).detach(),
+        "pooled": pooled.detach(),
+        "z": plan.histogram.detach(),
+        "grad_features": features.grad,
+        "grad_prototypes": prototypes.grad,
+        "grad_cost": cost.grad,
+    }
+
+
+@pytest.mark.parametrize("case", LAYER_CASES)
+def test_exact_solver_equals_converged_iterations(layer: Golden, case: str) -> None:
+    result = run_layer(layer, case)
+    assert_close(result["cost"], layer.tensor(f"{case}_off_cost"), 1e-12)
+    for name in ("rho", "pooled", "z", "grad_features", "grad_prototypes", "grad_cost"):
+        assert_close(result[name], layer.tensor(f"{case}_conv_{name}"), 1e-8)
+
+
+@pytest.mark.parametrize("case", LAYER_CASES)
+def test_exact_solver_equals_official_layer(layer: Golden, case: str) -> None:
+    result = run_layer(layer, case)
+    for name in ("rho", "pooled", "z", "grad_features", "grad_prototypes", "grad_cost"):
+        assert_close(result[name], layer.tensor(f"{case}_off_{name}"), 1e-6)
+
+
+@pytest.mark.parametrize("case", LAYER_CASES)
+def test_fixed_point_solver_equals_algorithm_3(layer: Golden, case: str) -> None:
+    iterations = layer.meta[case]["k"]
+    result = run_layer(layer, case, solver="fixed_point", iterations=iterations)
+    for name in ("rho", "pooled", "z"):
+        assert_close(result[name], layer.tensor(f"{case}_alg3_{name}"), 1e-8)
+    for name in ("grad_features", "grad_prototypes", "grad_cost"):
+        assert_close(result[name], layer.tensor(f"{case}_alg3auto_{name}"), 1e-8)
+
+
+def test_float32_layer_equals_official_float32_layer(shared_dir: Path) -> None:
+    golden = Golden(shared_dir / "golden" / "gsp_module.npz")
+    features = golden.tensor("f32_features").requires_grad_()
+    prototypes = golden.tensor("f32_prototypes").requires_grad_()
+    rows = features.flatten(2).transpose(1, 2)
+    plan = transport_weights(prototype_cost(rows, prototypes), transport_ratio=0.3, smoothing=5.0)
+    pooled = torch.bmm(plan.weights[:, None], rows)[:, 0]
+    loss = (pooled * golden.tensor("f32_grad_out_pooled")).sum()
+    (loss + (plan.histogram * golden.tensor("f32_grad_out_z")).sum()).backward()
+    assert features.grad is not None and prototypes.grad is not None
+    assert_close(1 / 49 - 0.3 * plan.weights.detach(), golden.tensor("f32_off_rho"), 1e-5)
+    assert_close(pooled.detach(), golden.tensor("f32_off_pooled"), 1e-5)
+    assert_close(plan.histogram.detach(), golden.tensor("f32_off_z"), 1e-5)
+    assert_close(features.grad, golden.tensor("f32_off_grad_features"), 2e-5)
+    assert_close(prototypes.grad, golden.tensor("f32_off_grad_prototypes"), 2e-5)
+
+
+def test_plan_satisfies_its_marginals_and_optimality() -> None:
+    """Oracle without a recorded value: pi_ij / rho_j has the form t exp(-epsilon c_ij) with one t per image."""
+    cost = 2 * torch.rand(3, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ratio, smoothing = 0.4, 8.0
+    plan = transport_weights(cost, transport_ratio=ratio, smoothing=smoothing)
+    rest = 1 / 12 - ratio * plan.weights
+    scale = ratio * plan.weights / rest / torch.exp(-smoothing * cost).sum(dim=1)
+    assert torch.allclose(scale, scale[:, :1].expand_as(scale), rtol=1e-10)
+    transported = scale[:, None, :] * torch.exp(-smoothing * cost) * rest[:, None, :]
+    assert torch.allclose(transported.sum(dim=(1, 2)), torch.full((3,), ratio, dtype=torch.float64))
+    assert torch.allclose(transported.sum(dim=2) / ratio, plan.histogram)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("smoothing", [0.5, 5.0, 20.0])
+def test_gradient_equals_finite_differences(ratio: float, smoothing: float) -> None:
+    cost = torch.rand(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def solve(cost: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(transport_weights(cost, transport_ratio=ratio, smoothing=smoothing))  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(solve, (cost,), atol=1e-6, rtol=1e-5)
+
+
+def test_transport_ratio_one_gives_uniform_weights_and_mean_of_assignments() -> None:
+    cost = torch.rand(2, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    for solver in ("exact", "fixed_point"):
+        plan = transport_weights(cost, transport_ratio=1, smoothing=5.0, solver=solver)
+        assert torch.equal(plan.weights, torch.full((2, 9), 1 / 9, dtype=torch.float64))
+        assert torch.allclose(plan.histogram, torch.softmax(-5 * cost, dim=1).mean(dim=2))
+        expected = torch.autograd.grad(torch.softmax(-5 * cost, dim=1).mean(dim=2)[:, 0].sum(), cost)[0]
+        actual = torch.autograd.grad(plan.histogram[:, 0].sum() + plan.weights.square().sum(), cost)[0]
+        assert torch.allclose(actual, expected)
+
+
+def test_float32_is_near_float64_and_finite_for_every_setting() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for smoothing, ratio, pixels in itertools.product((0.5, 5.0, 20.0, 50.0, 100.0), (0.1, 0.25, 0.5, 0.7), (1, 4, 49)):
+        uniform = 2 * torch.rand(4, 8, pixels, dtype=torch.float64, generator=generator)
+        # Two groups of pixels, exactly tied within: the mean has a plateau where ratio * pixels is an integer.
+        tied = 1.9 * (torch.arange(pixels) % 2).double().expand(4, 8, pixels)
+        for cost in (uniform, tied):
+            wide = transport_weights(cost, transport_ratio=ratio, smoothing=smoothing)
+            assert torch.allclose(wide.weights.sum(dim=1), torch.ones(4, dtype=torch.float64), atol=1e-12)
+            narrow_cost = cost.float().requires_grad_()
+            narrow = transport_weights(narrow_cost, transport_ratio=ratio, smoothing=smoothing)
+            tolerance = 2e-6 if smoothing <= 20 else 1e-5
+            assert_close(narrow.weights.detach().double(), wide.weights, tolerance)
+            assert_close(narrow.histogram.detach().double(), wide.histogram, tolerance)
+            (narrow.weights.square().sum() + narrow.histogram.square().sum()).backward()
+            assert narrow_cost.grad is not None and bool(narrow_cost.grad.isfinite().all())
+
+
+def test_fixed_point_solver_stays_finite_in_float32_at_large_smoothing() -> None:
+    cost = (2 * torch.rand(2, 8, 49, generator=torch.Generator().manual_seed(4))).requires_grad_()
+    plan = transport_weights(cost, transport_ratio=0.3, smoothing=100.0, solver="fixed_point")
+    plan.histogram.square().sum().backward()
+    assert bool(plan.weights.isfinite().all()) and cost.grad is not None and bool(cost.grad.isfinite().all())
+
+
+def test_cost_and_its_gradient_equal_naive_distances() -> None:
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(2, 5, 7, generator=generator).requires_grad_()
+    prototypes = (0.3 * torch.randn(4, 7, generator=generator)).requires_grad_()
+    target = torch.randn(2, 4, 5, generator=generator)
+    wide = [features.detach().double().requires_grad_(), prototypes.detach().double().requires_grad_()]
+    x = wide[0] / wide[0].norm(dim=-1, keepdim=True).clamp(min=1)
+    y = wide[1] / wide[1].norm(dim=-1, keepdim=True).clamp(min=1)
+    naive = (y[None, :, None] - x[:, None]).norm(dim=-1)
+    cost = prototype_cost(features, prototypes)
+    assert cost.dtype == torch.float32
+    assert torch.allclose(cost.double(), naive, atol=2e-7)
+    (cost * target).sum().backward()
+    (naive * target).sum().backward()
+    assert features.grad is not None and prototypes.grad is not None
+    assert torch.allclose(features.grad.double(), wide[0].grad, atol=1e-5)
+    assert torch.allclose(prototypes.grad.double(), wide[1].grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_is_zero_where_a_feature_equals_a_prototype(dtype: torch.dtype) -> None:
+    prototypes = torch.tensor([[0.25, 0.5], [0.0, -0.5]], dtype=dtype, requires_grad=True)
+    features = prototypes.detach()[:1, None].clone().requires_grad_()  # [1, 1, 2]
+    cost = prototype_cost(features, prototypes)
+    assert cost[0, 0, 0] == 0
+    gradient = torch.autograd.grad(cost[0, 0, 0], (features, prototypes))
+    assert not gradient[0].any() and not gradient[1].any()
+
+
+def test_cost_is_float32_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(6)
+    features, prototypes = torch.randn(2, 5, 32, generator=generator), torch.randn(4, 32, generator=generator)
+    expected = transport_weights(prototype_cost(features, prototypes), transport_ratio=0.3, smoothing=20.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = transport_weights(prototype_cost(features, prototypes), transport_ratio=0.3, smoothing=20.0)
+    assert torch.equal(plan.weights, expected.weights) and torch.equal(plan.histogram, expected.histogram)
+
+
+def test_clip_norm_leaves_the_unit_ball_alone() -> None:
+    rows = torch.tensor([[0.3, 0.4], [3.0, 4.0], [0.0, 0.0]], requires_grad=True)
+    assert torch.allclose(clip_norm(rows), torch.tensor([[0.3, 0.4], [0.6, 0.8], [0.0, 0.0]]))
+    clip_norm(rows).sum().backward()
+    assert rows.grad is not None and bool(rows.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"transport_ratio": 0.0}, r"transport_ratio \(0.0\)"),
+        ({"transport_ratio": 1.5}, r"transport_ratio \(1.5\)"),
+        ({"smoothing": 0.0}, r"smoothing \(0.0\)"),
+        ({"solver": "sinkhorn"}, "exact, fixed_point"),
+        ({"iterations": 0}, r"iterations \(0\)"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transport_weights(torch.rand(1, 2, 3), **{"transport_ratio": 0.3, "smoothing": 5.0, **arguments})
