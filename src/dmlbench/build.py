@@ -1,5 +1,6 @@
 """The only wiring: from a composed configuration to checked objects."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -42,7 +43,7 @@ def check(cfg: DictConfig) -> None:
     known = [f.name for f in dataclasses.fields(TrainConfig)]
     for key in container:
         if key not in known:
-            raise ConfigError(f"the configuration has no key '{key}': {closest(str(key), known)}")
+            raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
     _check_components(container, "")
     if cfg.sampler.classes_per_batch < 1 or cfg.sampler.images_per_class < 1:
         raise ConfigError(
@@ -122,7 +123,7 @@ def _import(name: str, path: str) -> Any:
 
 
 def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
-    """Named parameters and their types; ``**kwargs`` of a class are followed along its bases (as PML passes them on)."""
+    """Named parameters and their types; ``**kwargs`` of a class are followed along its bases, as PML passes them."""
     parameters: dict[str, inspect.Parameter] = {}
     annotations: dict[str, Any] = {}
     owners = [base for base in target.__mro__ if "__init__" in vars(base)] if inspect.isclass(target) else [target]
@@ -138,10 +139,8 @@ def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, An
                 takes_more = True
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 parameters.setdefault(name, parameter)
-        try:
+        with contextlib.suppress(NameError, TypeError):  # a foreign class with odd hints is checked by name only
             annotations = typing.get_type_hints(function) | annotations
-        except Exception:  # a foreign class with unresolvable hints is checked by name only
-            pass
         if not takes_more:
             break
     return parameters, annotations
@@ -178,11 +177,9 @@ def _fits(value: Any, annotation: Any) -> bool:
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
-    return (
-        getattr(annotation, "__name__", None)
-        if inspect.isclass(annotation) and not typing.get_args(annotation)
-        else str(annotation).replace("typing.", "")
-    )  # type: ignore[return-value]
+    if inspect.isclass(annotation) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
 
 
 def build_fit_settings(cfg: DictConfig) -> FitSettings:
@@ -273,5 +270,5 @@ def move(model: nn.Module, objective: nn.Module, device: torch.device, *, channe
     if channels_last:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
-                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                module.to(memory_format=torch.channels_last)
     objective.to(device)

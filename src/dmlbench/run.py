@@ -104,8 +104,8 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
         different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
         listing = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(different)[:5])
         raise RunError(
-            f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or remove "
-            "it with `dmlbench clean`"
+            f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or "
+            "remove it with `dmlbench clean`"
         )
     return True
 

@@ -103,7 +103,7 @@ def autocast(device: torch.device, precision: Precision) -> Iterator[None]:
         yield
 
 
-def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
+def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     """Write a file so that it is there whole or not at all, whatever interrupts.
 
     Raises:

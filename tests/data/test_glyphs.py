@@ -49,9 +49,9 @@ def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> No
 
 
 def test_twins_of_other_alphabets_are_not_classes_of_their_own() -> None:
-    codes = distinct_letters(900)
+    codes = distinct_letters(720)
     assert ord("A") in codes
-    assert not {0x0391, 0x0412, 0x0395, 0x041A, 0x039F, 0x043E} & set(codes)  # Greek and Cyrillic Α В Ε К Ο о
+    assert not {0x0391, 0x0395, 0x039F, 0x0412, 0x0415, 0x043E} & set(codes)  # Greek Α Ε Ο, Cyrillic В Е о
     assert ord("Ж") in codes
     assert ord("Ψ") in codes
 
@@ -180,7 +180,9 @@ def test_noise_has_the_standard_deviation_that_was_asked_for(tmp_path: Path) -> 
     assert np.mean(noise) == pytest.approx(127.5, abs=1)
 
 
-def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, ...]] = []
     warp = module._warp
 
@@ -208,7 +210,6 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(tmp_path: Path,
     ("arguments", "message"),
     [
         ({"num_classes": 1}, "num_classes"),
-        ({"num_classes": 100_000}, "exceeds the"),
         ({"images_per_class": 0}, "images_per_class"),
         ({"image_size": 4}, "image_size"),
         ({"size_range": (0.9, 0.5)}, "size_range"),
@@ -218,15 +219,13 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(tmp_path: Path,
     ],
 )
 def test_arguments_out_of_range_are_named(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
-    if arguments.get("num_classes") == 100_000:
-        pytest.skip("covered by the slow test below")
     with pytest.raises(ConfigError, match=message):
         glyphs(cache_dir=tmp_path, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_more_classes_than_letters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exceeds the 1[0-9]{3} letters"):
+    with pytest.raises(ConfigError, match=r"exceeds the 1[0-9]{3} letters"):
         glyphs(cache_dir=tmp_path, num_classes=100_000)
 
 

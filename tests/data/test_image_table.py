@@ -32,7 +32,7 @@ def test_fingerprint_depends_on_names_sizes_and_labels_but_not_on_order_or_folde
     assert digest != fingerprint(names, sizes, np.array([0, 1, 0]))
     assert digest != fingerprint(names, "a digest of pixels", labels)
     # Frozen: results of different machines and releases are compared by it.
-    assert digest == "6d2fa94bde4fd4ae9d7cf6c7e0e0b93ad3ea7e07a6ca73dfc4dbc9aa4a7d0e2f" or len(digest) == 64
+    assert digest == "d9a9292bdb4d9bf28bbcf2a39e7b7fdc8d1c67c65f013a526406b116121c538b"
 
 
 def test_rows_of_classes_are_the_rows_with_these_labels() -> None:
@@ -68,7 +68,8 @@ def test_every_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
     if mode == "I;16":
         image = Image.fromarray(np.full((4, 6), 200 * 256, dtype=np.uint16))
     else:
-        image = Image.new("RGB", (6, 4), (200, 200, 200)).convert(mode)
+        image = Image.new("RGB", (6, 4), (200, 200, 200))
+        image = image.quantize(4) if mode == "P" else image.convert(mode)
     file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     image.save(file)
     read = read_image(file)
@@ -90,7 +91,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> 
     file = tmp_path / "broken.jpg"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(DataError, match="broken.jpg"):
+    with pytest.raises(DataError, match=r"broken\.jpg"):
         read_image(file)
 
 
@@ -99,7 +100,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(DataError, match="cut.jpg"):
+    with pytest.raises(DataError, match=r"cut\.jpg"):
         read_image(file)
 
 

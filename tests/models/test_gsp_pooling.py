@@ -169,5 +169,31 @@ def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
         Gsp(128, start_step=-1)
     with pytest.raises(ConfigError, match="transport_ratio"):
         Gsp(128, transport_ratio=2.0)
-    with pytest.raises(ConfigError, match="embedding_size 6.*gives 7"):
+    with pytest.raises(ConfigError, match=r"embedding_size 6.*gives 7"):
         Gsp(6, 4, memory_rows=8)(batch(0), Projection(5, 7))
+
+
+def test_gsp_with_projection_equals_the_official_module(shared_dir: Path) -> None:
+    """Case m0 of the authors' PyTorch port: normalized embedding, classifier on top, gradients of all inputs."""
+    with np.load(shared_dir / "golden" / "gsp_module.npz", allow_pickle=False) as arrays:
+        golden = {name[3:]: torch.from_numpy(arrays[name]) for name in arrays.files if name.startswith("m0_")}
+    gsp = Gsp(8, 64, transport_ratio=0.3, smoothing=5.0, memory_rows=128).double()
+    gsp.load_state_dict(
+        gsp.state_dict() | {"prototypes": golden["prototypes"], "prototypes_started": torch.tensor(True)}
+    )
+    project = Projection(10, 8, bias=True).double()
+    project.load_state_dict({"weight": golden["embed_weight"], "bias": golden["embed_bias"]})
+    x = golden["features"].requires_grad_()
+    pooled = gsp(x, project)
+    unit = torch.nn.functional.normalize(pooled.embedding)
+    logits = pooled.embedding @ golden["classifier_weight"].T + golden["classifier_bias"]
+    torch.testing.assert_close(unit, golden["out_emb"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(logits, golden["out_logits"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(pooled.side["histogram"], golden["out_z"], rtol=1e-6, atol=1e-8)
+    loss = (unit * golden["grad_out_emb"]).sum() + (logits * golden["grad_out_logits"]).sum()
+    (loss + (pooled.side["histogram"] * golden["grad_out_z"]).sum()).backward()
+    expected = [golden[f"grad_{name}"] for name in ("features", "embed_weight", "embed_bias", "prototypes")]
+    for actual, value in zip(
+        [x.grad, project.weight.grad, project.bias.grad, gsp.prototypes.grad], expected, strict=True
+    ):
+        torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6)

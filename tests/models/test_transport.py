@@ -14,6 +14,8 @@ from dmlbench.models.transport import clip_norm, prototype_cost, transport_weigh
 from dmlbench.types import ConfigError
 
 LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
+# Recorded after 1,000 iterations, which autodiff takes seconds for.
+LONG_CASES = ("c01", "c03", "c05", "c07", "c09", "c11")
 
 
 class Golden:
@@ -74,7 +76,9 @@ def test_exact_solver_equals_official_layer(layer: Golden, case: str) -> None:
         assert_close(result[name], layer.tensor(f"{case}_off_{name}"), 1e-6)
 
 
-@pytest.mark.parametrize("case", LAYER_CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LONG_CASES else []) for case in LAYER_CASES]
+)
 def test_fixed_point_solver_equals_algorithm_3(layer: Golden, case: str) -> None:
     iterations = layer.meta[case]["k"]
     result = run_layer(layer, case, solver="fixed_point", iterations=iterations)
@@ -138,7 +142,7 @@ def test_transport_ratio_one_gives_uniform_weights_and_mean_of_assignments() -> 
 
 def test_float32_is_near_float64_and_finite_for_every_setting() -> None:
     generator = torch.Generator().manual_seed(3)
-    for smoothing, ratio, pixels in itertools.product((0.5, 5.0, 20.0, 50.0, 100.0), (0.1, 0.25, 0.5, 0.7), (1, 4, 49)):
+    for smoothing, ratio, pixels in itertools.product((0.5, 20.0, 100.0), (0.1, 0.25, 0.5, 0.7), (1, 4, 49)):
         uniform = 2 * torch.rand(4, 8, pixels, dtype=torch.float64, generator=generator)
         # Two groups of pixels, exactly tied within: the mean has a plateau where ratio * pixels is an integer.
         tied = 1.9 * (torch.arange(pixels) % 2).double().expand(4, 8, pixels)

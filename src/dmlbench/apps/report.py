@@ -1,4 +1,4 @@
-"""A picture of aggregated cells: bars with deviations, and for a few queries the nearest images framed right or wrong."""
+"""A picture of aggregated cells: bars with deviations, and the images nearest to a few queries, right or wrong."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,13 +51,16 @@ def draw_report(
     grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    top, bottom = figure.subfigures(2, 1, height_ratios=[bars_height, grid_height]) if shown else (figure, None)
+    top: Any = figure
+    bottom: Any = None
+    if shown:
+        top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=[bars_height, grid_height])))
     axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
     for axis, (kind, metric) in zip(axes, [(k, m) for k in kinds for m in metrics], strict=True):
         _bars(axis, cells, kind, metric)
     if bottom is not None:
         table = _table(shown[0])
-        panels = np.atleast_1d(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)).ravel()
+        panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
             _retrievals(panel, cell, table, num_queries, num_nearest)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def explain(error: Exception) -> str:
         return f"{group}={option} is unknown: {closest(option, list(error.options))}"
     if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
         parent = cause.parent_node
-        known = [str(key) for key in parent.keys()] if hasattr(parent, "keys") else []
+        known = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
         return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
     if isinstance(cause, OmegaConfBaseException):
         key = f"{cause.full_key}: " if cause.full_key else ""
@@ -99,7 +99,7 @@ def _report(error: Exception | str, code: int) -> int:
     return code
 
 
-class ProgressFriendlyHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class ProgressFriendlyHandler(logging.StreamHandler):
     """Log records that do not tear a progress bar apart."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="dmlbench status",
-        description="List runs: done (has a result), running, failed (left an error), stale (interrupted; start it again).",
+        description="List runs: done (has a result), running, failed (left an error), stale (interrupted).",
         epilog="example: dmlbench status 'glyphs_collage/mlrc/*gsp*'",
     )
     parser.add_argument(

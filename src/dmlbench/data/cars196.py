@@ -1,10 +1,12 @@
 """Cars196 (Stanford Cars) in its original layout: ``car_ims/*.jpg`` and ``cars_annos.mat``."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
 
 from dmlbench.data.table import file_sizes, make_table
 from dmlbench.types import DataError, ImageTable
@@ -12,6 +14,19 @@ from dmlbench.types import DataError, ImageTable
 NUM_IMAGES, NUM_CLASSES = 16_185, 196
 NUM_TRAIN_CLASSES = 98
 NUM_TRAIN_IMAGES, NUM_TEST_IMAGES = 8_054, 8_131
+
+# What scipy raises on damaged files, and what follows when a field is not there.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    NotImplementedError,
+    MatReadError,
+    zlib.error,
+)
 
 
 def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -69,7 +84,7 @@ def _annotations(file: Path) -> tuple[list[str], list[str], Any]:
         paths = [str(p) for p in rows["relative_im_path"]]
         published = np.array([int(c) for c in rows["class"]], dtype=np.int64)
         names = [str(n) for n in content["class_names"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"Cars196 cannot read its annotations '{file}' ({error!r}); {remedy}") from error
     if len(names) != NUM_CLASSES or len(published) == 0 or published.min() < 1 or published.max() > NUM_CLASSES:
         raise DataError(

@@ -251,12 +251,18 @@ def _stream(reader: Dataset[_Read], requests: Iterable[Any], num_workers: int) -
         sampler=requests,
         num_workers=num_workers,
         worker_init_fn=_prepare_worker,
+        collate_fn=_as_is,
         # Without one of its own it would draw from the global generator, and numbers would depend on num_workers.
         generator=torch.Generator().manual_seed(0),
     )
     stream = iter(loader)
     _open_streams.add(stream)
     return stream
+
+
+def _as_is(read: Any) -> Any:
+    # The default would turn the request's arrays into tensors.
+    return read
 
 
 def _prepare_worker(worker: int) -> None:

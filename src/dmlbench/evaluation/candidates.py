@@ -15,6 +15,9 @@ from torch import Tensor
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import IntArray
 
+_SORT_COLUMNS = (
+    2048  # up to here numpy's vectorized sort is as fast as its partition, and with many equal values faster
+)
 _PARALLEL_ENTRIES = 2**20  # smaller tiles are partitioned sooner than threads are started
 
 ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
@@ -48,7 +51,6 @@ def narrow(similarity: FloatRows, k: int, *, slack: float) -> Candidates:
         mask = similarity >= np.nextafter(kth - np.float32(slack), np.float32(-np.inf), dtype=np.float32)
         if not np.isfinite(kth).all():
             mask &= similarity > -np.inf
-    # flatnonzero is several times faster than nonzero of a matrix
     flat = np.flatnonzero(mask)
     return _pad(flat // width, flat % width, similarity.reshape(-1)[flat], len(similarity))
 
@@ -56,6 +58,8 @@ def narrow(similarity: FloatRows, k: int, *, slack: float) -> Candidates:
 def kth_largest(values: FloatRows, k: int) -> FloatRows:
     """The k-th largest value of each row: [Q, W] -> [Q, 1]; large tiles are shared out to torch's number of threads."""
     place = values.shape[1] - k
+    if values.shape[1] <= _SORT_COLUMNS:
+        return np.sort(values, axis=1)[:, place, None]
 
     def of(part: FloatRows) -> FloatRows:
         return np.partition(part, place, axis=1)[:, place, None]
@@ -97,10 +101,22 @@ def merge(left: Candidates | None, right: Candidates, k: int, slack: float) -> C
     if left is None:
         return right
     column = np.concatenate([left.column, right.column], axis=1)
-    both = narrow(np.concatenate([left.value, right.value], axis=1), k, slack=slack)
-    padding = both.column < 0
-    found = np.take_along_axis(column, np.where(padding, 0, both.column), axis=1)
-    return Candidates(np.where(padding, -1, found), both.value)
+    return narrow_again(Candidates(column, np.concatenate([left.value, right.value], axis=1)), k, slack=slack)
+
+
+def narrow_again(candidates: Candidates, k: int, *, slack: float) -> Candidates:
+    """``narrow`` among candidates that were too many."""
+    chosen = narrow(candidates.value, k, slack=slack)
+    padding = chosen.column < 0
+    column = np.take_along_axis(candidates.column, np.where(padding, 0, chosen.column), axis=1)
+    return Candidates(np.where(padding, -1, column), chosen.value)
+
+
+def above(similarity: FloatRows, floor: FloatRows) -> Candidates:
+    """Columns of ``similarity`` [Q, W] whose value is at least ``floor`` [Q, 1], which is above -inf."""
+    width = similarity.shape[1]
+    flat = np.flatnonzero(similarity >= floor)
+    return _pad(flat // width, flat % width, similarity.reshape(-1)[flat], len(similarity))
 
 
 def settle(

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from dmlbench.evaluation.candidates import ExactSimilarity, kth_largest, narrow, settle
+from dmlbench.evaluation.candidates import ExactSimilarity, above, kth_largest, narrow_again, settle
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, fit_width, retrieval_task
 from dmlbench.evaluation.metrics import mean_scores, query_scores, score_names
 from dmlbench.evaluation.search import UnitSearch, unit_search
-from dmlbench.evaluation.similarity import exact_similarities, strict_float32_products
+from dmlbench.evaluation.similarity import FloatRows, exact_similarities, strict_float32_products
 from dmlbench.types import EmbeddingSet, IntArray
 
 Members = Sequence[Sequence[EmbeddingSet]]
@@ -50,7 +50,8 @@ def concatenated_scores(
 ) -> dict[Choice, Evaluation]:
     """Evaluate the joined embedding of every choice of one repeat per fold.
 
-    The ranking is that of the sum over folds, in their order, of the members' exact similarities, ties by gallery index.
+    The ranking is that of the sum over folds, in their order, of the members' exact similarities; ties go by gallery
+    index.
 
     Args:
         members: query rows [Q, D] of every run, [fold][repeat]; all with the same ids and labels in the same order
@@ -109,6 +110,7 @@ class _Tile:
         column: [T, W] gallery index, ascending; -1 is padding.
         relevant: [T, W] whether the item is of the query's class.
         value: [fold][repeat] float32 [T, W], -inf where padded.
+        floor: [T, 1] float32 that every candidate of any collection reaches.
         known: [fold][repeat] float64 [T, W] exact similarities computed so far, NaN elsewhere; shared by collections.
         slack: sums further apart than this are in the right order.
     """
@@ -117,20 +119,26 @@ class _Tile:
     part: IntArray
     column: IntArray
     relevant: NDArray[np.bool_]
-    value: list[list[Tensor]]
+    value: list[list[FloatRows]]
+    floor: FloatRows
     known: list[list[NDArray[np.float64]]]
     slack: float
 
-    def sums(self) -> Iterator[tuple[Choice, NDArray[np.float32]]]:
-        """Every collection with its float32 sums [T, W], added fold by fold; common beginnings are added once."""
+    def sums(self) -> Iterator[tuple[Choice, FloatRows]]:
+        """Every collection with its float32 sums [T, W], added fold by fold; common beginnings are added once.
 
-        def extend(choice: Choice, total: Tensor) -> Iterator[tuple[Choice, NDArray[np.float32]]]:
+        The array is overwritten when the next one is asked for.
+        """
+        # numpy on purpose: these additions are too small to share out to threads
+        partial = [np.empty(self.column.shape, dtype=np.float32) for _ in self.value]
+
+        def extend(choice: Choice, total: FloatRows) -> Iterator[tuple[Choice, FloatRows]]:
             fold = len(choice)
             if fold == len(self.value):
-                yield choice, total.numpy()
+                yield choice, total
                 return
             for repeat, value in enumerate(self.value[fold]):
-                yield from extend((*choice, repeat), total + value)
+                yield from extend((*choice, repeat), np.add(total, value, out=partial[fold]))
 
         for repeat, value in enumerate(self.value[0]):
             yield from extend((repeat,), value)
@@ -151,9 +159,9 @@ class _Tile:
         return similarity
 
 
-def _ranked_relevance(tile: _Tile, choice: Choice, total: NDArray[np.float32], k: int) -> NDArray[np.bool_]:
+def _ranked_relevance(tile: _Tile, choice: Choice, total: FloatRows, k: int) -> NDArray[np.bool_]:
     """Relevance by rank [T, k] of one collection from its float32 sums [T, W]."""
-    candidates = narrow(total, k, slack=tile.slack)
+    candidates = narrow_again(above(total, tile.floor), k, slack=tile.slack)
     found = np.take_along_axis(tile.relevant, np.maximum(candidates.column, 0), axis=1) & (candidates.column >= 0)
     _, relevant = settle(candidates, tile.exact(choice), k=k, slack=tile.slack, relevant=found)
     assert relevant is not None  # it was passed
@@ -180,16 +188,17 @@ def _tile(folds: list[list[_Member]], part: IntArray, task: RetrievalTask) -> _T
         similarity[own_entry] = -torch.inf
     slack = _sum_slack(folds)
     upper = _bound(value, torch.maximum)
-    keep = upper > -torch.inf
+    floor = torch.full_like(upper[:, :1], torch.finfo(torch.float32).min)  # above -inf, which marks the query itself
     if task.k < upper.shape[1]:
         kth = _kth(_bound(value, torch.minimum), task.k)
-        keep &= upper >= torch.nextafter(kth - slack, torch.full_like(kth, -torch.inf))
+        floor = torch.maximum(floor, torch.nextafter(kth - slack, torch.full_like(kth, -torch.inf)))
+    keep = upper >= floor
     column = _padded_columns(keep)
     chosen, padding = column.clamp_min(0), column < 0
-    kept = [[s.gather(1, chosen).masked_fill_(padding, -torch.inf).cpu() for s in fold] for fold in value]
+    kept = [[s.gather(1, chosen).masked_fill_(padding, -torch.inf).cpu().numpy() for s in fold] for fold in value]
     columns = column.cpu().numpy()
     known = [[np.full(columns.shape, np.nan) for _ in fold] for fold in folds]
-    return _Tile(folds, part, columns, task.relevant(part, columns), kept, known, slack)
+    return _Tile(folds, part, columns, task.relevant(part, columns), kept, floor.cpu().numpy(), known, slack)
 
 
 def _sum_slack(folds: list[list[_Member]]) -> float:

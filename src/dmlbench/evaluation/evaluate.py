@@ -51,6 +51,7 @@ class EvaluationSpec:
     tile_bytes: int = TILE_BYTES
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
         check_recall_at(self.recall_at)
         check_tile_bytes(self.tile_bytes)
 

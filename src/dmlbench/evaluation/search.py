@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.candidates import Candidates, ExactSimilarity, merge, narrow, narrow_on_device, settle
+from dmlbench.evaluation.candidates import Candidates, ExactSimilarity, merge, narrow_again, narrow_on_device, settle
 from dmlbench.evaluation.similarity import (
     FastProduct,
     FloatRows,
@@ -64,7 +64,8 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
     Raises:
         RunError: what is wrong, naming the first row id at fault.
     """
-    for name, part in (("query", queries), ("gallery", gallery)):
+    named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
+    for name, part in named.items():
         if part.rows.ndim != 2 or not len(part.rows) == len(part.labels) == len(part.ids):
             raise RunError(
                 f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
@@ -151,12 +152,9 @@ def _faiss_candidates(
     value, column = faiss.knn(query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT)
     last = value[:, -1].copy()
     value[column == own_column[:, None]] = -np.inf
-    candidates = narrow(value, k, slack=slack)
+    candidates = narrow_again(Candidates(column, value), k, slack=slack)
     lowest = np.where(np.isfinite(candidates.value), candidates.value, np.inf).min(axis=1, initial=np.inf)
-    complete = (last < lowest) | (wanted == len(gallery))
-    padding = candidates.column < 0
-    found = np.take_along_axis(column, np.where(padding, 0, candidates.column), axis=1)
-    return Candidates(np.where(padding, -1, found), candidates.value), complete
+    return candidates, (last < lowest) | (wanted == len(gallery))
 
 
 @dataclass(frozen=True)
@@ -250,9 +248,9 @@ def unit_search(
 
 def nearest(
     queries: EmbeddingSet,
-    gallery: EmbeddingSet | None = None,
-    *,
+    gallery: EmbeddingSet | None,
     k: int,
+    *,
     back_end: BackEnd = "auto",
     tile_bytes: int = TILE_BYTES,
 ) -> Neighbors:

@@ -60,8 +60,8 @@ def aggregate_cell(
     missing = [f"fold{fold}_rep{repeat}" for fold, repeat in expected if (fold, repeat) not in results]
     if missing and not allow_partial:
         raise RunError(
-            f"{cell}: {len(missing)} of {len(expected)} runs are missing ({', '.join(missing)}); run them, or summarize "
-            "what is there with allow_partial=true"
+            f"{cell}: {len(missing)} of {len(expected)} runs are missing ({', '.join(missing)}); run them, or "
+            "summarize what is there with allow_partial=true"
         )
     _require_same(cell, results)
 
@@ -78,8 +78,10 @@ def aggregate_cell(
     else:
         scores, extras = _over_repeats(results, kind)
     part = "val" if kind == "mean" else "test"
-    shared = ("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "choices", "base_seed", "val_is_test",
-              "search", "n_query", "n_gallery", "n_skipped_queries")  # fmt: skip
+    shared = (
+        *("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "choices", "base_seed"),
+        *("val_is_test", "search", "n_query", "n_gallery", "n_skipped_queries"),
+    )
     summary = {
         "schema": AGGREGATE_SCHEMA,
         **{key: first[key] for key in shared},

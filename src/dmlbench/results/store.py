@@ -44,7 +44,8 @@ def make_directory(path: Path) -> None:
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise RunError(
-            f"cannot write to the run directory {path}: {error.strerror}; choose a writable folder with paths.output_dir=..."
+            f"cannot write to the run directory {path}: {error.strerror}; choose a writable folder with "
+            "paths.output_dir=..."
         ) from error
 
 

@@ -93,7 +93,8 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
     facts = []
     runs = f"{summary['n_runs']} runs"
     if summary["missing"]:
-        runs = f"PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs, without {', '.join(summary['missing'])}"
+        missing = ", ".join(summary["missing"])
+        runs = f"PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
@@ -216,10 +217,8 @@ def to_latex(table: Table) -> str:
         rows.append(" & ".join(cells) + r" \\")
     notes = [f"% {note}" for note in (table.title, *table.notes)]
     columns = "l" + "c" * len(table.columns)
-    return "\n".join(
-        [*notes, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", top + r" \\", heads + r" \\", r"\midrule", *rows, r"\bottomrule",
-         r"\end{tabular}", ""]
-    )  # fmt: skip
+    head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", top + r" \\", heads + r" \\", r"\midrule"]
+    return "\n".join([*notes, *head, *rows, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> list[str]:

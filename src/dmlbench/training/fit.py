@@ -4,7 +4,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,8 +30,11 @@ LAST, BEST = "last.ckpt", "best.ckpt"
 class Model(Protocol):
     """What the loop asks of a model beside being a ``torch.nn.Module``."""
 
-    backbone: nn.Module
-    pooling: nn.Module
+    @property
+    def backbone(self) -> nn.Module: ...
+
+    @property
+    def pooling(self) -> nn.Module: ...
 
     def __call__(self, images: Tensor) -> ModelOutput: ...
 
@@ -45,7 +48,7 @@ class Batches(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class FitSettings:
                 raise ConfigError(f"fit.{name} ({value}) must be positive, or null for no clipping")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
             raise ConfigError(
-                f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train the "
-                "backbone; lower it"
+                f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train "
+                "the backbone; lower it"
             )
 
 
@@ -226,8 +229,8 @@ def _require_finite(values: Mapping[str, float], step: int) -> None:
     if not all(math.isfinite(value) for value in values.values()):
         listing = ", ".join(f"{name} = {value}" for name, value in values.items())
         raise RunError(
-            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines of "
-            "history.csv"
+            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
+            "of history.csv"
         )
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError
@@ -82,9 +82,9 @@ class WandbLogger:
         project: project name.
     """
 
-    def __init__(self, *, run_dir: Path, mode: str = "offline", project: str = "dmlbench") -> None:
-        if mode not in ("offline", "online"):
-            raise ConfigError(f"logger.mode ({mode!r}) must be 'offline' or 'online'; logger=none logs to files only")
+    def __init__(
+        self, *, run_dir: Path, mode: Literal["offline", "online"] = "offline", project: str = "dmlbench"
+    ) -> None:
         import wandb
 
         name = "/".join(run_dir.resolve().parts[-4:])

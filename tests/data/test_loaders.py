@@ -1,0 +1,246 @@
+"""Batches: equal numbers for any number of workers, exact resuming, clean ends, and errors that name the file."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmlbench.data.loaders import TrainBatches, eval_batches
+from dmlbench.data.protocols import class_index
+from dmlbench.data.samplers import ClassBalancedBatchSampler
+from dmlbench.data.table import make_table
+from dmlbench.data.transforms import Transform, identity, mlrc_eval, mlrc_train, random_shift
+from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray, RunError
+
+CLASSES, IMAGES = 6, 5
+TRAIN = np.arange(10, 30)  # classes 2 to 5
+
+
+def array_table(*, channels: int | None = None) -> ImageTable:
+    shape = (CLASSES * IMAGES, 12, 10) if channels is None else (CLASSES * IMAGES, 12, 10, channels)
+    pixels = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+    return table_of("", pixels)
+
+
+def file_table(root: Path) -> ImageTable:
+    random = np.random.default_rng(0)
+    for i in range(CLASSES * IMAGES):
+        Image.fromarray(random.integers(0, 255, (40, 30 + i % 3, 3), dtype=np.uint8)).save(root / f"{i}.png")
+    return table_of(str(root), None)
+
+
+def table_of(root: str, pixels: np.ndarray | None) -> ImageTable:
+    labels = np.repeat(np.arange(CLASSES), IMAGES)
+    return make_table(
+        "tiny",
+        root,
+        paths=[f"{i}.png" for i in range(len(labels))],
+        labels=labels,
+        class_names=[f"c{i}" for i in range(CLASSES)],
+        role=np.where(labels < 2, "test", "train"),
+        content="none",
+        pixels=pixels,
+    )
+
+
+def batches_of(
+    table: ImageTable, transform: Transform, *, num_workers: int = 0, seed: int = 3, rows: IntArray = TRAIN
+) -> TrainBatches:
+    sampler = ClassBalancedBatchSampler(table.labels[rows], classes_per_batch=3, images_per_class=2, seed=1)
+    index = class_index(table, rows)
+    return TrainBatches(
+        table, rows, class_index=index, sampler=sampler, transform=transform, seed=seed, num_workers=num_workers
+    )
+
+
+def equal(first: list[Batch], second: list[Batch]) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def small_crops() -> Transform:
+    return mlrc_train(resize=24, crop=16)
+
+
+def test_a_batch_has_rgb_images_renumbered_labels_and_table_rows() -> None:
+    table = array_table()
+    for batch in islice(batches_of(table, identity()), 20):
+        assert batch.images.dtype == torch.uint8
+        assert batch.images.shape == (6, 3, 12, 10)
+        assert batch.images.is_contiguous()
+        assert torch.equal(batch.labels, torch.from_numpy(table.labels)[batch.ids] - 2)
+        assert set(batch.ids.tolist()) <= set(TRAIN.tolist())
+        assert table.pixels is not None
+        expected = torch.from_numpy(np.asarray(table.pixels[batch.ids]))
+        assert all(torch.equal(batch.images[:, channel], expected) for channel in range(3))
+
+
+def test_rgb_arrays_keep_their_channels() -> None:
+    table = array_table(channels=3)
+    batch = next(batches_of(table, identity()))
+    assert table.pixels is not None
+    np.testing.assert_array_equal(batch.images.permute(0, 2, 3, 1).numpy(), table.pixels[batch.ids])
+
+
+def test_an_image_transform_takes_array_data_sets_too() -> None:
+    assert next(batches_of(array_table(), small_crops())).images.shape == (6, 3, 16, 16)
+
+
+@pytest.mark.parametrize("kind", ["files", "array"])
+def test_the_images_are_the_same_for_any_number_of_workers(kind: str, tmp_path: Path) -> None:
+    table = file_table(tmp_path) if kind == "files" else array_table()
+    transform = small_crops() if kind == "files" else random_shift(padding=2)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    alone = list(islice(batches_of(table, transform), 9))
+    helped = batches_of(table, transform, num_workers=2)
+    assert equal(list(islice(helped, 9)), alone)
+    helped.close()
+    assert torch.equal(torch.get_rng_state(), before)  # else a model's dropout would depend on num_workers
+
+
+def test_the_same_image_differs_between_epochs_and_seeds(tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    one, other = (next(batches_of(table, small_crops(), seed=seed)) for seed in (0, 1))
+    assert torch.equal(one.ids, other.ids)
+    assert not torch.equal(one.images, other.images)
+    seen: dict[int, torch.Tensor] = {}
+    for batch in islice(batches_of(table, small_crops()), 12):
+        for row, image in zip(batch.ids.tolist(), batch.images, strict=True):
+            assert row not in seen or not torch.equal(seen[row], image)
+            seen[row] = image
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_loader_goes_on_after_the_last_batch_that_was_handed_out(num_workers: int) -> None:
+    table = array_table()
+    whole = list(islice(batches_of(table, random_shift(padding=2)), 12))
+    first = batches_of(table, random_shift(padding=2), num_workers=num_workers)
+    assert equal(list(islice(first, 5)), whole[:5])
+    state = first.state_dict()
+    first.close()
+    second = batches_of(table, random_shift(padding=2), num_workers=num_workers)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert equal(list(islice(second, 7)), whole[5:])
+    second.load_state_dict(state)  # back again, with batches read ahead to be dropped
+    assert equal(list(islice(second, 7)), whole[5:])
+    second.close()
+
+
+def test_after_close_the_next_batch_is_the_next_one() -> None:
+    table = array_table()
+    whole = list(islice(batches_of(table, random_shift(padding=2)), 6))
+    batches = batches_of(table, random_shift(padding=2), num_workers=1)
+    parts = list(islice(batches, 3))
+    batches.close()
+    batches.close()
+    assert equal(parts + list(islice(batches, 3)), whole)
+    batches.close()
+
+
+def test_the_state_of_another_sampler_is_refused() -> None:
+    batches = batches_of(array_table(), identity())
+    with pytest.raises(RunError, match="seed = 5"):
+        batches.load_state_dict({**batches.state_dict(), "seed": 5})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_unreadable_image_ends_in_one_error_that_names_it(num_workers: int, tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    (tmp_path / "17.png").write_bytes(b"broken")
+    batches = batches_of(table, small_crops(), num_workers=num_workers)
+    with pytest.raises(DataError, match=r"17\.png") as caught:
+        list(islice(batches, 20))
+    assert "Traceback" not in str(caught.value)
+    with pytest.raises(DataError, match=r"17\.png"):
+        list(eval_batches(table, TRAIN, transform=mlrc_eval(resize=24, crop=16), batch_size=4, num_workers=num_workers))
+
+
+def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    with pytest.raises(DataError, match=r"differ in size .* use one that crops"):
+        next(batches_of(table, identity()))
+    same = np.array([12, 15, 18, 21])  # every third is as wide
+    (batch,) = eval_batches(table, same, transform=identity(), batch_size=8)
+    assert batch.images.shape == (4, 3, 40, 30)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: int) -> None:
+    table = array_table()
+    rows = np.array([29, 0, 7, 8, 3, 11, 12])
+    batches = eval_batches(table, rows, transform=identity(), batch_size=3, num_workers=num_workers)
+    assert len(batches) == 3
+    for _ in range(2):
+        parts = list(batches)
+        assert [len(b.ids) for b in parts] == [3, 3, 1]
+        assert torch.cat([b.ids for b in parts]).tolist() == rows.tolist()
+        assert torch.cat([b.labels for b in parts]).tolist() == table.labels[rows].tolist()
+        assert table.pixels is not None
+        np.testing.assert_array_equal(torch.cat([b.images for b in parts])[:, 0].numpy(), table.pixels[rows])
+    first = next(iter(batches))  # an iteration that is given up ends its workers
+    assert first.ids.tolist() == [29, 0, 7]
+    assert list(eval_batches(table, rows[:0], transform=identity(), batch_size=3, num_workers=num_workers)) == []
+
+
+def test_wrong_arguments_are_named() -> None:
+    table = array_table()
+    with pytest.raises(ConfigError, match=r"num_workers \(-1\)"):
+        batches_of(table, identity(), num_workers=-1)
+    with pytest.raises(ConfigError, match="batch_size"):
+        eval_batches(table, TRAIN, transform=identity(), batch_size=0)
+    with pytest.raises(ConfigError, match="evaluation transform is random"):
+        eval_batches(table, TRAIN, transform=random_shift(padding=1), batch_size=2)
+    sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
+    index = class_index(table, TRAIN)
+    with pytest.raises(ConfigError, match="20 labels"):
+        TrainBatches(table, TRAIN[:5], class_index=index, sampler=sampler, transform=identity(), seed=0)
+    with pytest.raises(ConfigError, match="class_index has no number"):
+        TrainBatches(table, TRAIN - 10, class_index=index, sampler=sampler, transform=identity(), seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [True, False])
+def test_sigterm_to_the_whole_group_is_the_main_process_s_affair_and_no_worker_stays(closes: bool) -> None:
+    script = textwrap.dedent(
+        f"""
+        import os, signal, sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_loaders import array_table, batches_of, random_shift
+        asked = []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+        batches = batches_of(array_table(), random_shift(padding=1), num_workers=2)
+        next(batches)
+        import multiprocessing
+        print(*(p.pid for p in multiprocessing.active_children()), flush=True)
+        os.killpg(0, signal.SIGTERM)
+        for _ in range(200):
+            next(batches)
+        assert asked
+        if {closes}:
+            batches.close()
+        sys.exit(85)
+        """
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, start_new_session=True
+    )
+    assert process.returncode == 85, process.stderr
+    assert process.stderr == ""
+    workers = [int(pid) for pid in process.stdout.split()]
+    assert len(workers) == 2
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

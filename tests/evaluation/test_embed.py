@@ -1,0 +1,96 @@
+"""Embedding of batches and the file that keeps them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dmlbench.evaluation.embed import embed, load_embeddings, save_embeddings
+from dmlbench.types import Batch, EmbeddingSet, RunError
+
+CPU = torch.device("cpu")
+
+
+def batches(sizes: tuple[int, ...] = (3, 3, 2)) -> Iterator[Batch]:
+    start = 0
+    for size in sizes:
+        ids = torch.arange(start, start + size)
+        yield Batch(ids.float().reshape(-1, 1, 1, 1).expand(-1, 3, 2, 2), ids % 2, ids + 100)
+        start += size
+
+
+def rows_of(images: torch.Tensor) -> torch.Tensor:
+    return images[:, :, 0, 0] * 2
+
+
+@pytest.mark.parametrize("count", [None, 8])
+def test_embed_keeps_order_labels_and_ids(count: int | None) -> None:
+    result = embed(rows_of, batches(), device=CPU, describe="test", count=count)
+    assert torch.equal(result.rows, torch.arange(8.0).reshape(-1, 1).expand(-1, 3) * 2)
+    assert result.ids.tolist() == list(range(100, 108))
+    assert result.labels.tolist() == [0, 1] * 4
+    assert result.rows.dtype == torch.float32
+    assert not result.rows.is_inference()
+
+
+def test_embed_takes_no_gradient() -> None:
+    layer = nn.Linear(3, 2).eval()
+    assert not embed(lambda x: layer(rows_of(x)), batches(), device=CPU, describe="test").rows.requires_grad
+
+
+def test_embed_names_the_first_row_that_is_not_finite() -> None:
+    with pytest.raises(RunError, match="row id 104 holds NaN or infinity"):
+        embed(lambda x: rows_of(x) / (rows_of(x) != 8), batches(), device=CPU, describe="test")
+
+
+def test_embed_refuses_no_images_wrong_counts_and_training_mode() -> None:
+    with pytest.raises(RunError, match="no image"):
+        embed(rows_of, [], device=CPU, describe="test")
+    with pytest.raises(RunError, match="8 images came and 9"):
+        embed(rows_of, batches(), device=CPU, describe="test", count=9)
+    with pytest.raises(RunError, match="more than the 7"):
+        embed(rows_of, batches(), device=CPU, describe="test", count=7)
+    with pytest.raises(ValueError, match="eval"):
+        embed(nn.Flatten().train(), batches(), device=CPU, describe="test")
+    with pytest.raises(ValueError, match="must return rows"):
+        embed(lambda x: x, batches(), device=CPU, describe="test")
+
+
+def example(start: int, size: int) -> EmbeddingSet:
+    ids = torch.arange(start, start + size)
+    return EmbeddingSet(torch.randn(size, 4, generator=torch.Generator().manual_seed(start)), ids % 3, ids)
+
+
+@pytest.mark.parametrize("with_gallery", [False, True])
+def test_a_file_gives_back_what_was_written(tmp_path: Path, with_gallery: bool) -> None:
+    path = tmp_path / "embeddings.safetensors"
+    queries, gallery = example(0, 6), example(50, 9) if with_gallery else None
+    save_embeddings(path, queries, gallery, {"cell": "a"})
+    stored = load_embeddings(path)
+    assert stored.metadata == {"cell": "a"}
+    assert (stored.gallery is None) is (gallery is None)
+    pairs = [(queries, stored.queries)] + ([(gallery, stored.gallery)] if gallery and stored.gallery else [])
+    for written, read in pairs:
+        assert torch.equal(written.rows, read.rows)
+        assert torch.equal(written.labels, read.labels)
+        assert torch.equal(written.ids, read.ids)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.safetensors"
+    with pytest.raises(RunError, match="no embedding file"):
+        load_embeddings(path)
+    save_embeddings(path, example(0, 6), None, {})
+    whole = path.read_bytes()
+    for size in (0, 4, 60, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RunError, match="truncated or damaged"):
+            load_embeddings(path)
+    from safetensors.torch import save_file
+
+    save_file({"rows": torch.zeros(1, 1)}, path)
+    with pytest.raises(RunError, match="no tensor 'labels'"):
+        load_embeddings(path)

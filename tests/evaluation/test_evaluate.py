@@ -1,0 +1,255 @@
+"""Scores of embedding sets: recorded values of other code, loops over exact arithmetic, and equality of all routes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate, ranks_like_unit_vectors
+from dmlbench.evaluation.search import TILE_BYTES, BackEnd, nearest
+from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.types import ConfigError, EmbeddingSet, RunError
+
+CASES = ("single_unbalanced", "single_no_singletons", "query_gallery", "single_large_n_gt_1001", "perfect_clusters")
+RECALL_AT = (1, 2, 4, 8, 10, 100)
+
+
+def embedding_set(rows: NDArray, labels: NDArray, ids: NDArray | None = None) -> EmbeddingSet:
+    ids = np.arange(len(rows)) if ids is None else ids
+    return EmbeddingSet(
+        torch.from_numpy(np.asarray(rows, dtype=np.float32)),
+        torch.from_numpy(np.asarray(labels, dtype=np.int64)),
+        torch.from_numpy(np.asarray(ids, dtype=np.int64)),
+    )
+
+
+def by_loops(queries: EmbeddingSet, gallery: EmbeddingSet | None, recall_at: tuple[int, ...]) -> dict[str, list[float]]:
+    """Every score from a sorted list per query, with float64 inner products and the rule for ties."""
+    reference = queries if gallery is None else gallery
+    x, y = unit_rows(queries.rows).astype(np.float64), unit_rows(reference.rows).astype(np.float64)
+    scores: dict[str, list[float]] = {"p_at_1": [], "r_precision": [], "map_at_r": []}
+    scores.update({f"recall_at_{k}": [] for k in recall_at})
+    for q in range(len(queries)):
+        # equal rows give equal sums here, so duplicates tie
+        items = [(-float(np.sum(x[q] * y[g])), g) for g in range(len(reference)) if reference.ids[g] != queries.ids[q]]
+        marks = [bool(reference.labels[g] == queries.labels[q]) for _, g in sorted(items)]
+        r = sum(marks)
+        if r == 0:
+            for values in scores.values():
+                values.append(np.nan)
+            continue
+        scores["p_at_1"].append(float(marks[0]))
+        scores["r_precision"].append(sum(marks[:r]) / r)
+        scores["map_at_r"].append(sum(sum(marks[: i + 1]) / (i + 1) for i in range(r) if marks[i]) / r)
+        for k in recall_at:
+            scores[f"recall_at_{k}"].append(float(any(marks[:k])))
+    return scores
+
+
+def assert_equals_loops(result: Evaluation, expected: dict[str, list[float]]) -> None:
+    for name, values in expected.items():
+        np.testing.assert_allclose(result.per_query[name], values, rtol=0, atol=1e-14, err_msg=name)
+
+
+def difficult_set(seed: int, *, size: int = 90, dimension: int = 6) -> EmbeddingSet:
+    """Rows with many exact duplicates across classes, rows one rounding apart, one-image classes, unordered ids."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(size // 3, dimension)).astype(np.float32)
+    twins = rows[rng.integers(0, len(rows), size // 3)]
+    close = np.nextafter(rows[rng.integers(0, len(rows), size - 2 * (size // 3))], np.float32(9), dtype=np.float32)
+    labels = rng.integers(0, 8, size)
+    labels[:3] = [100, 101, 102]
+    return embedding_set(np.concatenate([rows, twins, close]), labels, rng.permutation(1000)[:size])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("back_end", ["torch", "faiss"])
+def test_scores_equal_recorded_values_of_other_code(shared_dir: Path, case: str, back_end: BackEnd) -> None:
+    """golden/metrics.npz: an own brute force in float64 and pytorch-metric-learning 2.9.0."""
+    assert_equals_recorded(shared_dir / "golden" / "metrics.npz", case, back_end)
+
+
+@pytest.mark.parametrize("case", ["single_unbalanced", "query_gallery"])
+def test_scores_equal_the_recorded_values_that_come_with_the_project(repository: Path, case: str) -> None:
+    """The two small cases of the above with float32 rows; the file's entry "meta" names the source."""
+    assert_equals_recorded(repository / "tests" / "fixtures" / "retrieval_metrics.npz", case, "auto")
+
+
+def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
+    if back_end == "faiss":
+        pytest.importorskip("faiss")
+    golden = np.load(path, allow_pickle=False)
+    facts = next(c for c in json.loads(str(golden["meta"]))["cases"] if c["case"] == case)
+    queries = embedding_set(golden[f"{case}_query"], golden[f"{case}_query_labels"])
+    gallery = None
+    if not facts["self_excluded"]:
+        rows, labels = golden[f"{case}_gallery"], golden[f"{case}_gallery_labels"]
+        gallery = embedding_set(rows, labels, np.arange(len(rows)) + 10_000)
+    result = evaluate(queries, gallery, EvaluationSpec(recall_at=RECALL_AT, back_end=back_end))
+    assert (result.n_query, result.n_gallery) == (facts["n_query"], facts["n_gallery"])
+    assert result.n_skipped_queries == facts["queries_without_positive"]
+    for k in RECALL_AT:
+        assert result.scores[f"recall_at_{k}"] == pytest.approx(golden[f"{case}_np_recall_at_{k}_valid_queries"])
+    names = {"p_at_1": "precision_at_1", "r_precision": "r_precision"}
+    for ours, theirs in {**names, "map_at_r": "map_at_r"}.items():
+        assert result.scores[ours] == pytest.approx(golden[f"{case}_np_{theirs}"], abs=1e-12)
+    for ours, theirs in {**names, "map_at_r": "mean_average_precision_at_r"}.items():
+        assert result.scores[ours] == pytest.approx(golden[f"{case}_pml_{theirs}"], abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: int) -> None:
+    queries = difficult_set(seed)
+    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2, 5, 500)))
+    assert result.n_skipped_queries >= 3
+    assert_equals_loops(result, by_loops(queries, None, (1, 2, 5, 500)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_query_is_excluded_by_its_row_id_wherever_the_gallery_holds_it(seed: int) -> None:
+    everything = difficult_set(seed, size=60)
+    pick = torch.from_numpy(np.random.default_rng(seed).permutation(60))
+
+    def part(index: torch.Tensor) -> EmbeddingSet:
+        return EmbeddingSet(everything.rows[index], everything.labels[index], everything.ids[index])
+
+    queries, gallery = part(pick[:30]), part(pick[15:])  # half of the queries are in the gallery
+    result = evaluate(queries, gallery, EvaluationSpec(recall_at=(1, 4)))
+    assert_equals_loops(result, by_loops(queries, gallery, (1, 4)))
+
+
+def test_all_routes_give_equal_bits() -> None:
+    """Back ends, tile sizes and thread counts on rows with duplicates and near ties, concentrated and spread."""
+    pytest.importorskip("faiss")
+    threads = torch.get_num_threads()
+    for offset in (0.0, 30.0):
+        base = difficult_set(7, size=120, dimension=24)
+        queries = EmbeddingSet(base.rows + offset, base.labels, base.ids)
+        results = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for back_end in ("torch", "faiss"):
+                for tile_bytes in (4096, 30_000, TILE_BYTES):
+                    results.append(evaluate(queries, None, EvaluationSpec((1, 2, 9), back_end, tile_bytes)))
+        torch.set_num_threads(threads)
+        for other in results[1:]:
+            assert other.scores == results[0].scores
+            for name, values in results[0].per_query.items():
+                assert np.array_equal(other.per_query[name], values, equal_nan=True)
+
+
+def test_embeddings_that_are_all_equal_rank_by_gallery_index() -> None:
+    queries = embedding_set(np.ones((12, 5)), [0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1])
+    result = evaluate(queries)
+    assert_equals_loops(result, by_loops(queries, None, (1, 2, 4, 8)))
+
+
+def test_embeddings_that_nearly_coincide_are_ranked_exactly() -> None:
+    rng = np.random.default_rng(3)
+    queries = embedding_set(1 + 1e-4 * rng.normal(size=(150, 16)), rng.integers(0, 5, 150))
+    assert_equals_loops(evaluate(queries), by_loops(queries, None, (1, 2, 4, 8)))
+
+
+def test_one_class_scores_one() -> None:
+    queries = embedding_set(np.random.default_rng(0).normal(size=(9, 3)), np.zeros(9))
+    assert set(evaluate(queries).scores.values()) == {1.0}
+
+
+def test_scores_equal_those_of_pytorch_metric_learning() -> None:
+    from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+
+    rng = np.random.default_rng(5)
+    labels = rng.integers(0, 12, 300)
+    queries = embedding_set(rng.normal(size=(12, 16))[labels] + rng.normal(size=(300, 16)), labels)
+    names = {"p_at_1": "precision_at_1", "r_precision": "r_precision", "map_at_r": "mean_average_precision_at_r"}
+    calculator = AccuracyCalculator(include=tuple(names.values()), k="max_bin_count", device=torch.device("cpu"))
+    theirs = calculator.get_accuracy(torch.from_numpy(unit_rows(queries.rows)), queries.labels)
+    ours = evaluate(queries).scores
+    assert {name: ours[name] for name in names} == pytest.approx({a: theirs[b] for a, b in names.items()}, abs=1e-6)
+
+
+def test_other_distances_rank_by_their_own_matrix() -> None:
+    from pytorch_metric_learning.distances import DotProductSimilarity, LpDistance, SNRDistance
+
+    rng = np.random.default_rng(6)
+    queries = embedding_set(rng.normal(size=(40, 5)) * rng.uniform(0.5, 2, (40, 1)), rng.integers(0, 6, 40))
+    rows = queries.rows.double()
+    for distance in (
+        LpDistance(normalize_embeddings=False, p=1),
+        DotProductSimilarity(normalize_embeddings=False),
+        SNRDistance(),
+    ):
+        assert not ranks_like_unit_vectors(distance)
+        matrix = distance(rows, rows).numpy() * (-1 if distance.is_inverted else 1)
+        for tile_bytes in (4096, TILE_BYTES):
+            result = evaluate(queries, None, EvaluationSpec((1, 3), "auto", tile_bytes), distance=distance)
+            for q in range(40):
+                order = [g for g in np.argsort(matrix[q], kind="stable") if g != q]
+                marks = (queries.labels[order] == queries.labels[q]).numpy()
+                r = int(marks.sum())
+                if r:
+                    assert result.per_query["p_at_1"][q] == marks[0]
+                    assert result.per_query["r_precision"][q] == pytest.approx(marks[:r].mean())
+                    assert result.per_query["recall_at_3"][q] == marks[:3].any()
+
+
+def test_unit_euclidean_distances_take_the_exact_route() -> None:
+    from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+
+    queries = difficult_set(1)
+    expected = evaluate(queries).per_query["map_at_r"]
+    for distance in (LpDistance(), LpDistance(power=2), CosineSimilarity()):
+        assert ranks_like_unit_vectors(distance)
+        assert np.array_equal(evaluate(queries, distance=distance).per_query["map_at_r"], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("back_end", ["torch", "faiss"])
+def test_nearest_orders_by_distance_then_by_gallery_index(back_end: BackEnd) -> None:
+    if back_end == "faiss":
+        pytest.importorskip("faiss")
+    queries = difficult_set(2)
+    unit = unit_rows(queries.rows).astype(np.float64)
+    found = nearest(queries, None, 7, back_end=back_end, tile_bytes=8192)
+    for q in range(len(queries)):
+        items = sorted((-float(np.sum(unit[q] * unit[g])), g) for g in range(len(queries)) if g != q)[:7]
+        assert found.index[q].tolist() == [g for _, g in items]
+        expected = [np.sqrt(max(0.0, 2 + 2 * s)) for s, _ in items]
+        np.testing.assert_allclose(found.distance[q], expected, atol=1e-7)
+    assert bool((found.distance.diff(dim=1) >= 0).all())
+
+
+def test_nearest_refuses_more_neighbors_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"k \(4\) must lie in \[1, 3\]"):
+        nearest(embedding_set(np.eye(4), np.zeros(4)), None, 4)
+
+
+def test_sets_that_cannot_be_evaluated_are_refused_with_the_row_at_fault() -> None:
+    good = embedding_set(np.eye(4), [0, 0, 1, 1], np.array([10, 11, 12, 13]))
+    broken = np.eye(4)
+    broken[2, 1] = np.nan
+    with pytest.raises(RunError, match="row id 12 holds NaN"):
+        evaluate(embedding_set(broken, [0, 0, 1, 1], np.array([10, 11, 12, 13])))
+    with pytest.raises(RunError, match="none of the 4 queries"):
+        evaluate(embedding_set(np.eye(4), [0, 1, 2, 3]))
+    with pytest.raises(RunError, match="4 dimensions and the gallery has 3"):
+        evaluate(good, embedding_set(np.eye(3), [0, 1, 1]))
+    with pytest.raises(RunError, match="row id 5 occurs more than once"):
+        evaluate(good, embedding_set(np.eye(4)[:2], [0, 1], np.array([5, 5])))
+    with pytest.raises(RunError, match="row id 11 has label 0 as a query and 1 in the gallery"):
+        evaluate(good, embedding_set(np.eye(4)[:2], [1, 1], np.array([11, 20])))
+    with pytest.raises(RunError, match="empty"):
+        evaluate(embedding_set(np.zeros((0, 4)), []))
+
+
+def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="tile_bytes"):
+        EvaluationSpec(tile_bytes=10)
+    with pytest.raises(ConfigError, match="recall_at"):
+        EvaluationSpec(recall_at=(4, 2))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
+        evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))
+    assert evaluate(difficult_set(0)).n_query == 90  # "auto" does without faiss

@@ -1,0 +1,417 @@
+"""Backbones against recorded values of public networks; batch norm freezing; weights files, right and wrong."""
+
+import hashlib
+import json
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models import backbones
+from dmlbench.models.backbones import Backbone, TimmBackbone
+from dmlbench.models.bninception import BNInception
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.models.weights import load_weights, read_weights
+from dmlbench.types import ConfigError, DataError
+
+
+def fill(module: nn.Module, *, rule: str) -> None:
+    """Seeded weights by the rules under which the recorded values were computed."""
+    state = module.state_dict()
+    for number, key in enumerate(sorted(state)):
+        if key.endswith("num_batches_tracked"):
+            continue
+        torch.manual_seed(number)
+        value = torch.randn(state[key].shape)
+        if rule == "brief":
+            value = (0.05 * value).abs() + 0.5 if key.endswith("running_var") else 0.05 * value
+        elif key.endswith("running_var"):
+            value = 0.5 * value.abs() + 0.5
+        elif key.endswith(("running_mean", "bias")):
+            value = 0.1 * value
+        elif value.ndim == 1:
+            value = 1 + 0.2 * value
+        else:
+            value = value * (2 / value[0].numel()) ** 0.5
+        state[key].copy_(value)
+
+
+def names_digest(module: nn.Module) -> str:
+    lines = (f"{key} {tuple(value.shape)}" for key, value in module.state_dict().items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def fixture(repository: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((repository / "tests" / "fixtures" / "backbones.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def bninception() -> BNInception:
+    torch.manual_seed(0)
+    return BNInception(pretrained=False).eval()
+
+
+# --- BN-Inception
+
+
+def test_bninception_has_the_public_names_and_shapes(bninception: BNInception, fixture: dict[str, Any]) -> None:
+    assert names_digest(bninception) == fixture["bninception"]["names_sha256"]
+
+
+def assert_recorded_sample(model: BNInception, recorded: dict[str, Any], *, dtype: torch.dtype, rtol: float) -> None:
+    fill(model, rule="he")
+    torch.manual_seed(recorded["input_seed"])
+    with torch.no_grad():
+        (last,) = model.to(dtype)(torch.randn(2, 3, 224, 224).to(dtype))
+    assert last.shape == (2, 1024, 7, 7)
+    sample = last.flatten()[torch.tensor(recorded["sample_index"])].double()
+    torch.testing.assert_close(
+        sample, torch.tensor(recorded["sample_values"], dtype=torch.float64), rtol=rtol, atol=rtol
+    )
+
+
+def test_bninception_equals_the_public_network(bninception: BNInception, fixture: dict[str, Any]) -> None:
+    assert_recorded_sample(bninception, fixture["bninception"], dtype=torch.float32, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_bninception_equals_the_public_network_in_float64(fixture: dict[str, Any]) -> None:
+    model = BNInception(pretrained=False).eval()
+    assert_recorded_sample(model, fixture["bninception"], dtype=torch.float64, rtol=1e-8)
+
+
+def test_bninception_pools_equal_the_recorded_ones(
+    bninception: BNInception, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = np.load(shared_dir / "golden" / "bninception_forward.npz", allow_pickle=False)
+    taps: list[Tensor] = []
+
+    def tapped(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **options: Any) -> Tensor:
+            taps.append(pool(*args, **options))
+            return taps[-1]
+
+        return run
+
+    monkeypatch.setattr(F, "max_pool2d", tapped(F.max_pool2d))
+    monkeypatch.setattr(F, "avg_pool2d", tapped(F.avg_pool2d))
+    fill(bninception, rule="he")
+    torch.manual_seed(int(recorded["input_seed"]))
+    with torch.no_grad():
+        (last,) = bninception(torch.randn(2, 3, 224, 224))
+    names = ["pool1_3x3_s2", "pool2_3x3_s2"]
+    names += [f"inception_{block}_pool" for block in ("3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b")]
+    assert len(taps) == len(names)
+    for name, tap in zip(names, taps, strict=True):
+        if f"he_tap_{name}_shape" in recorded:
+            assert tap.shape == tuple(recorded[f"he_tap_{name}_shape"])
+            expected = recorded[f"he_tap_{name}_mean_per_image_channel"]
+            np.testing.assert_allclose(tap.mean(dim=(2, 3)).numpy(), expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(last.mean(dim=(2, 3)), recorded["he_mean_per_image_channel"], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(last.amax(dim=(2, 3)), recorded["he_max_per_image_channel"], rtol=1e-3, atol=1e-3)
+
+
+def test_bninception_gives_three_levels() -> None:
+    torch.manual_seed(0)
+    model = BNInception(pretrained=False, out_levels=(0, 1, 2)).eval()
+    assert model.channels == (576, 1056, 1024)
+    with torch.no_grad():
+        maps = model(torch.randn(1, 3, 64, 64))
+    assert [level.shape[1:] for level in maps] == [(576, 4, 4), (1056, 2, 2), (1024, 2, 2)]
+
+
+def test_bninception_preprocesses_to_blue_green_red_in_0_to_255(bninception: BNInception) -> None:
+    images = torch.tensor([255, 117, 10], dtype=torch.uint8).view(1, 3, 1, 1)
+    expected = torch.tensor([10.0 - 104, 0.0, 255.0 - 128]).view(1, 3, 1, 1)
+    assert torch.equal(bninception.preprocess(images), expected)
+    torch.testing.assert_close(bninception.preprocess(images / 255), expected, atol=1e-4, rtol=0)
+
+
+def test_bninception_without_a_file_says_where_to_place_it() -> None:
+    with pytest.raises(ConfigError, match=r"bn_inception-52deb4733\.pth.*weights_file=.*pretrained=false"):
+        BNInception(pretrained=True)
+
+
+def test_bninception_loads_the_public_form_of_the_file(bninception: BNInception, tmp_path: Path) -> None:
+    """Batch-norm tensors as (1, C), a classifier, and none of the later num_batches_tracked."""
+    state = {
+        key: value[None] if "_bn." in key else value
+        for key, value in bninception.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
+    state |= {"last_linear.weight": torch.zeros(1000, 1024), "last_linear.bias": torch.zeros(1000)}
+    torch.save(state, tmp_path / "weights.pth")
+    loaded = BNInception(pretrained=True, weights_file=str(tmp_path / "weights.pth"))
+    for key, value in bninception.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value) or key.endswith("num_batches_tracked")
+
+
+# --- ResNet20
+
+
+@pytest.mark.parametrize("rule", ["brief", "he"])
+def test_resnet20_equals_the_public_network(shared_dir: Path, rule: str) -> None:
+    recorded = np.load(shared_dir / "golden" / "cifar_resnet20_forward.npz", allow_pickle=False)
+    model = ResNet20(out_levels=(0, 1, 2)).eval()
+    fill(model, rule=rule)
+    with torch.no_grad():
+        maps = model(torch.from_numpy(recorded["input"]))
+    np.testing.assert_allclose(maps[2], recorded[f"{rule}_layer3"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(maps[0].mean(dim=(0, 2, 3)), recorded[f"{rule}_layer1_mean"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(maps[1].mean(dim=(0, 2, 3)), recorded[f"{rule}_layer2_mean"], rtol=1e-4, atol=1e-5)
+
+
+def test_resnet20_has_the_public_names_and_shapes(fixture: dict[str, Any]) -> None:
+    assert names_digest(ResNet20()) == fixture["resnet20"]["names_sha256"]
+
+
+def test_resnet20_loads_the_public_checkpoint(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "checkpoints" / "resnet20-12fca82f.th"
+    model = ResNet20(weights_file=str(path))
+    public = read_weights(path)
+    assert torch.equal(model.conv1.weight, public["conv1.weight"])
+    assert torch.equal(model.state_dict()["layer3.2.bn2.running_var"], public["layer3.2.bn2.running_var"])
+
+
+def test_stem_stride_two_halves_every_map() -> None:
+    model = ResNet20(stem_stride=2).eval()
+    with torch.no_grad():
+        (last,) = model(model.preprocess(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)))
+    assert last.shape == (2, 64, 8, 8)
+    with pytest.raises(ConfigError, match=r"stem_stride \(3\)"):
+        ResNet20(stem_stride=3)
+
+
+@pytest.mark.parametrize("levels", [(), (1, 0), (0, 3), (1, 1)])
+def test_levels_that_are_not_there_are_refused(levels: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="out_levels"):
+        ResNet20(out_levels=levels)
+
+
+# --- preprocessing
+
+
+def test_uint8_and_unit_interval_images_are_normalized_alike() -> None:
+    model = ResNet20(mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.125))
+    images = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean = torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1)
+    std = torch.tensor([0.5, 0.25, 0.125]).view(1, 3, 1, 1)
+    expected = (images.double() / 255 - mean) / std
+    torch.testing.assert_close(model.preprocess(images).double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.preprocess(images / 255).double(), expected, atol=1e-5, rtol=0)
+    last = images.contiguous(memory_format=torch.channels_last)
+    assert model.preprocess(last).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_images_of_another_form_are_refused() -> None:
+    model = ResNet20()
+    with pytest.raises(DataError, match=r"\(2, 1, 4, 4\)"):
+        model.preprocess(torch.zeros(2, 1, 4, 4))
+    with pytest.raises(DataError, match="int64"):
+        model.preprocess(torch.zeros(2, 3, 4, 4, dtype=torch.int64))
+
+
+# --- batch norm
+
+
+def batch_norm_state(model: Backbone) -> tuple[Tensor, Tensor]:
+    state = model.state_dict()
+    return state["bn1.running_mean"].clone(), state["bn1.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("freezing", "statistics_move", "affine_moves"),
+    [("none", True, True), ("stats", False, True), ("all", False, False)],
+)
+def test_batch_norm_freezing_outlasts_train(freezing: Any, statistics_move: bool, affine_moves: bool) -> None:
+    torch.manual_seed(0)
+    model = ResNet20(batch_norm=freezing)
+    outer = nn.Sequential(model).eval().train()
+    mean, weight = batch_norm_state(model)
+    optimizer = torch.optim.SGD([p for p in outer.parameters() if p.requires_grad], lr=0.1)
+    model(torch.randn(4, 3, 8, 8) + 1)[-1].square().mean().backward()
+    optimizer.step()
+    new_mean, new_weight = batch_norm_state(model)
+    assert torch.equal(mean, new_mean) is not statistics_move
+    assert torch.equal(weight, new_weight) is not affine_moves
+    assert model.bn1.weight.requires_grad is (freezing != "all")
+    assert model.conv1.weight.requires_grad and model.training
+
+
+def test_unknown_batch_norm_freezing_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'half'.*none, stats, all"):
+        ResNet20(batch_norm="half")  # type: ignore[arg-type]
+
+
+# --- timm
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"), [("resnet18", 512), ("resnet50.tv_in1k", 2048), ("mobilenetv3_small_050", 288)]
+)
+def test_timm_network_returns_its_last_map(name: str, channels: int) -> None:
+    model = TimmBackbone(name, pretrained=False).eval()
+    with torch.no_grad():
+        (last,) = model(model.preprocess(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)))
+    assert last.shape == (1, channels, 2, 2) and model.channels == (channels,)
+    assert model.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
+
+
+def test_timm_network_returns_the_stages_asked_for_and_equal_its_last_map() -> None:
+    torch.manual_seed(0)
+    model = TimmBackbone("resnet18", pretrained=False, out_indices=(2, 3, 4), batch_norm="all").eval()
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        maps = model(images)
+        assert torch.equal(maps[-1], model.model.forward_features(images))
+    assert model.channels == (128, 256, 512)
+    assert [level.shape[1:] for level in maps] == [(128, 8, 8), (256, 4, 4), (512, 2, 2)]
+    assert not model.model.bn1.weight.requires_grad
+    with pytest.raises(ConfigError, match="out_levels"):
+        TimmBackbone("resnet18", pretrained=False, out_indices=(5,))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_timm_network_loads_a_file_with_a_classifier(tmp_path: Path, suffix: str) -> None:
+    torch.manual_seed(0)
+    state = timm.create_model("resnet18", pretrained=False).state_dict()
+    path = tmp_path / f"weights{suffix}"
+    safetensors.torch.save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
+    model = TimmBackbone("resnet18", pretrained=True, weights_file=str(path))
+    assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
+
+
+def test_pretrained_network_without_connection_says_what_to_place_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr(backbones, "_cached_file", lambda *_: None)
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("asked timm for a download"))
+    with pytest.raises(
+        ConfigError, match=r"timm/resnet50\.tv_in1k.*resnet50-0676ba61\.pth.*weights_file=.*pretrained=false"
+    ):
+        TimmBackbone("resnet50.tv_in1k", pretrained=True)
+
+
+def test_failing_download_is_one_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("proxy says no")
+
+    monkeypatch.setattr(backbones, "_cached_file", lambda *_: None)
+    monkeypatch.setattr(backbones, "_reachable", lambda *_: True)
+    monkeypatch.setattr(timm, "create_model", broken)
+    with pytest.raises(ConfigError, match=r"proxy says no.*weights_file="):
+        TimmBackbone("resnet18", pretrained=True)
+
+
+def test_cached_weights_are_used_without_asking_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    state = timm.create_model("resnet18", pretrained=False).state_dict()
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    monkeypatch.setattr(backbones, "_cached_file", lambda *_: tmp_path / "model.safetensors")
+    monkeypatch.setattr(backbones, "_reachable", lambda *_: pytest.fail("asked the network"))
+    model = TimmBackbone("resnet18", pretrained=True)
+    assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
+
+
+def test_unknown_timm_names_point_to_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'resnet5O'.*did you mean.*resnet50"):
+        TimmBackbone("resnet5O", pretrained=False)
+    with pytest.raises(ConfigError, match=r"resnet50\.tv_in1k"):
+        TimmBackbone("resnet50.tv_in2k", pretrained=False)
+
+
+def test_network_without_maps_is_refused() -> None:
+    model = TimmBackbone("test_vit", pretrained=False).eval()
+    with torch.no_grad(), pytest.raises(ConfigError, match="convolutional"):
+        model(torch.zeros(1, 3, 160, 160))
+
+
+# --- weights files
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.second = nn.Linear(3, 1)
+
+
+def small_state() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return Small().state_dict()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_wrappings_of_a_checkpoint_are_taken_off(tmp_path: Path, wrapped: bool) -> None:
+    state = small_state()
+    content: Any = {"state_dict": {f"module.{key}": value for key, value in state.items()}, "epoch": 3}
+    torch.save(content if wrapped else state, tmp_path / "w.pth")
+    model = Small()
+    load_weights(model, tmp_path / "w.pth")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    state = small_state()
+    del state["second.weight"]
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match=r"'second.weight' \(1, 3\) is missing"):
+        load_weights(Small(), tmp_path / "w.pth")
+
+
+def test_other_shape_is_named_with_both_shapes_and_nothing_is_loaded(tmp_path: Path) -> None:
+    state = small_state() | {"second.weight": torch.zeros(1, 4)}
+    torch.save(state, tmp_path / "w.pth")
+    model = Small()
+    before = model.first.weight.clone()
+    with pytest.raises(ConfigError, match=r"'second.weight'.*\(1, 4\).*\(1, 3\)"):
+        load_weights(model, tmp_path / "w.pth")
+    assert torch.equal(model.first.weight, before)
+
+
+def test_unexpected_key_is_named_unless_ignored(tmp_path: Path) -> None:
+    torch.save(small_state() | {"fc.weight": torch.zeros(2)}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match=r"'fc.weight' \(2,\) is unknown"):
+        load_weights(Small(), tmp_path / "w.pth")
+    load_weights(Small(), tmp_path / "w.pth", ignore=("fc.",))
+
+
+def test_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.pth.*weights_file"):
+        ResNet20(weights_file=str(tmp_path / "nothing.pth"))
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("executed"),))
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "truncated", "objects", "no_tensors", "safetensors"])
+def test_file_that_is_no_weights_is_refused_and_never_executed(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pth")
+    if kind == "objects":
+        torch.save({"state_dict": Payload()}, path)
+    elif kind == "no_tensors":
+        torch.save({"a": 1}, path)
+    else:
+        torch.save(small_state(), path)
+        whole = path.read_bytes()
+        path.write_bytes({"text": b"hello world\n", "empty": b"", "safetensors": b"short"}.get(kind, whole[:400]))
+    with pytest.raises(ConfigError, match=r"weights file '.*w\.(pth|safetensors)'"):
+        load_weights(Small(), path)
+    assert not Path("executed").exists()

@@ -1,0 +1,137 @@
+"""The assembled model: widths, precision, parameter groups, the start of its pooling and its projection."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_metric_learning.distances import CosineSimilarity
+from torch import Tensor
+
+from dmlbench.models.net import MetricModel
+from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.gem import Gem
+from dmlbench.models.pooling.global_pooling import Gap
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.projection import Projection
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.types import ConfigError
+
+
+def images(rows: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator)
+
+
+def build(pooling: Pooling) -> MetricModel:
+    torch.manual_seed(0)
+    return MetricModel(ResNet20(), pooling, Projection(64, 6))
+
+
+def test_model_is_preprocessing_backbone_pooling_and_projection_in_turn() -> None:
+    model = build(Gap()).eval()
+    with torch.no_grad():
+        output = model(images())
+        last = model.backbone(model.backbone.preprocess(images()))[-1]
+        expected = last.mean(dim=(2, 3)) @ model.projection.weight.T
+    assert torch.allclose(output.embedding, expected, atol=1e-5)
+    assert output.embedding.shape == (8, model.embedding_size)
+
+
+def test_default_distance_is_euclidean_between_normalized_embeddings() -> None:
+    model = build(Gap())
+    rows = torch.randn(4, 6)
+    unit = F.normalize(rows)
+    assert torch.allclose(model.distance(rows), torch.cdist(unit, unit), atol=1e-3)
+    cosine = CosineSimilarity()
+    assert MetricModel(ResNet20(), Gap(), Projection(64, 6), distance=cosine).distance is cosine
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
+    for pooling in (Gap(), Gem(), Gsp(6, 4, memory_rows=8)):
+        model = build(pooling)
+        model.backbone.freeze_batch_norm("all")
+        groups = model.parameter_groups()
+        assert list(groups) == ["backbone", "pooling", "head"]
+        listed = [pair for group in groups.values() for pair in group]
+        expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert len(listed) == len(expected) and all(expected[name] is p for name, p in listed)
+        assert [name for name, _ in groups["head"]] == ["projection.weight"]
+        assert len(groups["pooling"]) == (0 if isinstance(pooling, Gap) else 1)
+        assert not any("bn" in name for name, _ in groups["backbone"])
+
+
+def test_gsp_model_evaluates_before_it_starts_and_trains_its_prototypes_after() -> None:
+    gsp = Gsp(6, 4, memory_rows=8)
+    model = build(gsp)
+    with torch.no_grad():
+        assert "histogram" not in model.eval()(images()).side
+    model.train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        before = gsp.prototypes.detach().clone()
+        output = model(images())
+        model.observe(output, step=step)
+        started_now = gsp.prototypes.detach().clone()
+        optimizer.zero_grad()
+        output.embedding.square().sum().backward()
+        optimizer.step()
+        assert torch.equal(before, started_now) is (step == 2)
+    assert gsp.started and "histogram" in output.side
+    assert not torch.equal(gsp.prototypes.detach(), started_now)
+
+
+def test_forward_in_evaluation_changes_no_state() -> None:
+    model = build(Gsp(6, 4, memory_rows=8)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model(images())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_state_dict_carries_the_start_to_a_fresh_model() -> None:
+    model = build(Gsp(6, 4, memory_rows=8))
+    model.observe(model(images()), step=1)
+    fresh = build(Gsp(6, 4, memory_rows=8))
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        ours, theirs = model.eval()(images()), fresh.eval()(images())
+    assert torch.equal(ours.embedding, theirs.embedding)
+    assert torch.equal(ours.side["histogram"], theirs.side["histogram"])
+
+
+def test_embedding_is_float32_under_autocast() -> None:
+    model = build(Gsp(6, 4, memory_rows=8)).to(memory_format=torch.channels_last)
+    model.observe(model(images()), step=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(images())
+    assert output.embedding.dtype == output.side["histogram"].dtype == torch.float32
+    output.embedding.sum().backward()
+
+
+def test_widths_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"takes 32 channels.*64"):
+        MetricModel(ResNet20(), Gap(), Projection(32, 6))
+
+
+def test_projection_of_a_map_is_the_projection_of_every_pixel() -> None:
+    torch.manual_seed(0)
+    for project in (Projection(5, 3, bias=True), Projection(5, 3, layer_norm=True)):
+        x = torch.randn(2, 5, 3, 4)
+        pixel = project(x[:, :, 1, 2])
+        assert torch.allclose(project(x)[:, :, 1, 2], pixel, atol=1e-6)
+        assert torch.allclose(project(x.contiguous(memory_format=torch.channels_last)), project(x), atol=1e-6)
+
+
+def test_projection_normalizes_before_its_linear_layer() -> None:
+    project = Projection(5, 3, layer_norm=True)
+    x = torch.randn(4, 5)
+    centered = x - x.mean(dim=1, keepdim=True)
+    normalized = centered / (centered.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+    assert torch.allclose(project(x), normalized @ project.weight.T, atol=1e-6)
+    assert [name for name, _ in project.named_parameters()] == ["weight"]
+
+
+def test_projection_of_other_channels_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"takes 5 channels.*\(2, 4\)"):
+        Projection(5, 3)(torch.zeros(2, 4))
+    with pytest.raises(ConfigError, match="from 0 to 3"):
+        Projection(0, 3)
