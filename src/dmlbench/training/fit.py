@@ -259,7 +259,7 @@ def _restore(run_dir: Path, parts: Mapping[str, Any]) -> FitResult:
         restore_random_state(saved["random"])
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         raise RunError(
-            f"{run_dir / LAST} does not fit this configuration: {error}; delete it to start this run from its beginning"
+            f"{run_dir / LAST} does not fit this configuration: {' '.join(str(error).split())}; delete it to start this run from its beginning"
         ) from error
     if state.best_step == state.step:  # best.ckpt may not have been written any more
         _save_best(run_dir, state, saved)

@@ -1,0 +1,51 @@
+import os
+import pickle
+
+import pytest
+import torch
+
+from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
+from dmlbench.types import RunError
+
+
+def test_checkpoint_comes_back_as_it_was(tmp_path) -> None:
+    state = {"model": {"w": torch.randn(3)}, "step": 7, "names": ["a"], "score": 0.1}
+    save_checkpoint(tmp_path / "last.ckpt", state)
+    loaded = load_checkpoint(tmp_path / "last.ckpt")
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert (loaded["step"], loaded["names"], loaded["score"]) == (7, ["a"], 0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_truncated_checkpoint_is_refused_with_a_remedy(tmp_path, share: float) -> None:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, {"w": torch.randn(1000)})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(RunError, match=r"last\.ckpt.*cannot be read.*delete it"):
+        load_checkpoint(path)
+
+
+def test_checkpoint_that_would_execute_code_is_refused(tmp_path) -> None:
+    class Harmful:
+        def __reduce__(self):  # type: ignore[no-untyped-def]
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    torch.save({"model": Harmful()}, tmp_path / "last.ckpt", pickle_module=pickle)
+    with pytest.raises(RunError, match="cannot be read"):
+        load_checkpoint(tmp_path / "last.ckpt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, {"step": 1})
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(RunError, match="No space left on device; the checkpoint before it is whole"):
+        save_checkpoint(path, {"step": 2})
+    monkeypatch.undo()
+    assert load_checkpoint(path)["step"] == 1
