@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ from dmlbench.models.net import MetricModel
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
-from dmlbench.types import ConfigError, ImageTable, IntArray, Split, closest
+from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
@@ -54,7 +55,17 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"
         )
-    build_fit_settings(cfg)
+    # What is cheap to make is made: its constructor knows the ranges of its values.
+    for node in (
+        cfg.fit,
+        cfg.optim,
+        cfg.pooling,
+        cfg.evaluation,
+        cfg.dataset.train_transform,
+        cfg.dataset.eval_transform,
+    ):
+        component(node)
+    component(cfg.head, in_features=1)
     protocol = component(cfg.protocol)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
@@ -63,8 +74,18 @@ def check(cfg: DictConfig) -> None:
 
 
 def component(node: Any, **provided: Any) -> Any:
-    """Instantiate a node with a ``_target_``; None stays None."""
-    return None if node is None else hydra.utils.instantiate(node, _convert_="all", **provided)
+    """Instantiate a node with a ``_target_``; None stays None. An error of ours comes without Hydra's around it."""
+    if node is None:
+        return None
+    try:
+        return hydra.utils.instantiate(node, _convert_="all", **provided)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, DmlbenchError):
+            cause = cause.__cause__
+        if isinstance(cause, DmlbenchError):
+            raise cause from None
+        raise
 
 
 def _check_components(node: Any, path: str) -> None:

@@ -38,11 +38,11 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(task)()
 
 
-def compose(name: str, overrides: Sequence[str]) -> DictConfig:
+def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The configuration ``name`` with overrides, for commands that are not Hydra's own, for notebooks and for tests."""
     register_schemas()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        return hydra.compose(name, overrides=list(overrides))
+        return hydra.compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
 
 
 def guarded(action: Callable[[], None]) -> int:

@@ -114,12 +114,12 @@ def glyphs_collage(
     images_per_class: int = 60,
     image_size: int = 64,
     seed: int = 0,
-    size_range: Range = (0.6, 0.9),
-    rotation_degrees: float = 15.0,
+    size_range: Range = (0.85, 1.0),
+    rotation_degrees: float = 5.0,
     shift: float = 0.08,
-    background_range: Range = (0.05, 0.3),
-    contrast_range: Range = (0.4, 0.7),
-    noise_range: Range = (0.02, 0.08),
+    background_range: Range = (0.05, 0.1),
+    contrast_range: Range = (0.7, 0.8),
+    noise_range: Range = (0.0, 0.02),
 ) -> ImageTable:
     """The letters of ``glyphs``, each in one quadrant of the image, with a nuisance symbol in each of the other three.
 

@@ -163,14 +163,10 @@ def _collections(
         kind, _, metric = column.partition("_")
         if kind in scores:
             scores[kind][metric] = value
-    metrics = list(scores["separated"])
-    rectangular = len({len(keys) for keys in by_fold}) == 1
-    intervals = {
-        metric: confidence_interval([[results[key]["metrics"]["test"][metric] for key in keys] for keys in by_fold])
-        if rectangular
-        else None
-        for metric in metrics
-    }
+    intervals: dict[str, list[float] | None] = {}
+    for metric in scores["separated"]:
+        interval = confidence_interval([[run[metric] for run in fold] for fold in tested]) if have_all else None
+        intervals[metric] = None if interval is None else list(interval)
     dimension = int(queries[0][0].rows.shape[1])
     return scores, {
         "n_collections": len(frame),

@@ -1,0 +1,169 @@
+"""Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dmlbench import build
+from dmlbench.cli.front import compose, config_folder
+from dmlbench.config import cell_id, config_sha256
+from dmlbench.types import ConfigError, ModelOutput
+
+CONF = config_folder()
+# Groups whose options need something that a test machine may lack are checked, not instantiated.
+NOT_INSTANTIATED = {"dataset": {"omniglot", "cars196", "folder"}, "logger": {"tensorboard", "wandb"}}
+WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm")
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
+SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "hydra")]
+
+OURS = [(g, o) for g, o in SINGLE if "\n_target_: dmlbench." in (CONF / g / f"{o}.yaml").read_text()]
+
+
+@pytest.mark.parametrize(("group", "option"), SINGLE)
+def test_every_option_composes_and_fits_the_signature_of_its_target(group: str, option: str) -> None:
+    cfg = compose("train", [f"{group}={option}"])
+    build.check(cfg)
+
+
+@pytest.mark.parametrize(("group", "option"), OURS)
+def test_every_option_spells_out_every_argument_of_its_target(group: str, option: str) -> None:
+    cfg = compose("train", [f"{group}={option}"])
+    node = OmegaConf.to_container(cfg[group], resolve=False)
+    assert isinstance(node, dict)
+    parameters, _ = build._parameters(build._import(node["_target_"], group))
+    derived = {"in_features", "run_dir", "mean", "std", "out_levels", "out_indices", "num_channels"}
+    assert set(parameters) - set(node) - derived == set()
+
+
+@pytest.mark.parametrize(
+    "group", ["backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation"]
+)
+def test_every_option_instantiates(group: str) -> None:
+    for option in options(group):
+        overrides = [f"{group}={option}"]
+        if group == "backbone" and option in WITHOUT_WEIGHTS:
+            overrides.append("backbone.pretrained=false")
+        cfg = compose("train", overrides)
+        OmegaConf.update(cfg, "runtime.num_classes", 6)
+        model = build.build_model(cfg)
+        objective = build.build_objective(cfg)
+        build.build_optimizer(cfg, model, objective)
+        build.build_fit_settings(cfg)
+        build.component(cfg.evaluation)
+        if group in ("pooling", "loss", "miner"):
+            model.eval()
+            output = model(torch.randint(0, 256, (12, 3, 64, 64), dtype=torch.uint8))
+            assert output.embedding.shape == (12, cfg.head.out_features)
+            value = objective(ModelOutput(output.embedding), torch.arange(12) % 6, step=1)["loss"]
+            assert torch.isfinite(value)
+
+
+@pytest.mark.parametrize("option", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
+def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
+    from itertools import product
+
+    cfg = compose("train", [f"experiment={option}"], with_hydra=True)
+    grid = OmegaConf.to_container(cfg.hydra.sweeper.params) or {}
+    assert isinstance(grid, dict)
+    choices = [[f"{key}={value}" for value in str(values).split(",")] for key, values in grid.items()]
+    for overrides in product(*choices):
+        build.check(compose("train", [f"experiment={option}", *overrides]))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "aggregate", "table"])
+def test_other_commands_compose(name: str) -> None:
+    compose(name, [])
+
+
+def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
+    def cell(*overrides: str) -> str:
+        return cell_id(compose("train", list(overrides)))
+
+    same = ["fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y",
+            "paths.cache_dir=z", "fit.keep=both", "fit.checkpoint_every=7", "evaluation.tile_bytes=1048576",
+            "evaluation.back_end=torch", "logger=tensorboard"]  # fmt: skip
+    for override in same:
+        assert cell(override) == cell(), override
+    for override in ("fit.precision=bf16", "optim.lr=1", "pooling=gmp", "dataset.table.seed=1", "head.out_features=64"):
+        assert cell(override) != cell(), override
+
+
+def test_run_hash_knows_coordinates_and_seed() -> None:
+    hashes = {
+        config_sha256(compose("train", o)) for o in ([], ["fold=1"], ["repeat=1"], ["base_seed=1"], ["device=cpu"])
+    }
+    assert len(hashes) == 4
+
+
+MISTAKES = [
+    (["optm.lr=1"], "'optm'.*did you mean 'optim'"),
+    (["poling=gap"], "did you mean 'pooling'"),
+    (["pooling=gps"], "pooling=gps is unknown: did you mean 'gsp'"),
+    (["fit.max_step=1"], "did you mean 'max_steps'"),
+    (["fold=one"], "fold: Value 'one'.*Integer"),
+    (["+extra=1"], "no key 'extra'"),
+    (["+pooling.transport=1"], "pooling.transport is not an argument of"),
+    (["pooling=gsp", "pooling.transport_ratio=high"], "pooling.transport_ratio is 'high'.*wants float"),
+    (["pooling=gsp", "pooling.transport_ratio=2"], "transport_ratio"),
+    (["fit.keep=all"], "fit.keep is 'all'.*'best', 'last', 'both', 'none'"),
+    (["fold=4"], "fold \\(4\\).*0 to 3"),
+    (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
+    (["fit.warmup_steps=300"], "warmup_steps \\(300\\)"),
+    (["sampler.classes_per_batch=0"], "classes_per_batch \\(0\\)"),
+    (["device=tpu"], "device 'tpu'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
+def test_mistakes_end_in_one_message_before_data_is_read(tmp_path, capsys, monkeypatch, overrides, message) -> None:
+    from dmlbench.cli.main import main
+
+    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path))
+    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as info:
+        main(["train", *overrides])
+    import re
+
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error
+    assert info.value.code == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_misspelt_key_fails_in_under_five_seconds(tmp_path) -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "dmlbench", "train", "optm.lr=1"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert time.monotonic() - started < 5
+
+
+def test_backbone_without_weights_says_how_to_place_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"bn_inception-52deb4733\.pth"):
+        build.build_model(compose("train", ["backbone=bn_inception"]))
+    with pytest.raises(ConfigError, match="nowhere.pth.*weights_file"):
+        build.build_model(compose("train", ["backbone=bn_inception", f"backbone.weights_file={Path('nowhere.pth')}"]))
+
+
+def test_user_configuration_folder_adds_options(tmp_path, capsys) -> None:
+    from dmlbench.cli.main import main
+
+    (tmp_path / "pooling").mkdir()
+    (tmp_path / "pooling" / "mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "pooling=mine", "--cfg", "job"])
+    assert info.value.code == 0
+    assert "k: 3" in capsys.readouterr().out

@@ -1,0 +1,251 @@
+"""The whole way through real processes: train, skip, interrupt, resume, aggregate, table, report, status, clean."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = (
+    "dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32",
+    "sampler.classes_per_batch=4", "sampler.images_per_class=4", "head.out_features=16", "fit.max_steps=12",
+    "fit.validate_every=4", "fit.log_every=1", "device=cpu", "optim.lr=1e-3",
+)  # fmt: skip
+GSP = ("pooling=gsp", "pooling.num_prototypes=8", "pooling.memory_rows=48")  # starts at step 3
+PROXIES = ("loss=proxy_anchor", "optim.lr_multipliers.loss=100", "fit.warmup_steps=5")
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def dmlbench(tmp_path, cache_dir):
+    """Run ``dmlbench`` in ``tmp_path`` as a process of its own."""
+
+    def start(*arguments: str, **options: object) -> subprocess.Popen:
+        environment = {**os.environ, "DMLBENCH_CACHE": str(cache_dir), "OMP_NUM_THREADS": "1"}
+        environment.pop("DMLBENCH_OUTPUT", None)
+        return subprocess.Popen(
+            [sys.executable, "-m", "dmlbench", *arguments],
+            cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+        )  # fmt: skip
+
+    def run(*arguments: str, code: int = 0) -> str:
+        process = start(*arguments)
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == code, f"{arguments}: exit code {process.returncode}\n{out}\n{error}"
+        assert "Traceback" not in error or code == 0, error
+        return out + error
+
+    run.start = start
+    return run
+
+
+def run_dirs(folder: Path) -> list[Path]:
+    return sorted((folder / "outputs").glob("*/*/*/fold*_rep*"))
+
+
+def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -> None:
+    out = dmlbench(
+        "train",
+        "-m",
+        *TINY,
+        *GSP[1:],
+        "pooling=gsp",
+        "fold=0,1,2,3",
+        "repeat=0,1,2",
+        "fit.max_steps=4",
+        "fit.validate_every=4",
+    )
+    assert "8 prototypes start from 48 embeddings" in out
+    dmlbench("train", "-m", *TINY, "fit=untrained", "fold=0,1,2,3", "repeat=0,1,2")
+    assert len(run_dirs(tmp_path)) == 24
+    result = json.loads((run_dirs(tmp_path)[0] / "result.json").read_text())
+    for key in ("cell_id", "dataset_fingerprint", "protocol", "fold", "repeat", "seed", "config_sha256", "versions", "device",
+                "best_step", "steps", "stop_reason", "val_is_test", "search", "metrics", "n_query", "n_gallery",
+                "n_skipped_queries", "wall_s", "peak_memory_bytes"):  # fmt: skip
+        assert key in result
+    assert not list((tmp_path / "outputs").glob("*/*/*/*/last.ckpt"))
+
+    assert "map_at_r" in dmlbench("aggregate")
+    aggregates = [json.loads(p.read_text()) for p in (tmp_path / "outputs").glob("*/*/*/aggregate.json")]
+    assert [a["n_collections"] for a in aggregates] == [81, 81]
+    table = dmlbench("table")
+    assert "gsp" in table
+    assert "(untrained)" in table
+    assert "81 collections" in table
+    names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
+    assert names == {f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex")}
+    dmlbench("report", "--queries", "2")
+    assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
+    assert "24 runs: 24 done" in dmlbench("status")
+
+    assert "as in result.json" in dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}")
+    trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
+    again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
+    assert again.count("as in result.json") == 7
+
+    run_dirs(tmp_path)[3].joinpath("result.json").unlink()
+    assert "1 of 12 runs are missing" in dmlbench("aggregate", code=1)
+    assert "nothing was removed" in dmlbench("clean", "*", "--state", "stale", code=1)
+    assert "removed 1 runs" in dmlbench("clean", "*", "--state", "stale", "--yes")
+    assert len(run_dirs(tmp_path)) == 23
+
+
+def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:
+    dmlbench("train", *TINY, "fit.max_steps=2")
+    before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
+    assert "is complete: nothing to do" in dmlbench("train", *TINY, "fit.max_steps=2")
+    assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
+    refused = dmlbench("train", *TINY, "fit.max_steps=2", "base_seed=1", code=1)
+    assert "base_seed: 0 -> 1" in refused
+
+
+def _wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> bool:
+    """Until the run has logged ``step``; False if it ended before."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for history in (folder / "outputs").glob("*/*/*/*/history.csv"):
+            lines = history.read_text().splitlines()
+            if len(lines) > 1 and int(lines[-1].split(",")[0] or 0) >= step:
+                return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} was not reached in 120 s")
+
+
+@pytest.mark.parametrize("method", [GSP, PROXIES], ids=["gsp", "proxies"])
+def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, cache_dir, method) -> None:
+    arguments = [
+        "train",
+        *TINY,
+        *method,
+        "fit.max_steps=40",
+        "fit.validate_every=10",
+        "fit.checkpoint_every=3",
+        "fit.keep=both",
+    ]
+    whole = dmlbench(*arguments, "paths.output_dir=whole")
+    assert ("prototypes start" if method is GSP else "warm-up over") in whole
+
+    draw = random.Random(str(method))
+    targets = sorted(draw.sample(range(1, 38), 3))
+    kills = 0
+    for target in targets:
+        process = dmlbench.start(*arguments)
+        if _wait_for_step(process, tmp_path, target):
+            time.sleep(draw.uniform(0, 0.05))
+            process.kill()
+            kills += 1
+        process.wait()
+        process.communicate()
+    assert kills >= 2
+    resumed = dmlbench(*arguments)
+    assert "resumed at step" in resumed
+    ours = run_dirs(tmp_path)[0]
+    theirs = next((tmp_path / "whole").glob("*/*/*/fold0_rep0"))
+    results = [json.loads((path / "result.json").read_text()) for path in (ours, theirs)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["best_step"] == results[1]["best_step"]
+    assert (ours / "history.csv").read_text() == (theirs / "history.csv").read_text()
+    for name in ("best.ckpt", "last.ckpt"):
+        states = [torch.load(path / name, weights_only=True) for path in (ours, theirs)]
+        for part in ("model", "objective"):
+            assert states[0][part].keys() == states[1][part].keys()
+            assert all(torch.equal(value, states[1][part][key]) for key, value in states[0][part].items())
+        if name == "last.ckpt" and method is GSP:
+            assert bool(states[0]["model"]["pooling.prototypes_started"])
+
+
+def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refused(dmlbench, tmp_path) -> None:
+    arguments = ["train", *TINY, "fit.max_steps=100000", "fit.validate_every=100000"]
+    process = dmlbench.start(*arguments)
+    assert _wait_for_step(process, tmp_path, 3)
+    refused = dmlbench(*arguments, code=1)
+    assert f"in use by process {process.pid}" in refused
+    assert "1 running" in dmlbench("status")
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75, error
+    saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
+    assert saved["progress"]["step"] >= 3
+    assert "1 stale" in dmlbench("status")
+
+
+def test_failed_run_leaves_its_error_and_no_score_and_can_be_started_again(dmlbench, tmp_path) -> None:
+    out = dmlbench("train", *TINY, "optim.lr=1e30", code=1)
+    assert "training stopped at step" in out
+    path = run_dirs(tmp_path)[0]
+    assert not (path / "result.json").exists()
+    assert "training stopped at step" in (path / "error.txt").read_text()
+    assert "1 failed" in dmlbench("status")
+
+
+def test_truncated_last_checkpoint_is_refused_until_it_is_deleted(dmlbench, tmp_path) -> None:
+    process = dmlbench.start("train", *TINY, "fit.max_steps=100000", "fit.checkpoint_every=2")
+    assert _wait_for_step(process, tmp_path, 5)
+    process.kill()
+    process.communicate()
+    last = run_dirs(tmp_path)[0] / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    assert "delete it to start this run from its beginning" in dmlbench(
+        "train", *TINY, "fit.max_steps=100000", "fit.checkpoint_every=2", code=1
+    )
+
+
+def test_full_disk_while_writing_a_checkpoint_is_one_message_and_keeps_what_was_there(dmlbench, tmp_path) -> None:
+    import resource
+
+    dmlbench("train", *TINY, "fit.max_steps=2")
+    finished = run_dirs(tmp_path)[0]
+    content = (finished / "result.json").read_bytes()
+    process = dmlbench.start(
+        "train", *TINY, "fold=1", "fit.max_steps=2",
+        # No file may grow beyond 100 kB, which ends a write as a full disk does.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )  # fmt: skip
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "cannot write the checkpoint" in error
+    assert "Traceback" not in error
+    assert (finished / "result.json").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampler.classes_per_batch=7"], "classes_per_batch (7) exceeds the 6 training classes"),
+        (["dataset.table.images_per_class=1"], "at least two images"),
+        (["dataset=omniglot", "paths.data_dir=nowhere"], "nowhere"),
+        (["dataset=cars196", "paths.data_dir=nowhere"], "nowhere"),
+        (["paths.output_dir=/proc/nowhere"], "paths.output_dir"),
+        (["backbone=resnet20", "backbone.weights_file=nowhere.pth"], "nowhere.pth"),
+    ],
+)
+def test_bad_input_ends_in_one_message(dmlbench, tmp_path, overrides, message) -> None:
+    tiny = [t for t in TINY if not (t.startswith("dataset.table") and overrides[0].startswith("dataset="))]
+    process = dmlbench.start("train", *tiny, *overrides)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode in (1, 2)
+    assert message in error
+    assert "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("dmlbench: error:")]) == 1
+
+
+@pytest.mark.parametrize("protocol", ["conventional", "hpo"])
+def test_protocols_over_repeats_are_aggregated_by_their_own_rule(dmlbench, protocol) -> None:
+    dmlbench("train", "-m", *TINY, f"protocol={protocol}", "repeat=0,1,2", "fit.max_steps=2", "fit.validate_every=2")
+    dmlbench("aggregate")
+    table = dmlbench("table")
+    assert ("SELECTED ON TEST" in table) == (protocol == "conventional")
+    assert ("the test half was not looked at" in table) == (protocol == "hpo")
+    assert ("best" in table.splitlines()[2]) == (protocol == "conventional")

@@ -1,0 +1,99 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from dmlbench.evaluation.embed import save_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.results.aggregate import COLLECTIONS, aggregate_cell, is_current, read_aggregate
+from dmlbench.results.store import EMBEDDINGS, find_runs, make_directory, write_result
+from dmlbench.types import EmbeddingSet, RunError
+
+
+def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: int = 4, **changes: object) -> None:
+    labels = torch.arange(5).repeat_interleave(6)
+    for fold, repeat in coordinates:
+        path = root / "glyphs" / "mlrc" / "cell-1" / f"fold{fold}_rep{repeat}"
+        make_directory(path)
+        rows = torch.randn(30, 8, generator=torch.Generator().manual_seed(10 * fold + repeat))
+        queries = EmbeddingSet(rows + torch.eye(8)[labels], labels, torch.arange(30))
+        save_embeddings(path / EMBEDDINGS, queries, None, {})
+        scores = evaluate(queries).scores
+        result = {
+            "cell_id": "cell-1", "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
+            "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
+            "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
+            "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0,
+        }  # fmt: skip
+        write_result(path, result | changes)
+
+
+ALL = list(itertools.product(range(4), range(3)))
+
+
+def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_scores(tmp_path) -> None:
+    _write_runs(tmp_path, ALL)
+    runs = find_runs(tmp_path)
+    summary = aggregate_cell(runs, progress=False)
+    raw = np.array([[summary["raw"][f"fold{f}_rep{r}"]["map_at_r"] for r in range(3)] for f in range(4)])
+    separated = summary["scores"]["separated"]["map_at_r"]
+    assert summary["n_collections"] == 81
+    assert separated["mean"] == pytest.approx(raw.mean(), abs=1e-12)
+    assert separated["std"] == pytest.approx(np.sqrt(raw.var(axis=1).sum()) / 4, abs=1e-12)
+    assert summary["dimension"] == {"separated": 8, "concatenated": 32}
+    assert summary["scores"]["concatenated"]["map_at_r"]["mean"] > separated["mean"]
+    cell = runs[0].path.parent
+    assert len((cell / COLLECTIONS).read_text().splitlines()) == 82
+    assert is_current(cell, summary)
+    assert read_aggregate(cell) == summary
+
+
+def test_missing_runs_are_an_error_that_names_them(tmp_path) -> None:
+    _write_runs(tmp_path, [c for c in ALL if c not in ((1, 2), (3, 0))])
+    with pytest.raises(RunError, match=r"2 of 12 runs are missing \(fold1_rep2, fold3_rep0\)"):
+        aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+def test_partial_summary_says_what_it_rests_on(tmp_path) -> None:
+    _write_runs(tmp_path, [(0, 0), (1, 0), (2, 0), (3, 0)])
+    summary = aggregate_cell(find_runs(tmp_path), allow_partial=True, progress=False)
+    assert (summary["n_runs"], summary["n_runs_expected"], summary["n_collections"]) == (4, 12, 1)
+    assert summary["scores"]["separated"]["p_at_1"]["std"] is None
+    assert summary["interval_95"]["p_at_1"] is None
+    assert len(summary["missing"]) == 8
+
+
+def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:-1])
+    first = aggregate_cell(find_runs(tmp_path), allow_partial=True, progress=False)
+    _write_runs(tmp_path, ALL[-1:])
+    assert not is_current(find_runs(tmp_path)[0].path.parent, first)
+    second = aggregate_cell(find_runs(tmp_path), progress=False)
+    assert (first["n_collections"], second["n_collections"]) == (54, 81)
+
+
+def test_runs_of_different_data_are_refused(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:-1])
+    _write_runs(tmp_path, ALL[-1:], dataset_fingerprint="other")
+    with pytest.raises(RunError, match=r"differ in dataset_fingerprint \(f in fold0_rep0, other in fold3_rep2\)"):
+        aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+def test_conventional_gives_best_and_mean_and_hpo_the_mean_of_validation(tmp_path) -> None:
+    repeats = [(0, r) for r in range(3)]
+    _write_runs(tmp_path / "a", repeats, aggregation="best_and_mean", folds=1)
+    summary = aggregate_cell(find_runs(tmp_path / "a"), progress=False)
+    values = [scores["p_at_1"] for scores in summary["raw"].values()]
+    assert summary["scores"]["best"]["p_at_1"] == {"mean": max(values), "std": None}
+    assert summary["scores"]["mean"]["p_at_1"]["std"] == pytest.approx(np.std(values))
+    _write_runs(tmp_path / "b", repeats, aggregation="mean", folds=1)
+    hpo = aggregate_cell(find_runs(tmp_path / "b"), progress=False)
+    assert list(hpo["scores"]) == ["mean"]
+    assert hpo["scored_on"] == "validation"
+
+
+def test_cell_without_a_complete_run_is_an_error(tmp_path) -> None:
+    make_directory(tmp_path / "glyphs" / "mlrc" / "cell-1" / "fold0_rep0")
+    with pytest.raises(RunError, match="no complete run"):
+        aggregate_cell(find_runs(tmp_path), progress=False)

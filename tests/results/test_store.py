@@ -1,0 +1,85 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dmlbench.results import store
+from dmlbench.types import RunError
+
+
+def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
+    path = root / name
+    store.make_directory(path)
+    return path
+
+
+def test_run_directory_names_data_set_protocol_cell_and_coordinates() -> None:
+    path = store.run_directory("outputs", "cub", "mlrc", "cell", 3, 1)
+    assert str(path) == os.path.join("outputs", "cub", "mlrc", "cell", "fold3_rep1")
+
+
+def test_state_of_a_run_follows_its_files(tmp_path) -> None:
+    path = _run(tmp_path)
+    assert store.run_state(path) == "stale"
+    (path / store.ERROR).write_text("boom")
+    assert store.run_state(path) == "failed"
+    with store.locked(path):
+        assert store.run_state(path) == "running"
+    store.write_result(path, {"cell_id": "x"})
+    assert store.run_state(path) == "done"
+    assert store.read_result(path) == {"schema": store.RESULT_SCHEMA, "cell_id": "x"}
+
+
+def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path) -> None:
+    path = _run(tmp_path)
+    holder = "import sys; from pathlib import Path; from dmlbench.results.store import locked\n"
+    holder += f"with locked(Path({str(path)!r})): print('held', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert store.is_locked(path)
+        with pytest.raises(RunError, match=f"in use by process {process.pid}"), store.locked(path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    assert not store.is_locked(path)
+    (path / ".last.ckpt.x.tmp").write_text("half")
+    with store.locked(path):
+        assert not (path / ".last.ckpt.x.tmp").exists()
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "damaged"), (json.dumps({"schema": 99}), "schema 99")])
+def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> None:
+    path = _run(tmp_path)
+    (path / store.RESULT).write_text(content)
+    with pytest.raises(RunError, match=message):
+        store.read_result(path)
+
+
+def test_directory_that_cannot_be_made_is_refused_with_the_remedy(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"paths\.output_dir"):
+        store.make_directory(tmp_path / "file" / "run")
+
+
+def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path) -> None:
+    names = ["glyphs/mlrc/a-gap-1/fold0_rep0", "glyphs/mlrc/a-gsp-2/fold0_rep0", "cub/hpo/a-gap-1/fold0_rep2"]
+    for name in names:
+        _run(tmp_path, name)
+    (tmp_path / "tables").mkdir()
+    found = {pattern: len(store.find_runs(tmp_path, pattern)) for pattern in ("**", "glyphs/*", "glyphs", "*gsp*", "x")}
+    assert found == {"**": 3, "glyphs/*": 2, "glyphs": 2, "*gsp*": 1, "x": 0}
+    run = store.find_runs(tmp_path, "cub")[0]
+    assert (run.dataset, run.protocol, run.cell, run.fold, run.repeat) == ("cub", "hpo", "a-gap-1", 0, 2)
+
+
+def test_removing_the_last_run_removes_its_cell_but_never_a_running_one(tmp_path) -> None:
+    path = _run(tmp_path)
+    with store.locked(path), pytest.raises(RunError, match="is running"):
+        store.remove_run(path)
+    store.remove_run(path)
+    assert not path.parent.exists()

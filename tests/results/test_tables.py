@@ -1,0 +1,82 @@
+import csv
+import io
+
+import pytest
+
+from dmlbench.results.tables import cell_labels, make_table, metric_label, to_csv, to_latex, to_markdown, to_text
+
+
+def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
+    score = {"p_at_1": {"mean": mean, "std": std}, "map_at_r": {"mean": mean / 2, "std": std}}
+    summary = {
+        "scores": {"separated": score, "concatenated": score},
+        "dimension": {"separated": 128, "concatenated": 512},
+        "n_runs": 12, "n_runs_expected": 12, "missing": [], "n_collections": 81, "val_is_test": False, "search": "exact",
+        "n_query": 100, "n_gallery": 100, "n_skipped_queries": 0, "scored_on": "test",
+    }  # fmt: skip
+    return summary | changes
+
+
+def _table(*summaries: dict[str, object]):
+    return make_table(
+        "glyphs under mlrc", summaries, [f"row_{i}" for i in range(len(summaries))], ["p_at_1", "map_at_r"]
+    )
+
+
+def test_scores_are_percent_with_two_decimals_and_the_best_is_marked() -> None:
+    table = _table(_summary(0.5, 0.01), _summary(0.61234, 0.02))
+    text = to_text(table)
+    assert "50.00 ± 1.00 " in text
+    assert "61.23 ± 2.00*" in text
+    assert "**61.23 ± 2.00**" in to_markdown(table)
+    assert r"\textbf{61.23 $\pm$ 2.00}" in to_latex(table)
+    assert r"row\_1" in to_latex(table)
+    assert "separated (128-D)" in text
+    assert "concatenated (512-D)" in text
+
+
+def test_scores_that_print_alike_are_all_best() -> None:
+    text = to_markdown(_table(_summary(0.500001, None), _summary(0.5, None)))
+    assert text.count("**50.00**") == 4
+
+
+def test_single_row_has_no_best() -> None:
+    assert "*" not in to_text(_table(_summary(0.5, None))).replace("* best of the column", "")
+
+
+def test_csv_keeps_full_precision_in_separate_columns() -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(_table(_summary(0.61234567, 0.02), _summary(0.5, None))))))
+    assert float(rows[0]["separated (128-D) P@1 mean"]) == pytest.approx(61.234567)
+    assert rows[1]["separated (128-D) P@1 std"] == ""
+
+
+def test_partial_table_says_on_how_many_runs_it_rests_and_prints_no_std() -> None:
+    partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1)
+    text = to_text(_table(_summary(0.5, 0.01), partial))
+    assert "row_1: PARTIAL: 3 of 12 runs, without fold3_rep0; one collection, hence no std" in text
+    assert "40.00 " in text
+    assert "40.00 ±" not in text
+
+
+def test_selection_on_test_and_skipped_queries_are_printed() -> None:
+    text = to_text(_table(_summary(0.5, 0.01, val_is_test=True, n_skipped_queries=7)))
+    assert "SELECTED ON TEST" in text
+    assert "7 without a positive left out" in text
+
+
+def test_unknown_metric_names_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="known: map_at_r, p_at_1"):
+        make_table("t", [_summary(0.5, None)], ["a"], ["mapr"])
+
+
+def test_metrics_are_printed_as_the_field_writes_them() -> None:
+    assert [metric_label(m) for m in ("p_at_1", "recall_at_8", "map_at_r")] == ["P@1", "R@8", "MAP@R"]
+
+
+def test_labels_name_only_what_differs() -> None:
+    def cell(pooling: str, **config: object):
+        return {"backbone": "r", "pooling": pooling, "loss": "l"}, {"fit.max_steps": 9, "optim.lr": 1.0} | config
+
+    assert cell_labels([cell("gap"), cell("gsp")]) == ["gap", "gsp"]
+    with_rates = [cell("gap"), cell("gap", **{"optim.lr": 2.0}), cell("gap", **{"fit.max_steps": 0})]
+    assert cell_labels(with_rates) == ["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"]
