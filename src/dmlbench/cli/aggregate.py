@@ -1,5 +1,6 @@
 """``dmlbench aggregate``: the runs of each cell to one summary."""
 
+import sys
 from collections.abc import Sequence
 
 from omegaconf import DictConfig
@@ -27,6 +28,7 @@ def task(cfg: DictConfig) -> None:
                 recall_at=list(cfg.recall_at),
                 tile_bytes=cfg.tile_bytes,
                 force=cfg.force,
+                progress=sys.stderr.isatty(),
             )
         except RunError as error:
             failures.append(error)
