@@ -88,9 +88,11 @@ def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> No
     def cell(*overrides: str) -> str:
         return cell_id(compose("train", list(overrides)))
 
-    same = ["fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y",
-            "paths.cache_dir=z", "fit.keep=both", "fit.checkpoint_every=7", "evaluation.tile_bytes=1048576",
-            "evaluation.back_end=torch", "logger=tensorboard"]  # fmt: skip
+    same = (
+        *("fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y"),
+        *("paths.cache_dir=z", "fit.keep=both", "fit.checkpoint_every=7", "evaluation.tile_bytes=1048576"),
+        *("evaluation.back_end=torch", "logger=tensorboard"),
+    )
     for override in same:
         assert cell(override) == cell(), override
     for override in ("fit.precision=bf16", "optim.lr=1", "pooling=gmp", "dataset.table.seed=1", "head.out_features=64"):

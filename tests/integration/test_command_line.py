@@ -100,6 +100,14 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert len(run_dirs(tmp_path)) == 23
 
 
+def test_bf16_and_channels_last_train_with_gsp_active(dmlbench, tmp_path) -> None:
+    out = dmlbench("train", *TINY, *GSP, "fit.precision=bf16", "fit.channels_last=true", "fit.keep=both")
+    assert "prototypes start" in out
+    saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
+    assert bool(saved["model"]["pooling.prototypes_started"])
+    assert all(v.dtype in (torch.float32, torch.int64, torch.bool) for v in saved["model"].values())
+
+
 def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:
     dmlbench("train", *TINY, "fit.max_steps=2")
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}

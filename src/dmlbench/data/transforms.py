@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import v2
 
 from dmlbench.types import ConfigError
 
@@ -104,6 +103,8 @@ def mlrc_train(
     Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020, section 4.2 (resize 256,
         RandomResizedCrop 227 with scale 0.16 to 1 and ratio 3/4 to 4/3, flip 0.5).
     """
+    from torchvision.transforms import v2  # takes seconds to import: only where images are files
+
     _check_side("crop", crop)
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
@@ -131,6 +132,8 @@ def mlrc_eval(*, resize: int = 256, crop: int = 227) -> ImageTransform:
 
     Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020, section 4.2.
     """
+    from torchvision.transforms import v2
+
     _check_side("resize", resize)
     _check_side("crop", crop)
     if crop > resize:

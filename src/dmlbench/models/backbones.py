@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -201,6 +200,8 @@ class TimmBackbone(Backbone):
 
 def _create(name: str, *, pretrained: bool) -> Any:
     """timm's model without its classifier, with published weights if asked."""
+    import timm  # takes a second or two to import: only where it is used
+
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

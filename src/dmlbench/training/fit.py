@@ -260,7 +260,8 @@ def _restore(run_dir: Path, parts: Mapping[str, Any]) -> FitResult:
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run from its beginning"
+            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run "
+            "from its beginning"
         ) from error
     if state.best_step == state.step:  # best.ckpt may not have been written any more
         _save_best(run_dir, state, saved)
