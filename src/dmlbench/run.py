@@ -55,6 +55,7 @@ def run(cfg: DictConfig) -> Path:
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
+        _remove_last(run_dir, cfg.fit.keep)  # a kill may have come between the result and its removal
         return run_dir
     with store.locked(run_dir), _stop_signal() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
@@ -141,7 +142,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             logger.close()
 
     started = time.monotonic()
-    scores = {"val": scorer.validate()}
+    scores: dict[str, Any] = {}
     test = None
     if data.split.test is not None:
         queries, gallery = scorer.embed(data.split.test)
@@ -152,6 +153,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
         )  # fmt: skip
         _write_per_query(run_dir / "per_query.csv", queries, test)
+    scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
     progress.wall_s += time.monotonic() - started
     store.write_result(run_dir, _result(cfg, data, progress, scores, test, device))
     _keep_checkpoints(run_dir, settings.keep)
@@ -244,6 +246,11 @@ def _write_per_query(path: Path, queries: EmbeddingSet, test: Evaluation) -> Non
 
 
 def _keep_checkpoints(run_dir: Path, keep: str) -> None:
-    for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
-        if keep not in kept:
-            (run_dir / name).unlink(missing_ok=True)
+    if keep not in ("best", "both"):
+        (run_dir / BEST).unlink(missing_ok=True)
+    _remove_last(run_dir, keep)
+
+
+def _remove_last(run_dir: Path, keep: str) -> None:
+    if keep not in ("last", "both"):
+        (run_dir / LAST).unlink(missing_ok=True)

@@ -1,0 +1,52 @@
+"""What must be the same on a GPU as on a CPU; skipped where torch sees no CUDA device."""
+
+import pytest
+import torch
+
+from dmlbench import build
+from dmlbench.cli.front import compose
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.results.store import read_result
+from dmlbench.run import run
+from dmlbench.runtime import set_strict_float32
+from dmlbench.types import EmbeddingSet
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def test_scores_of_embeddings_on_the_gpu_are_those_on_the_cpu_bit_by_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(3000) % 60
+    rows = torch.randn(60, 128, generator=generator)[labels] + 1.5 * torch.randn(3000, 128, generator=generator)
+    rows[1500:1600] = rows[:100]  # exact duplicates: ties by index
+    on_cpu = evaluate(EmbeddingSet(rows, labels, torch.arange(3000)))
+    on_gpu = evaluate(EmbeddingSet(rows.cuda(), labels.cuda(), torch.arange(3000).cuda()))
+    assert on_cpu.scores == on_gpu.scores
+
+
+@pytest.mark.parametrize("pooling", ["gap", "gmp", "gem", "k_max", "gsp"])
+def test_model_on_the_gpu_gives_the_embeddings_of_the_cpu(pooling: str) -> None:
+    set_strict_float32()
+    torch.manual_seed(0)
+    model = build.build_model(compose("train", [f"pooling={pooling}"])).eval()
+    images = torch.randint(0, 256, (8, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(images).embedding
+        found = model.cuda()(images.cuda()).embedding.cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_run_on_the_gpu_starts_prototypes_and_learns(tmp_path, precision: str) -> None:
+    overrides = [
+        *("device=cuda", f"fit.precision={precision}", "fit.channels_last=true", f"paths.output_dir={tmp_path / 'out'}"),
+        *(f"paths.cache_dir={tmp_path / 'cache'}", "loss=contrastive", "pooling=gsp_small", "optim.lr=3e-3"),
+        *("dataset.table.num_classes=60", "dataset.table.images_per_class=40", "fit.keep=both"),
+    ]
+    cfg = compose("train", overrides)
+    run_dir = run(cfg)
+    assert bool(torch.load(run_dir / "last.ckpt", weights_only=True)["model"]["pooling.prototypes_started"])
+    assert read_result(run_dir)["metrics"]["test"]["p_at_1"] > 0.06  # chance is 0.03
