@@ -42,7 +42,12 @@ def test_model_on_the_gpu_gives_the_embeddings_of_the_cpu(pooling: str) -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_run_on_the_gpu_starts_prototypes_and_learns(tmp_path, precision: str) -> None:
     overrides = [
-        *("device=cuda", f"fit.precision={precision}", "fit.channels_last=true", f"paths.output_dir={tmp_path / 'out'}"),
+        *(
+            "device=cuda",
+            f"fit.precision={precision}",
+            "fit.channels_last=true",
+            f"paths.output_dir={tmp_path / 'out'}",
+        ),
         *(f"paths.cache_dir={tmp_path / 'cache'}", "loss=contrastive", "pooling=gsp_small", "optim.lr=3e-3"),
         *("dataset.table.num_classes=60", "dataset.table.images_per_class=40", "fit.keep=both"),
     ]
