@@ -64,6 +64,7 @@ def run(cfg: DictConfig) -> Path:
         try:
             _run(cfg, run_dir, device, stop)
         except Exception as error:
+            log.error("%s failed: %s", run_dir, error)  # at once: a sweep goes on and reports at its end
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
                 (run_dir / store.ERROR).write_text(traceback.format_exc(), encoding="utf-8")
             if isinstance(error, OSError):

@@ -1,5 +1,6 @@
 """Finds aggregated cells, names them and makes one table per data set and protocol."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from dmlbench.results.aggregate import is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
 from dmlbench.results.tables import Table, cell_labels, make_table
 from dmlbench.types import ConfigError, RunError
+
+log = logging.getLogger(__name__)
 
 # Keys that differ between runs or machines without moving a number, so that they never name a row.
 _UNNAMED = ("runtime.", "paths.", "logger", "device", "num_workers", "eval_batch_size", "fold", "repeat", "base_seed",
@@ -41,6 +44,9 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[tuple[Path, list[RunInfo], dict[str, Any]]]] = {}
     for path, runs in cells.items():
+        if allow_partial and not any(run.state == "done" for run in runs):
+            log.warning("%s has no complete run and is left out", path)
+            continue
         summary = read_aggregate(path)
         if summary is None or not is_current(path, summary):
             how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
@@ -50,6 +56,8 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
                 f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
             )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
+    if not grouped:
+        raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
     result = {}
     for key, members in grouped.items():
         labels = cell_labels([(summary["choices"], _config(runs[0].path)) for _, runs, summary in members])
