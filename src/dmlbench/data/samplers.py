@@ -63,6 +63,7 @@ class ClassBalancedBatchSampler:
         self.classes_per_batch = classes_per_batch
         self.images_per_class = images_per_class
         self.seed = seed
+        self._fingerprint = hashlib.sha256(self.labels.tobytes()).hexdigest()[:16]
         self._epoch = 0
         self._index = 0
         self._plan = self._plan_epoch(0)
@@ -121,7 +122,7 @@ class ClassBalancedBatchSampler:
             "index": index,
             "classes_per_batch": self.classes_per_batch,
             "images_per_class": self.images_per_class,
-            "fingerprint": hashlib.sha256(self.labels.tobytes()).hexdigest()[:16],
+            "fingerprint": self._fingerprint,
         }
 
     def _plan_epoch(self, epoch: int) -> IntArray:
