@@ -23,6 +23,7 @@ from dmlbench.config import TrainConfig
 from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.samplers import ClassBalancedBatchSampler
+from dmlbench.evaluation.metrics import score_names
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
 from dmlbench.training.fit import FitSettings
@@ -66,6 +67,9 @@ def check(cfg: DictConfig) -> None:
     ):
         component(node)
     component(cfg.head, in_features=1)
+    known_scores = score_names(cfg.evaluation.recall_at)
+    if cfg.fit.monitor not in known_scores:
+        raise ConfigError(f"fit.monitor ({cfg.fit.monitor}) is no score: {closest(cfg.fit.monitor, known_scores)}")
     protocol = component(cfg.protocol)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):

@@ -157,8 +157,8 @@ def fit(
     if state.step:
         log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
 
-    while not state.stop_reason and state.step < settings.max_steps:
-        with stop:  # a signal waits until the step is done and saved
+    with stop:  # a signal waits until a step is done and saved
+        while not state.stop_reason and state.step < settings.max_steps:
             step = state.step + 1
             batch = next(batches).to(device)
             model.train()
@@ -209,10 +209,11 @@ def fit(
             bar.set_postfix(loss=f"{values['loss']:.3f}", best=f"{state.best_score:.4f}",
                             lr=f"{optimizer.param_groups[0]['lr']:.1e}")  # fmt: skip
             state.wall_s = time.monotonic() - started
-            if is_better or state.stop_reason or step % settings.validate_every == 0 or stop.requested or (
-                settings.checkpoint_every and step % settings.checkpoint_every == 0
-            ):  # fmt: skip
+            intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
+            if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
                 _save(run_dir, state, parts_of_state, is_best=is_better)
+                if stop.requested:
+                    break
 
     bar.close()
     history.close()
