@@ -112,8 +112,8 @@ def register_schemas() -> None:
 
 
 # What a cell is not made of: coordinates, seed, and everything that does not move a number.
-_NOT_PART_OF_A_CELL = ("fold", "repeat", "base_seed")
-_NOT_PART_OF_A_RUN = (
+NOT_PART_OF_A_CELL = ("fold", "repeat", "base_seed")
+NOT_PART_OF_A_RUN = (
     "device",
     "num_workers",
     "eval_batch_size",
@@ -147,12 +147,12 @@ def cell_id(cfg: DictConfig) -> str:
     if cfg.fit.get("max_steps") == 0:
         words.append("untrained")
     name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{_digest(cfg, _NOT_PART_OF_A_CELL + _NOT_PART_OF_A_RUN)[:8]}"
+    return f"{name}-{_digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)[:8]}"
 
 
 def config_sha256(cfg: DictConfig) -> str:
     """Hash of everything that decides a run's numbers: its cell, its coordinates and the base seed."""
-    return _digest(cfg, _NOT_PART_OF_A_RUN)
+    return _digest(cfg, NOT_PART_OF_A_RUN)
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.build import Data
-from dmlbench.config import cell_id, config_sha256, flatten
+from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
 from dmlbench.evaluation.embed import embed, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.models.net import MetricModel
@@ -55,7 +55,8 @@ def run(cfg: DictConfig) -> Path:
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
-        _remove_last(run_dir, cfg.fit.keep)  # a kill may have come between the result and its removal
+        # A kill may have come between the result and the removal of what was not to be kept.
+        _keep_checkpoints(run_dir, OmegaConf.load(run_dir / store.CONFIG).fit.keep)
         return run_dir
     with store.locked(run_dir), _stop_signal() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
@@ -100,15 +101,23 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     if not (run_dir / store.RESULT).exists():
         return False
     result = store.read_result(run_dir)
+    stored = OmegaConf.load(run_dir / store.CONFIG)
     if result["config_sha256"] != config_sha256(cfg):
-        old = flatten(OmegaConf.to_container(OmegaConf.load(run_dir / store.CONFIG)))
-        new = flatten(OmegaConf.to_container(cfg, resolve=True))
-        different = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-        listing = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(different)[:5])
+        old, new = (flatten(OmegaConf.to_container(c, resolve=True)) for c in (stored, cfg))
+        keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(NOT_PART_OF_A_RUN)]
+        listing = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key))
         raise RunError(
             f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or "
             "remove it with `dmlbench clean`"
         )
+    # The same configuration may point at other files, for instance through paths.data_dir: then the data decide.
+    if OmegaConf.to_container(stored.dataset.table) != OmegaConf.to_container(cfg.dataset.table, resolve=True):
+        fingerprint = build.component(cfg.dataset.table).fingerprint
+        if fingerprint != result["dataset_fingerprint"]:
+            raise RunError(
+                f"{run_dir} holds the result of other data (fingerprint {result['dataset_fingerprint'][:12]}, now "
+                f"{fingerprint[:12]}); choose another paths.output_dir or dataset.name"
+            )
     return True
 
 
@@ -136,11 +145,15 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         progress = fit(
             model, objective, batches, scorer.validate, optimizer, settings, run_dir,
             device=device, schedule=schedule, loggers=loggers, stop=stop,
+            data_fingerprint=data.table.fingerprint,
         )  # fmt: skip
     finally:
         batches.close()
         for logger in loggers:
             logger.close()
+
+    if progress.step and not model.pooling.started:
+        log.warning("the pooling's prototypes never started: lower pooling.memory_rows or start_step, or train longer")
 
     started = time.monotonic()
     scores: dict[str, Any] = {}
@@ -156,7 +169,9 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         _write_per_query(run_dir / "per_query.csv", queries, test)
     scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
     progress.wall_s += time.monotonic() - started
-    store.write_result(run_dir, _result(cfg, data, progress, scores, test, device))
+    store.write_result(
+        run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.pooling.started}
+    )
     _keep_checkpoints(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in (test.scores if test else scores["val"]).items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
@@ -193,7 +208,14 @@ class Scorer:
             with autocast(self.device, self.precision):
                 return self.model(images).embedding
 
-        return embed(rows_of, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), describe=describe)
+        return embed(
+            rows_of,
+            self.batches(rows),
+            device=self.device,
+            progress=sys.stderr.isatty(),
+            count=len(rows),
+            describe=describe,
+        )
 
 
 def _result(
@@ -247,11 +269,6 @@ def _write_per_query(path: Path, queries: EmbeddingSet, test: Evaluation) -> Non
 
 
 def _keep_checkpoints(run_dir: Path, keep: str) -> None:
-    if keep not in ("best", "both"):
-        (run_dir / BEST).unlink(missing_ok=True)
-    _remove_last(run_dir, keep)
-
-
-def _remove_last(run_dir: Path, keep: str) -> None:
-    if keep not in ("last", "both"):
-        (run_dir / LAST).unlink(missing_ok=True)
+    for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
+        if keep not in kept:
+            (run_dir / name).unlink(missing_ok=True)

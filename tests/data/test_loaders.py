@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dmlbench.data.loaders import TrainBatches, eval_batches
+from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.samplers import ClassBalancedBatchSampler
 from dmlbench.data.table import make_table
@@ -164,7 +164,7 @@ def test_an_unreadable_image_ends_in_one_error_that_names_it(num_workers: int, t
         list(islice(batches, 20))
     assert "Traceback" not in str(caught.value)
     with pytest.raises(DataError, match=r"17\.png"):
-        list(eval_batches(table, TRAIN, transform=mlrc_eval(resize=24, crop=16), batch_size=4, num_workers=num_workers))
+        list(EvalBatches(table, TRAIN, transform=mlrc_eval(resize=24, crop=16), batch_size=4, num_workers=num_workers))
 
 
 def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"differ in size .* use one that crops"):
         next(batches_of(table, identity()))
     same = np.array([12, 15, 18, 21])  # every third is as wide
-    (batch,) = eval_batches(table, same, transform=identity(), batch_size=8)
+    (batch,) = EvalBatches(table, same, transform=identity(), batch_size=8)
     assert batch.images.shape == (4, 3, 40, 30)
 
 
@@ -180,7 +180,7 @@ def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> N
 def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: int) -> None:
     table = array_table()
     rows = np.array([29, 0, 7, 8, 3, 11, 12])
-    batches = eval_batches(table, rows, transform=identity(), batch_size=3, num_workers=num_workers)
+    batches = EvalBatches(table, rows, transform=identity(), batch_size=3, num_workers=num_workers)
     assert len(batches) == 3
     for _ in range(2):
         parts = list(batches)
@@ -191,7 +191,7 @@ def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: 
         np.testing.assert_array_equal(torch.cat([b.images for b in parts])[:, 0].numpy(), table.pixels[rows])
     first = next(iter(batches))  # an iteration that is given up ends its workers
     assert first.ids.tolist() == [29, 0, 7]
-    assert list(eval_batches(table, rows[:0], transform=identity(), batch_size=3, num_workers=num_workers)) == []
+    assert list(EvalBatches(table, rows[:0], transform=identity(), batch_size=3, num_workers=num_workers)) == []
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -199,9 +199,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ConfigError, match=r"num_workers \(-1\)"):
         batches_of(table, identity(), num_workers=-1)
     with pytest.raises(ConfigError, match="batch_size"):
-        eval_batches(table, TRAIN, transform=identity(), batch_size=0)
+        EvalBatches(table, TRAIN, transform=identity(), batch_size=0)
     with pytest.raises(ConfigError, match="evaluation transform is random"):
-        eval_batches(table, TRAIN, transform=random_shift(padding=1), batch_size=2)
+        EvalBatches(table, TRAIN, transform=random_shift(padding=1), batch_size=2)
     sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
     index = class_index(table, TRAIN)
     with pytest.raises(ConfigError, match="20 labels"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 TINY = (
     "dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32",
@@ -142,7 +143,10 @@ def _wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> bool:
     raise AssertionError(f"step {step} was not reached in 120 s")
 
 
-@pytest.mark.parametrize("method", [GSP, PROXIES], ids=["gsp", "proxies"])
+WITH_WORKERS = (*GSP, "num_workers=2")
+
+
+@pytest.mark.parametrize("method", [GSP, PROXIES, WITH_WORKERS], ids=["gsp", "proxies", "gsp_with_workers"])
 def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, cache_dir, method) -> None:
     arguments = [
         "train",
@@ -154,7 +158,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
         "fit.keep=both",
     ]
     whole = dmlbench(*arguments, "paths.output_dir=whole")
-    assert ("prototypes start" if method is GSP else "warm-up over") in whole
+    assert ("prototypes start" if "pooling=gsp" in method else "warm-up over") in whole
 
     draw = random.Random(str(method))
     targets = sorted(draw.sample(range(1, 38), 3))
@@ -181,7 +185,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
         for part in ("model", "objective"):
             assert states[0][part].keys() == states[1][part].keys()
             assert all(torch.equal(value, states[1][part][key]) for key, value in states[0][part].items())
-        if name == "last.ckpt" and method is GSP:
+        if name == "last.ckpt" and "pooling=gsp" in method:
             assert bool(states[0]["model"]["pooling.prototypes_started"])
 
 
@@ -200,6 +204,38 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     assert "1 stale" in dmlbench("status")
 
 
+def test_other_data_under_the_same_configuration_is_refused_before_and_after_completion(dmlbench, tmp_path) -> None:
+    for folder in "AB":
+        for label in range(16):
+            for i in range(4):
+                path = tmp_path / folder / "folder" / f"class{label:02d}" / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                size = (40, 40) if folder == "A" else (44, 40)
+                Image.new("RGB", size, (10 * label, 60 * i, 0)).save(path)
+    photos = [
+        *("train", "dataset=folder", "dataset.train_transform.resize=36", "dataset.train_transform.crop=32"),
+        *("dataset.eval_transform.resize=36", "dataset.eval_transform.crop=32", "fit.log_every=1", "device=cpu"),
+        *("sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=20", "fit.checkpoint_every=1"),
+    ]
+    process = dmlbench.start(*photos, "paths.data_dir=A")
+    assert _wait_for_step(process, tmp_path, 2)
+    process.kill()
+    process.communicate()
+    assert "was trained on other data" in dmlbench(*photos, "paths.data_dir=B", code=1)
+    dmlbench(*photos, "paths.data_dir=A")
+    assert "holds the result of other data" in dmlbench(*photos, "paths.data_dir=B", code=1)
+    (tmp_path / "A").rename(tmp_path / "moved")
+    assert "is complete: nothing to do" in dmlbench(*photos, "paths.data_dir=moved")
+
+
+def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tmp_path) -> None:
+    out = dmlbench("train", *TINY, "pooling=gsp", "fit.max_steps=2")
+    assert "prototypes never started" in out
+    assert json.loads((run_dirs(tmp_path)[0] / "result.json").read_text())["pooling_started"] is False
+    assert "PARTIAL: 1 of 12 runs" in dmlbench("aggregate", "allow_partial=true")
+    assert "NOT STARTED: in 1 runs" in dmlbench("table", "allow_partial=true")
+
+
 def test_failed_run_leaves_its_error_and_no_score_and_can_be_started_again(dmlbench, tmp_path) -> None:
     out = dmlbench("train", *TINY, "optim.lr=1e30", code=1)
     assert "training stopped at step" in out
@@ -216,7 +252,7 @@ def test_truncated_last_checkpoint_is_refused_until_it_is_deleted(dmlbench, tmp_
     process.communicate()
     last = run_dirs(tmp_path)[0] / "last.ckpt"
     last.write_bytes(last.read_bytes()[:1000])
-    assert "delete it to start this run from its beginning" in dmlbench(
+    assert "delete the checkpoints of this run" in dmlbench(
         "train", *TINY, "fit.max_steps=100000", "fit.checkpoint_every=2", code=1
     )
 

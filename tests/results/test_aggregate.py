@@ -24,7 +24,7 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
             "cell_id": "cell-1", "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
             "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
             "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
-            "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0,
+            "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0, "pooling_started": True,
         }  # fmt: skip
         write_result(path, result | changes)
 

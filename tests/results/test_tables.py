@@ -13,7 +13,7 @@ def _summary(mean: float, std: float | None, **changes: object) -> dict[str, obj
         "dimension": {"separated": 128, "concatenated": 512},
         "n_runs": 12, "n_runs_expected": 12, "missing": [], "n_collections": 81, "val_is_test": False,
         "search": "exact",
-        "n_query": 100, "n_gallery": 100, "n_skipped_queries": 0, "scored_on": "test",
+        "n_query": 100, "n_gallery": 100, "n_skipped_queries": 0, "scored_on": "test", "n_runs_not_started": 0,
     }  # fmt: skip
     return summary | changes
 

@@ -22,7 +22,7 @@ def test_truncated_checkpoint_is_refused_with_a_remedy(tmp_path, share: float) -
     save_checkpoint(path, {"w": torch.randn(1000)})
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(RunError, match=r"last\.ckpt.*cannot be read.*delete it"):
+    with pytest.raises(RunError, match=r"last\.ckpt.*cannot be read.*delete the checkpoints"):
         load_checkpoint(path)
 
 

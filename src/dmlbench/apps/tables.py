@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dmlbench.config import flatten
+from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN, flatten
 from dmlbench.results.aggregate import is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
 from dmlbench.results.tables import Table, cell_labels, make_table
@@ -17,9 +17,7 @@ from dmlbench.types import ConfigError, RunError
 log = logging.getLogger(__name__)
 
 # Keys that differ between runs or machines without moving a number, so that they never name a row.
-_UNNAMED = ("runtime.", "paths.", "logger", "device", "num_workers", "eval_batch_size", "fold", "repeat", "base_seed",
-            "dataset.table.cache_dir", "fit.keep", "fit.log_every", "fit.checkpoint_every", "evaluation.tile_bytes",
-            "evaluation.back_end")  # fmt: skip
+_UNNAMED = (*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset.table.cache_dir")
 
 
 @dataclass(frozen=True)

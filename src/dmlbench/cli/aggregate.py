@@ -33,6 +33,8 @@ def task(cfg: DictConfig) -> None:
         except RunError as error:
             failures.append(error)
             continue
+        if summary["missing"]:
+            print(f"      PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs")
         for kind, scores in summary["scores"].items():
             values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
             print(f"      {kind}: {values}")

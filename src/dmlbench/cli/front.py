@@ -31,7 +31,8 @@ def config_folder() -> Path:
 def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
     register_schemas()
-    sys.argv = [f"dmlbench {name}", *arguments]
+    flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
+    sys.argv = [f"dmlbench {name}", *flags, *(a for a in arguments if a not in flags)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 

@@ -121,7 +121,17 @@ class EvalBatches:
     def __init__(
         self, table: ImageTable, rows: IntArray, *, transform: Transform, batch_size: int, num_workers: int = 0
     ) -> None:
-        """See ``eval_batches``."""
+        """
+        Args:
+            table: the data set.
+            rows: [N] rows of it, embedded in this order; the last batch may be smaller.
+            transform: of evaluation images; not a random one.
+            batch_size: images of a batch.
+            num_workers: processes that read ahead; 0 reads in this one.
+
+        Raises:
+            ConfigError: a batch size below 1, a negative number of workers or a random transform.
+        """
         _check_workers(num_workers)
         if batch_size < 1:
             raise ConfigError(f"batch_size ({batch_size}) must be at least 1")
@@ -145,24 +155,6 @@ class EvalBatches:
                 yield Batch(images=images, labels=torch.from_numpy(self._labels[ids]), ids=torch.from_numpy(ids))
         finally:
             _end(stream)
-
-
-def eval_batches(
-    table: ImageTable, rows: IntArray, *, transform: Transform, batch_size: int, num_workers: int = 0
-) -> EvalBatches:
-    """Batches of the rows in their order, the last one perhaps smaller; re-iterable, with a length.
-
-    Args:
-        table: the data set.
-        rows: [N] rows of it.
-        transform: of evaluation images; not a random one.
-        batch_size: images of a batch.
-        num_workers: processes that read ahead; 0 reads in this one.
-
-    Raises:
-        ConfigError: a batch size below 1, a negative number of workers or a random transform.
-    """
-    return EvalBatches(table, rows, transform=transform, batch_size=batch_size, num_workers=num_workers)
 
 
 def read_images(table: ImageTable, rows: IntArray, *, transform: Transform, seeds: Sequence[int]) -> Tensor:

@@ -66,13 +66,14 @@ def aggregate_cell(
     _require_same(cell, results)
 
     source = hashlib.sha256(b"".join((done[key].path / RESULT).read_bytes() for key in results)).hexdigest()
-    settings = {"recall_at": list(recall_at), "runs_sha256": source}
+    kind = first["aggregation"]
+    # Only collections are ranked anew; other rules read the scores of the runs.
+    settings = {"recall_at": list(recall_at) if kind == "collections" else None, "runs_sha256": source}
     existing = read_aggregate(cell)
     if existing and not force and all(existing[key] == value for key, value in settings.items()):
         log.info("%s is up to date", cell / AGGREGATE)
         return existing
 
-    kind = first["aggregation"]
     if kind == "collections":
         scores, extras = _collections(cell, done, results, recall_at, tile_bytes, progress)
     else:
@@ -89,6 +90,9 @@ def aggregate_cell(
         "n_runs": len(results),
         "n_runs_expected": len(expected),
         "missing": missing,
+        "n_runs_not_started": sum(
+            not result.get("pooling_started", True) and result["steps"] > 0 for result in results.values()
+        ),
         **settings,
         "scores": scores,
         **extras,

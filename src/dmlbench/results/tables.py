@@ -103,6 +103,8 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(
             f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
+    if summary["n_runs_not_started"]:
+        facts.append(f"NOT STARTED: in {summary['n_runs_not_started']} runs the pooling's prototypes never started")
     if summary["val_is_test"]:
         facts.append("SELECTED ON TEST: the validation set is the test set")
     searched = f"{summary['n_query']} queries"

@@ -43,7 +43,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
             f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {first_line}; "
-            "it is truncated or not a checkpoint of dmlbench; delete it to start this run from its beginning"
+            "it is truncated or not a checkpoint of dmlbench; delete the checkpoints of this run to start it anew"
         ) from error
     if not isinstance(state, dict):
         raise RunError(

@@ -132,6 +132,7 @@ def fit(
     device: torch.device,
     schedule: LRScheduler | None = None,
     loggers: Sequence[Logger] = (),
+    data_fingerprint: str = "",
     stop: StopSignal | None = None,
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
@@ -148,7 +149,7 @@ def fit(
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
-    state = _restore(run_dir, parts_of_state)
+    state = _restore(run_dir, parts_of_state, data_fingerprint)
     history = History(run_dir / "history.csv", resume_step=state.step)
     trainable = [p for group in optimizer.param_groups for p in group["params"]]
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
@@ -174,7 +175,7 @@ def fit(
                 optimizer.zero_grad(set_to_none=True)
                 losses["loss"].backward()
                 norm = clip_gradients(trainable, norm=settings.clip_norm, value=settings.clip_value)
-                _require_finite({"gradient norm": norm or 0.0}, step)
+                _require_finite({"gradient norm": norm}, step)
                 optimizer.step()
             step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
@@ -211,7 +212,7 @@ def fit(
             state.wall_s = time.monotonic() - started
             intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
-                _save(run_dir, state, parts_of_state, is_best=is_better)
+                _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
 
@@ -235,10 +236,11 @@ def _require_finite(values: Mapping[str, float], step: int) -> None:
         )
 
 
-def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], *, is_best: bool) -> None:
+def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_fingerprint: str, *, is_best: bool) -> None:
     """``last.ckpt`` first: if a kill falls between the two files, ``_restore`` finds the best weights in it."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    save_checkpoint(run_dir / LAST, states | {"progress": asdict(state), "random": random_state()})
+    rest = {"progress": asdict(state), "random": random_state(), "data_fingerprint": data_fingerprint}
+    save_checkpoint(run_dir / LAST, states | rest)
     if is_best:
         _save_best(run_dir, state, states)
 
@@ -248,11 +250,17 @@ def _save_best(run_dir: Path, state: FitResult, states: Mapping[str, Any]) -> No
     save_checkpoint(run_dir / BEST, {"model": states["model"], "objective": states["objective"], **best})
 
 
-def _restore(run_dir: Path, parts: Mapping[str, Any]) -> FitResult:
+def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> FitResult:
     """Put every part where ``last.ckpt`` left it; without one, a fresh start."""
     if not (run_dir / LAST).exists():
         return FitResult()
     saved = load_checkpoint(run_dir / LAST)
+    if saved.get("data_fingerprint") != data_fingerprint:
+        raise RunError(
+            f"{run_dir / LAST} was trained on other data (fingerprint {saved.get('data_fingerprint')!r:.16}, now "
+            f"{data_fingerprint!r:.16}); delete it to start this run from its beginning, or choose another "
+            "paths.output_dir or dataset.name"
+        )
     try:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
@@ -266,4 +274,6 @@ def _restore(run_dir: Path, parts: Mapping[str, Any]) -> FitResult:
         ) from error
     if state.best_step == state.step:  # best.ckpt may not have been written any more
         _save_best(run_dir, state, saved)
+    elif state.best_step and not (run_dir / BEST).exists():
+        raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
     return state

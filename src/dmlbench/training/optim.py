@@ -1,6 +1,7 @@
 """Optimizers over named parameter groups: rates per group, no weight decay on batch norm, warm-up of some groups."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,11 +112,11 @@ def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: fl
         schedule.step()
 
 
-def clip_gradients(parameters: list[Parameter], *, norm: float | None, value: float | None) -> float | None:
-    """Clip by value, then by total norm; returns the total norm before its clipping, or None if it is not clipped.
+def clip_gradients(parameters: list[Parameter], *, norm: float | None, value: float | None) -> float:
+    """Clip by value, then by total norm; returns the total norm before its clipping (None: no limit).
 
     The order is that of the GSP framework, whose code sets both to 10.
     """
     if value is not None:
         torch.nn.utils.clip_grad_value_(parameters, value)
-    return None if norm is None else float(torch.nn.utils.clip_grad_norm_(parameters, norm))
+    return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if norm is None else norm))
