@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ def check(cfg: DictConfig) -> None:
             f"sampler.classes_per_batch ({cfg.sampler.classes_per_batch}) and sampler.images_per_class "
             f"({cfg.sampler.images_per_class}) must be at least 1"
         )
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(cfg.dataset.name)):
+        raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
     if cfg.num_workers < 0 or cfg.eval_batch_size < 1:
         raise ConfigError(
             f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"

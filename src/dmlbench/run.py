@@ -103,7 +103,8 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     result = store.read_result(run_dir)
     stored = OmegaConf.load(run_dir / store.CONFIG)
     if result["config_sha256"] != config_sha256(cfg):
-        old, new = (flatten(OmegaConf.to_container(c, resolve=True)) for c in (stored, cfg))
+        known = OmegaConf.merge(cfg, {"runtime": stored.runtime})
+        old, new = (flatten(OmegaConf.to_container(c, resolve=True)) for c in (stored, known))
         keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(NOT_PART_OF_A_RUN)]
         listing = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key))
         raise RunError(
@@ -140,6 +141,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     batches = build.build_train_batches(cfg, data, seed=seed)
     loggers = build.build_loggers(cfg, run_dir)
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
     try:
         progress = fit(
@@ -247,6 +249,7 @@ def _result(
         "best_step": progress.best_step,
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
+        "monitor": cfg.fit.monitor,
         "val_is_test": data.split.val_is_test,
         "search": "exact",
         "metrics": scores,

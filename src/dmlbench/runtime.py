@@ -41,12 +41,12 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every global generator, for a checkpoint that ``torch.load(weights_only=True)`` can read."""
+    """The state of the global generators (of CUDA: the current device's), readable with ``weights_only=True``."""
     name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
         "numpy": [
             name,
             torch.from_numpy(np.asarray(keys, dtype=np.int64)),
@@ -62,7 +62,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """Undo what happened since ``random_state()`` to the global generators."""
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+        torch.cuda.set_rng_state(state["cuda"][0].cpu())
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
     version, internal, gauss_next = state["python"]

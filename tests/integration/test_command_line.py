@@ -121,11 +121,11 @@ def test_bf16_and_channels_last_train_with_gsp_active(dmlbench, tmp_path) -> Non
 
 
 def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:
-    dmlbench("train", *TINY, "fit.max_steps=2")
+    dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
-    assert "is complete: nothing to do" in dmlbench("train", *TINY, "fit.max_steps=2")
+    assert "is complete: nothing to do" in dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
-    refused = dmlbench("train", *TINY, "fit.max_steps=2", "base_seed=1", code=1)
+    refused = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "base_seed=1", code=1)
     assert "base_seed: 0 -> 1" in refused
 
 

@@ -25,6 +25,7 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
             "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
             "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
             "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0, "pooling_started": True,
+            "monitor": "map_at_r",
         }  # fmt: skip
         write_result(path, result | changes)
 
@@ -85,7 +86,9 @@ def test_conventional_gives_best_and_mean_and_hpo_the_mean_of_validation(tmp_pat
     _write_runs(tmp_path / "a", repeats, aggregation="best_and_mean", folds=1)
     summary = aggregate_cell(find_runs(tmp_path / "a"), progress=False)
     values = [scores["p_at_1"] for scores in summary["raw"].values()]
-    assert summary["scores"]["best"]["p_at_1"] == {"mean": max(values), "std": None}
+    best = max(summary["raw"].values(), key=lambda scores: scores["map_at_r"])
+    assert summary["scores"]["best"]["map_at_r"] == {"mean": best["map_at_r"], "std": None}
+    assert summary["scores"]["best"]["p_at_1"] == {"mean": best["p_at_1"], "std": None}
     assert summary["scores"]["mean"]["p_at_1"]["std"] == pytest.approx(np.std(values))
     _write_runs(tmp_path / "b", repeats, aggregation="mean", folds=1)
     hpo = aggregate_cell(find_runs(tmp_path / "b"), progress=False)

@@ -1,6 +1,7 @@
 """Batches with equally many images of each of their classes, in an order that can be saved and taken up again."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class ClassBalancedBatchSampler:
                 f"classes_per_batch ({classes_per_batch}) exceeds the {len(self._sizes)} training classes; "
                 "lower sampler.classes_per_batch"
             )
+        filled_up = int((self._sizes < images_per_class).sum())
+        if filled_up:
+            logger.warning(
+                "%d of %d training classes have fewer than images_per_class (%d) images; theirs are drawn repeatedly",
+                filled_up, len(self._sizes), images_per_class,
+            )  # fmt: skip
         self.classes_per_batch = classes_per_batch
         self.images_per_class = images_per_class
         self.seed = seed

@@ -36,7 +36,7 @@ class ImageTransform:
             return self.pipeline(image)
         # torchvision draws from the global generator, which belongs to the model: it is put back afterwards.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return self.pipeline(image)
 
 

@@ -133,6 +133,9 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
         raise RunError(f"{path} is truncated or damaged ({error}); remove it and run the cell again") from error
     role = tensors["role"]
     sizes = {len(tensor) for tensor in tensors.values()}
+    others = [tensors[name] for name in _TENSORS if name != "rows"]
+    if any(tensor.ndim != 1 or tensor.is_floating_point() for tensor in others):
+        raise RunError(f"{path} is not an embedding file: labels, ids and role must be whole numbers [N]")
     if len(sizes) != 1 or tensors["rows"].ndim != 2 or not bool((role <= ROLE_GALLERY).all()):
         raise RunError(f"{path} is not an embedding file: rows, labels, ids and role do not fit together")
 

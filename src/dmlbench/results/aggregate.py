@@ -126,6 +126,8 @@ def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any
     for key, remedy in (
         ("dataset_fingerprint", "the data set changed between the runs; remove the older ones and run them again"),
         ("base_seed", "use one base_seed for all runs of a cell"),
+        ("n_query", "the test set changed between the runs; remove the older ones and run them again"),
+        ("n_gallery", "the test set changed between the runs; remove the older ones and run them again"),
     ):
         values: dict[Any, str] = {}
         for (fold, repeat), result in results.items():
@@ -191,5 +193,10 @@ def _over_repeats(
     }
     scores: dict[str, Any] = {"mean": mean}
     if kind == "best_and_mean":
-        scores["best"] = {metric: {"mean": float(values.max()), "std": None} for metric, values in columns.items()}
+        # One run, chosen by the score that it was selected by, with all its scores.
+        monitor = next(iter(results.values()))["monitor"]
+        best = int(columns[monitor].argmax())
+        scores["best"] = {metric: {"mean": float(values[best]), "std": None} for metric, values in columns.items()}
+        fold, repeat = list(results)[best]
+        return scores, {"n_collections": None, "best_run": f"fold{fold}_rep{repeat}"}
     return scores, {"n_collections": None}

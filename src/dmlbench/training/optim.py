@@ -25,8 +25,8 @@ class OptimizerSettings:
         optimizer: ``optimizer(parameter_groups) -> torch.optim.Optimizer`` with everything but rates and decay bound.
         lr: base learning rate, > 0.
         weight_decay: decay as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
-        decay_batch_norm: whether the affine parameters of normalization layers and biases (all parameters with one
-            dimension) decay too; the GSP framework excludes them.
+        decay_batch_norm: whether the affine parameters of normalization layers and biases (all vectors and
+            scalars) decay too; the GSP framework excludes them.
         lr_multipliers: factor on ``lr`` per group; a group that is not named has factor 1.
     """
 
@@ -72,7 +72,8 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimize
             if id(parameter) in seen:
                 raise ValueError(f"parameter {name} of group '{group}' is also in group '{seen[id(parameter)]}'")
             seen[id(parameter)] = group
-            rests = parameter.ndim <= 1 and not settings.decay_batch_norm
+            is_vector = parameter.numel() == max(parameter.shape, default=1)  # GeM's power has the shape of a map
+            rests = is_vector and not settings.decay_batch_norm
             (resting if rests else decaying).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):

@@ -40,8 +40,9 @@ class StopSignal:
             raise Preempted(EXIT_PREEMPTED if self.requested == signal.SIGTERM else EXIT_INTERRUPTED)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.requested = number
-        if not self._deferred:
+        again = self.requested and number == signal.SIGINT  # a second Ctrl-C does not wait
+        self.requested = self.requested or number  # the first one decides the exit code
+        if again or not self._deferred:
             self.check()
 
     def __enter__(self) -> "StopSignal":
