@@ -53,6 +53,15 @@ def check(cfg: DictConfig) -> None:
             f"sampler.classes_per_batch ({cfg.sampler.classes_per_batch}) and sampler.images_per_class "
             f"({cfg.sampler.images_per_class}) must be at least 1"
         )
+    if (
+        container["loss"].get("num_classes") is None
+        and min(cfg.sampler.classes_per_batch, cfg.sampler.images_per_class) < 2
+    ):
+        raise ConfigError(
+            f"{cfg.loss._target_} compares images with each other: sampler.classes_per_batch "
+            f"({cfg.sampler.classes_per_batch}) and sampler.images_per_class ({cfg.sampler.images_per_class}) must be "
+            "at least 2, or choose a loss with proxies"
+        )
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(cfg.dataset.name)):
         raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
     if cfg.num_workers < 0 or cfg.eval_batch_size < 1:

@@ -228,15 +228,15 @@ def _result(
     test: Evaluation | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    test_set = test is not None and data.split.test is not None
+    protocol = build.component(cfg.protocol)
     return {
         "cell_id": cell_id(cfg),
         "dataset": data.table.name,
         "dataset_fingerprint": data.table.fingerprint,
-        "protocol": build.component(cfg.protocol).name,
-        "aggregation": build.component(cfg.protocol).aggregation,
-        "num_folds": build.component(cfg.protocol).num_folds,
-        "num_repeats": build.component(cfg.protocol).num_repeats,
+        "protocol": protocol.name,
+        "aggregation": protocol.aggregation,
+        "num_folds": protocol.num_folds,
+        "num_repeats": protocol.num_repeats,
         "fold": cfg.fold,
         "repeat": cfg.repeat,
         "seed": run_seed(cfg),
@@ -253,9 +253,9 @@ def _result(
         "val_is_test": data.split.val_is_test,
         "search": "exact",
         "metrics": scores,
-        "n_query": test.n_query if test_set and test else 0,
-        "n_gallery": test.n_gallery if test_set and test else 0,
-        "n_skipped_queries": test.n_skipped_queries if test_set and test else 0,
+        "n_query": test.n_query if test else 0,
+        "n_gallery": test.n_gallery if test else 0,
+        "n_skipped_queries": test.n_skipped_queries if test else 0,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -121,6 +121,7 @@ MISTAKES = [
     (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
     (["fit.warmup_steps=300"], "warmup_steps \\(300\\)"),
     (["sampler.classes_per_batch=0"], "classes_per_batch \\(0\\)"),
+    (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
     (["fit.monitor=mapr"], "fit.monitor \\(mapr\\).*did you mean 'map_at_r'"),
     (["device=tpu"], "device 'tpu'"),
 ]
