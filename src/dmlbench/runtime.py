@@ -90,6 +90,13 @@ def select_device(name: str) -> torch.device:
     return device
 
 
+def available_cores() -> int:
+    """Processor cores that this process may use, which a scheduler may have limited."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def set_strict_float32() -> None:
     """Products of float32 numbers are float32 products (no TF32), so that CPU and GPU scores mean the same."""
     torch.backends.cuda.matmul.allow_tf32 = False

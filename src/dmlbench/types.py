@@ -54,7 +54,8 @@ class ImageTable:
             within itself, "query" and "gallery" rows to a test half with separate query and gallery sets.
         super_labels: [N] ids of the super-classes, or None.
         pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) uint8 when the whole data set is held as one array, else None.
-        fingerprint: hexadecimal digest of names, sizes and labels; the same data gives the same digest everywhere.
+        fingerprint: hexadecimal digest of names, sizes, labels and roles, the same wherever the data lie.
+        layout: in words, which of the data set's known layouts was found on disk; empty where there is but one.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ImageTable:
     super_labels: IntArray | None = None
     pixels: NDArray[np.uint8] | None = None
     fingerprint: str = ""
+    layout: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -160,10 +162,15 @@ class Neighbors:
     distance: Tensor
 
 
+_NAMES_IN_ERRORS = 40
+
+
 def closest(name: str, known: Sequence[str]) -> str:
     """A sentence part that points from a misspelt name to the known ones, for error messages."""
     import difflib
 
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listing = ", ".join(sorted(known))
+    listing = ", ".join(sorted(known)[:_NAMES_IN_ERRORS])
+    if len(known) > _NAMES_IN_ERRORS:
+        listing += f" and {len(known) - _NAMES_IN_ERRORS:,} more"
     return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
