@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmlbench.config import TrainConfig
+from dmlbench.data.image_cache import cached_images
+from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
-from dmlbench.data.samplers import ClassBalancedBatchSampler
+from dmlbench.data.transforms import CropTransform, Kernel
 from dmlbench.evaluation.metrics import score_names
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
@@ -32,6 +35,7 @@ from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
 
+_BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
@@ -48,23 +52,21 @@ def check(cfg: DictConfig) -> None:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
     _check_components(container, "")
-    if cfg.sampler.classes_per_batch < 1 or cfg.sampler.images_per_class < 1:
-        raise ConfigError(
-            f"sampler.classes_per_batch ({cfg.sampler.classes_per_batch}) and sampler.images_per_class "
-            f"({cfg.sampler.images_per_class}) must be at least 1"
-        )
-    if (
-        container["loss"].get("num_classes") is None
-        and min(cfg.sampler.classes_per_batch, cfg.sampler.images_per_class) < 2
-    ):
-        raise ConfigError(
-            f"{cfg.loss._target_} compares images with each other: sampler.classes_per_batch "
-            f"({cfg.sampler.classes_per_batch}) and sampler.images_per_class ({cfg.sampler.images_per_class}) must be "
-            "at least 2, or choose a loss with proxies"
-        )
+    sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
+    for key, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
+        if value < 2 and container["loss"].get("num_classes") is None:
+            raise ConfigError(
+                f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
+                "choose a loss with proxies"
+            )
+    for part in ("train", "eval"):
+        if not container["transform"].get(part):
+            raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(cfg.dataset.name)):
         raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
-    if cfg.num_workers < 0 or cfg.eval_batch_size < 1:
+    if (cfg.num_workers or 0) < 0 or cfg.eval_batch_size < 1:
         raise ConfigError(
             f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"
         )
@@ -74,8 +76,8 @@ def check(cfg: DictConfig) -> None:
         cfg.optim,
         cfg.pooling,
         cfg.evaluation,
-        cfg.dataset.train_transform,
-        cfg.dataset.eval_transform,
+        cfg.transform.train,
+        cfg.transform.eval,
     ):
         component(node)
     component(cfg.head, in_features=1)
@@ -140,7 +142,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
 
 
 # Arguments that only the wiring can give.
-_SET_BY_BUILD = ("in_features", "run_dir", "optimizer")
+_SET_BY_BUILD = ("in_features", "run_dir", "optimizer", "labels", "seed")
 
 
 @functools.cache
@@ -248,6 +250,44 @@ def build_data(cfg: DictConfig) -> Data:
     return Data(table, split, index)
 
 
+def image_opener(
+    cfg: DictConfig, table: ImageTable, device: torch.device, *, check: Callable[[], None] = lambda: None
+) -> Callable[[Any], ImageSource | torch.Tensor]:
+    """A function from a transform's node to the images as it wants them, each opened once.
+
+    Transforms that cut get a source: the image cache, which is built where there is none yet, or decoded files. Those
+    that move whole batches get a tensor of all images on the device.
+
+    Args:
+        cfg: the configuration.
+        table: the data set.
+        device: where tensors of whole data sets are held.
+        check: called now and then while the cache is built; what it raises ends that.
+
+    Raises (by the function):
+        DataError: an image cannot be read, the cache cannot be written, or images that must be equal in size are not.
+    """
+
+    @functools.cache
+    def opened(works_on: str, short_side: int | None, kernel: Kernel) -> ImageSource | torch.Tensor:
+        source: ImageSource = DecodedImages(table, short_side=short_side, kernel=kernel)
+        # Without a first resize the cache would hold whole photographs, tens of times the size of the files.
+        if cfg.image_cache and table.pixels is None and (short_side is not None or works_on == "batch"):
+            source = cached_images(
+                table, cfg.paths.cache_dir, short_side=short_side, kernel=kernel,
+                progress=sys.stderr.isatty(), check=check,
+            )  # fmt: skip
+        return pixel_tensor(table, source, device) if works_on == "batch" else source
+
+    def open_images(node: Any) -> ImageSource | torch.Tensor:
+        transform = component(node)
+        if isinstance(transform, CropTransform):
+            return opened("image", transform.resize, transform.kernel)
+        return opened("batch", None, "pillow")
+
+    return open_images
+
+
 def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets ``runtime.embedding_size``."""
     backbone = component(cfg.backbone)
@@ -270,31 +310,37 @@ def build_optimizer(cfg: DictConfig, model: MetricModel, objective: Objective) -
     return optimizer, component(cfg.schedule, optimizer=optimizer)
 
 
-def build_train_batches(cfg: DictConfig, data: Data, *, seed: int) -> TrainBatches:
+def build_train_batches(
+    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, seed: int, device: torch.device
+) -> TrainBatches:
     """The endless training batches of a run."""
-    sampler = ClassBalancedBatchSampler(
-        data.class_index[data.table.labels[data.split.train]],
-        classes_per_batch=cfg.sampler.classes_per_batch,
-        images_per_class=cfg.sampler.images_per_class,
-        seed=seed,
-    )
-    transform = component(cfg.dataset.train_transform)
+    sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
     return TrainBatches(
         data.table,
         data.split.train,
+        images=images,
         class_index=data.class_index,
         sampler=sampler,
-        transform=transform,
+        transform=component(cfg.transform.train),
         seed=seed,
+        device=device,
         num_workers=cfg.num_workers,
     )
 
 
-def build_eval_batches(cfg: DictConfig, data: Data) -> Callable[[IntArray], EvalBatches]:
+def build_eval_batches(
+    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, device: torch.device
+) -> Callable[[IntArray], EvalBatches]:
     """A function from table rows to their batches, without augmentation."""
-    transform = component(cfg.dataset.eval_transform)
+    transform = component(cfg.transform.eval)
     return lambda rows: EvalBatches(
-        data.table, rows, transform=transform, batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers
+        data.table,
+        rows,
+        images=images,
+        transform=transform,
+        batch_size=cfg.eval_batch_size,
+        device=device,
+        num_workers=cfg.num_workers,
     )
 
 

@@ -14,14 +14,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 @dataclass
-class SamplerConfig:
-    """Shape of a training batch: ``classes_per_batch`` classes with ``images_per_class`` images each."""
-
-    classes_per_batch: int = MISSING
-    images_per_class: int = MISSING
-
-
-@dataclass
 class PathsConfig:
     """Where files lie: results, data sets of the user, and images prepared once."""
 
@@ -44,7 +36,8 @@ class TrainConfig:
     """Top level of ``dmlbench train``: one run is one cell at its coordinates (fold, repeat)."""
 
     dataset: Any = MISSING
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    transform: Any = MISSING
+    sampler: Any = MISSING
     protocol: Any = MISSING
     backbone: Any = MISSING
     pooling: Any = MISSING
@@ -60,7 +53,8 @@ class TrainConfig:
     repeat: int = 0
     base_seed: int = 0
     device: str = "auto"
-    num_workers: int = 0
+    num_workers: int | None = None
+    image_cache: bool = True
     eval_batch_size: int = 128
     paths: PathsConfig = field(default_factory=PathsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -75,7 +69,7 @@ class EvaluateConfig:
     from_checkpoint: bool = False
     evaluation: Any = MISSING
     device: str = "auto"
-    num_workers: int = 0
+    num_workers: int | None = None
 
 
 @dataclass
@@ -116,6 +110,7 @@ NOT_PART_OF_A_CELL = ("fold", "repeat", "base_seed")
 NOT_PART_OF_A_RUN = (
     "device",
     "num_workers",
+    "image_cache",
     "eval_batch_size",
     "paths",
     "runtime",

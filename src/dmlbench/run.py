@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
+from dmlbench.data.images import ImageSource
 from dmlbench.evaluation.embed import embed, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.models.net import MetricModel
@@ -126,6 +127,8 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     set_strict_float32()
     seed = run_seed(cfg)
     data = build.build_data(cfg)
+    open_images = build.image_opener(cfg, data.table, device, check=stop.check)
+    train_images, eval_images = open_images(cfg.transform.train), open_images(cfg.transform.eval)
     seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
     model = build.build_model(cfg)
     objective = build.build_objective(cfg)
@@ -137,8 +140,8 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes
     )
 
-    scorer = Scorer(cfg, data, model, device)
-    batches = build.build_train_batches(cfg, data, seed=seed)
+    scorer = Scorer(cfg, data, eval_images, model, device)
+    batches = build.build_train_batches(cfg, data, train_images, seed=seed, device=device)
     loggers = build.build_loggers(cfg, run_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -183,13 +186,21 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
 class Scorer:
     """Embeds and scores retrieval sets with a model: what validation and test share."""
 
-    def __init__(self, cfg: DictConfig, data: Data, model: MetricModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        data: Data,
+        images: ImageSource | torch.Tensor,
+        model: MetricModel,
+        device: torch.device,
+    ) -> None:
         self.data = data
         self.model = model
         self.device = device
         self.spec = build.component(cfg.evaluation)
         self.precision = cfg.fit.precision
-        self.batches = build.build_eval_batches(cfg, data)
+        self.memory_format = torch.channels_last if cfg.fit.channels_last else torch.contiguous_format
+        self.batches = build.build_eval_batches(cfg, data, images, device=device)
 
     def validate(self) -> dict[str, float]:
         """Scores of the current weights on the validation set."""
@@ -208,7 +219,7 @@ class Scorer:
 
         def rows_of(images: torch.Tensor) -> torch.Tensor:
             with autocast(self.device, self.precision):
-                return self.model(images).embedding
+                return self.model(images.contiguous(memory_format=self.memory_format)).embedding
 
         return embed(
             rows_of,

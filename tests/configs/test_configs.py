@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,15 @@ def options(group: str) -> list[str]:
 ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
 SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "hydra")]
 
-OURS = [(g, o) for g, o in SINGLE if "\n_target_: dmlbench." in (CONF / g / f"{o}.yaml").read_text()]
+OURS = [(g, o) for g, o in SINGLE if "_target_: dmlbench." in (CONF / g / f"{o}.yaml").read_text()]
+
+
+def components(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if str(node.get("_target_", "")).startswith("dmlbench."):
+            yield node
+        for value in node.values():
+            yield from components(value)
 
 
 @pytest.mark.parametrize(("group", "option"), SINGLE)
@@ -37,11 +47,12 @@ def test_every_option_composes_and_fits_the_signature_of_its_target(group: str, 
 @pytest.mark.parametrize(("group", "option"), OURS)
 def test_every_option_spells_out_every_argument_of_its_target(group: str, option: str) -> None:
     cfg = compose("train", [f"{group}={option}"])
-    node = OmegaConf.to_container(cfg[group], resolve=False)
-    assert isinstance(node, dict)
-    parameters, _ = build._parameters(build._import(node["_target_"], group))
-    derived = {"in_features", "run_dir", "mean", "std", "out_levels", "out_indices", "num_channels"}
-    assert set(parameters) - set(node) - derived == set()
+    derived = {"in_features", "run_dir", "mean", "std", "out_levels", "out_indices", "num_channels", "labels", "seed"}
+    nodes = list(components(OmegaConf.to_container(cfg[group], resolve=False)))
+    assert nodes
+    for node in nodes:
+        parameters, _ = build._parameters(build._import(node["_target_"], group))
+        assert set(parameters) - set(node) - derived == set()
 
 
 @pytest.mark.parametrize(
@@ -84,13 +95,28 @@ def test_other_commands_compose(name: str) -> None:
     compose(name, [])
 
 
+def test_a_data_set_brings_its_transform_and_the_command_line_decides() -> None:
+    assert compose("train", ["dataset=glyphs"]).transform.train.padding == 4
+    assert compose("train", ["dataset=cars196"]).transform.train.crop == 227
+    assert compose("train", ["dataset=cars196", "transform=avsl"]).transform.train.crop == 224
+    assert compose("train", ["dataset=glyphs", "transform=avsl"]).transform.train.crop == 224
+    assert compose("train", ["experiment=demo"]).transform.train.padding == 3
+
+
 def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
     def cell(*overrides: str) -> str:
         return cell_id(compose("train", list(overrides)))
 
     same = (
         *("fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y"),
-        *("paths.cache_dir=z", "fit.keep=both", "fit.checkpoint_every=7", "evaluation.tile_bytes=1048576"),
+        *(
+            "num_workers=null",
+            "image_cache=false",
+            "paths.cache_dir=z",
+            "fit.keep=both",
+            "fit.checkpoint_every=7",
+            "evaluation.tile_bytes=1048576",
+        ),
         *("evaluation.back_end=torch", "logger=tensorboard"),
     )
     for override in same:
@@ -124,6 +150,11 @@ MISTAKES = [
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
     (["fit.monitor=mapr"], "fit.monitor \\(mapr\\).*did you mean 'map_at_r'"),
     (["device=tpu"], "device 'tpu'"),
+    (["transform=mlcr"], "transform=mlcr is unknown: did you mean 'mlrc'"),
+    (["transform.train.padding=-1"], "padding \\(-1\\)"),
+    (["transform=mlrc", "transform.eval.crop=300"], "crop \\(300\\) exceeds resize \\(256\\)"),
+    (["sampler=random", "sampler.batch_size=0"], "sampler.batch_size \\(0\\)"),
+    (["sampler.images_per_clas=2"], "did you mean 'images_per_class'"),
 ]
 
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from dmlbench.data.image_cache import cached_images
+from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.samplers import ClassBalancedBatchSampler
 from dmlbench.data.table import make_table
-from dmlbench.data.transforms import Transform, identity, mlrc_eval, mlrc_train, random_shift
+from dmlbench.data.transforms import Transform, center_crop, identity, random_resized_crop, random_shift
 from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray, RunError
 
 CLASSES, IMAGES = 6, 5
@@ -52,12 +54,38 @@ def table_of(root: str, pixels: np.ndarray | None) -> ImageTable:
 
 
 def batches_of(
-    table: ImageTable, transform: Transform, *, num_workers: int = 0, seed: int = 3, rows: IntArray = TRAIN
+    table: ImageTable, transform: Transform, *, num_workers: int | None = 0, seed: int = 3, rows: IntArray = TRAIN
 ) -> TrainBatches:
     sampler = ClassBalancedBatchSampler(table.labels[rows], classes_per_batch=3, images_per_class=2, seed=1)
     index = class_index(table, rows)
     return TrainBatches(
-        table, rows, class_index=index, sampler=sampler, transform=transform, seed=seed, num_workers=num_workers
+        table,
+        rows,
+        images=opened(table, transform),
+        class_index=index,
+        sampler=sampler,
+        transform=transform,
+        seed=seed,
+        num_workers=num_workers,
+    )
+
+
+def opened(table: ImageTable, transform: Transform) -> ImageSource | torch.Tensor:
+    if transform.works_on == "batch":
+        return pixel_tensor(table, DecodedImages(table, short_side=None), torch.device("cpu"))
+    return DecodedImages(table, short_side=transform.resize)
+
+
+def eval_batches(
+    table: ImageTable, rows: IntArray, transform: Transform, *, batch_size: int, num_workers: int = 0
+) -> EvalBatches:
+    return EvalBatches(
+        table,
+        rows,
+        images=opened(table, transform),
+        transform=transform,
+        batch_size=batch_size,
+        num_workers=num_workers,
     )
 
 
@@ -68,8 +96,26 @@ def equal(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
+def batches_from(
+    table: ImageTable, rows: IntArray, index: IntArray, sampler: ClassBalancedBatchSampler
+) -> TrainBatches:
+    return TrainBatches(
+        table,
+        rows,
+        images=opened(table, identity()),
+        class_index=index,
+        sampler=sampler,
+        transform=identity(),
+        seed=0,
+    )
+
+
 def small_crops() -> Transform:
-    return mlrc_train(resize=24, crop=16)
+    return random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0))
+
+
+def small_center() -> Transform:
+    return center_crop(resize=24, crop=16)
 
 
 def test_a_batch_has_rgb_images_renumbered_labels_and_table_rows() -> None:
@@ -164,23 +210,66 @@ def test_an_unreadable_image_ends_in_one_error_that_names_it(num_workers: int, t
         list(islice(batches, 20))
     assert "Traceback" not in str(caught.value)
     with pytest.raises(DataError, match=r"17\.png"):
-        list(EvalBatches(table, TRAIN, transform=mlrc_eval(resize=24, crop=16), batch_size=4, num_workers=num_workers))
+        list(eval_batches(table, TRAIN, small_center(), batch_size=4, num_workers=num_workers))
 
 
 def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> None:
-    table = file_table(tmp_path)
     with pytest.raises(DataError, match=r"differ in size .* use one that crops"):
-        next(batches_of(table, identity()))
-    same = np.array([12, 15, 18, 21])  # every third is as wide
-    (batch,) = EvalBatches(table, same, transform=identity(), batch_size=8)
-    assert batch.images.shape == (4, 3, 40, 30)
+        batches_of(file_table(tmp_path), identity())
+
+
+def test_files_of_one_size_are_held_as_one_tensor(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for i in range(CLASSES * IMAGES):
+        Image.fromarray(random.integers(0, 255, (14, 11, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    (batch,) = eval_batches(table_of(str(tmp_path), None), TRAIN[:4], identity(), batch_size=8)
+    assert batch.images.shape == (4, 3, 14, 11)
+    expected = np.asarray(Image.open(tmp_path / f"{TRAIN[2]}.png"))
+    np.testing.assert_array_equal(batch.images[2].permute(1, 2, 0).numpy(), expected)
+
+
+@pytest.mark.parametrize("kernel", ["pillow", "torch"])
+def test_batches_from_the_cache_are_those_from_the_files_to_the_bit(kernel: str, tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    train = random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0), kernel=kernel)  # type: ignore[arg-type]
+    test = center_crop(resize=24, crop=16, kernel=kernel)  # type: ignore[arg-type]
+    sources = [
+        DecodedImages(table, short_side=24, kernel=kernel),  # type: ignore[arg-type]
+        cached_images(table, tmp_path / "cache", short_side=24, kernel=kernel),  # type: ignore[arg-type]
+    ]
+    for num_workers in (0, 1):
+        runs = []
+        for source in sources:
+            sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=3, images_per_class=2, seed=1)
+            batches = TrainBatches(
+                table, TRAIN, images=source, class_index=class_index(table, TRAIN), sampler=sampler, transform=train,
+                seed=3, num_workers=num_workers,
+            )  # fmt: skip
+            runs.append(list(islice(batches, 5)))
+            batches.close()
+            runs[-1] += EvalBatches(table, TRAIN, images=source, transform=test, batch_size=8, num_workers=num_workers)
+        assert equal(*runs)
+
+
+def test_a_mirrored_image_is_the_image_mirrored(tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    plain, mirrored = (
+        next(batches_of(table, random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0), flip=flip)))
+        for flip in (0, 1)
+    )
+    assert torch.equal(mirrored.images, plain.images.flip(-1))
+
+
+def test_automatic_workers_are_none_for_a_tensor_and_one_for_files_on_a_cpu(tmp_path: Path) -> None:
+    assert batches_of(array_table(), identity(), num_workers=None)._num_workers == 0
+    assert batches_of(file_table(tmp_path), small_crops(), num_workers=None)._num_workers == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: int) -> None:
     table = array_table()
     rows = np.array([29, 0, 7, 8, 3, 11, 12])
-    batches = EvalBatches(table, rows, transform=identity(), batch_size=3, num_workers=num_workers)
+    batches = eval_batches(table, rows, identity(), batch_size=3, num_workers=num_workers)
     assert len(batches) == 3
     for _ in range(2):
         parts = list(batches)
@@ -191,7 +280,7 @@ def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: 
         np.testing.assert_array_equal(torch.cat([b.images for b in parts])[:, 0].numpy(), table.pixels[rows])
     first = next(iter(batches))  # an iteration that is given up ends its workers
     assert first.ids.tolist() == [29, 0, 7]
-    assert list(EvalBatches(table, rows[:0], transform=identity(), batch_size=3, num_workers=num_workers)) == []
+    assert list(eval_batches(table, rows[:0], identity(), batch_size=3, num_workers=num_workers)) == []
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -199,15 +288,19 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ConfigError, match=r"num_workers \(-1\)"):
         batches_of(table, identity(), num_workers=-1)
     with pytest.raises(ConfigError, match="batch_size"):
-        EvalBatches(table, TRAIN, transform=identity(), batch_size=0)
+        eval_batches(table, TRAIN, identity(), batch_size=0)
     with pytest.raises(ConfigError, match="evaluation transform is random"):
-        EvalBatches(table, TRAIN, transform=random_shift(padding=1), batch_size=2)
+        eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
     sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
     index = class_index(table, TRAIN)
     with pytest.raises(ConfigError, match="20 labels"):
-        TrainBatches(table, TRAIN[:5], class_index=index, sampler=sampler, transform=identity(), seed=0)
+        batches_from(table, TRAIN[:5], index, sampler)
     with pytest.raises(ConfigError, match="class_index has no number"):
-        TrainBatches(table, TRAIN - 10, class_index=index, sampler=sampler, transform=identity(), seed=0)
+        batches_from(table, TRAIN - 10, index, sampler)
+    with pytest.raises(ConfigError, match="works on single images"):
+        EvalBatches(
+            table, TRAIN, images=torch.zeros(30, 8, 8, dtype=torch.uint8), transform=small_center(), batch_size=2
+        )
 
 
 @pytest.mark.slow
@@ -217,10 +310,10 @@ def test_sigterm_to_the_whole_group_is_the_main_process_s_affair_and_no_worker_s
         f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_loaders import array_table, batches_of, random_shift
+        from test_loaders import array_table, batches_of, small_crops
         asked = []
         signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-        batches = batches_of(array_table(), random_shift(padding=1), num_workers=2)
+        batches = batches_of(array_table(), small_crops(), num_workers=2)
         next(batches)
         import multiprocessing
         print(*(p.pid for p in multiprocessing.active_children()), flush=True)

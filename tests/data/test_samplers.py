@@ -1,4 +1,4 @@
-"""The class-balanced sampler: what a batch and an epoch hold, and that its state is enough to go on."""
+"""The samplers: what a batch and an epoch hold, and that their state is enough to go on."""
 
 from collections import Counter
 from itertools import islice
@@ -6,7 +6,14 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dmlbench.data.samplers import ClassBalancedBatchSampler, IndexBatch
+from dmlbench.data.samplers import (
+    ClassBalancedBatchSampler,
+    IndependentClassBatchSampler,
+    IndexBatch,
+    RandomBatchSampler,
+    RandomClassBatchSampler,
+    RotatingClassBatchSampler,
+)
 from dmlbench.types import ConfigError, IntArray, RunError
 
 SIZES = [1, 3, 4, 9, 17, 20, 20, 21]  # images of each class
@@ -145,12 +152,121 @@ def test_more_classes_than_there_are_is_refused_with_the_remedy() -> None:
         sampler_of(SIZES, 2, 0)
 
 
-def test_planning_an_epoch_of_sop_size_takes_a_fraction_of_a_second() -> None:
-    import time
+KINDS = {
+    "class_balanced": lambda labels, seed=0: ClassBalancedBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "rotating": lambda labels, seed=0: RotatingClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "independent": lambda labels, seed=0: IndependentClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "random_class": lambda labels, seed=0: RandomClassBatchSampler(
+        labels, classes_per_batch=3, batch_size=6, seed=seed
+    ),
+    "random": lambda labels, seed=0: RandomBatchSampler(labels, batch_size=6, seed=seed),
+}
 
-    random = np.random.default_rng(0)
-    labels = np.concatenate([np.arange(11_318), np.arange(11_318), random.integers(0, 11_318, 59_551 - 2 * 11_318)])
-    start = time.perf_counter()
-    sampler = ClassBalancedBatchSampler(labels, classes_per_batch=8, images_per_class=4, seed=0)
-    assert time.perf_counter() - start < 1.0
-    assert len(sampler) >= 11_318 // 8
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taken", [0, 5, 33])
+def test_every_kind_resumes_with_the_very_batches_and_depends_on_its_seed(kind: str, taken: int) -> None:
+    make = KINDS[kind]
+    whole = [b.rows.tolist() for b in islice(make(labels_of(SIZES)), taken + 40)]
+    assert all(len(rows) == 6 for rows in whole)
+    first = make(labels_of(SIZES))
+    for _ in range(taken):
+        next(first)
+    second = make(labels_of(SIZES))
+    second.load_state_dict(first.state_dict())
+    assert [b.rows.tolist() for b in islice(second, 40)] == whole[taken:]
+    assert [b.rows.tolist() for b in islice(make(labels_of(SIZES), 1), taken + 40)] != whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_another_kind_is_refused(kind: str) -> None:
+    sampler = KINDS[kind](labels_of(SIZES))
+    for other, make in KINDS.items():
+        if other != kind:
+            with pytest.raises(RunError, match="kind = "):
+                make(labels_of(SIZES)).load_state_dict(sampler.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["rotating", "independent"])
+def test_balanced_kinds_draw_every_class_equally_often_whatever_its_size(kind: str) -> None:
+    sampler = KINDS[kind](labels_of(SIZES))
+    counts: Counter[int] = Counter()
+    batches = 2000
+    for batch in islice(sampler, batches):
+        classes = sampler.labels[batch.rows].reshape(3, 2)
+        assert (classes == classes[:, :1]).all()
+        assert len(set(classes[:, 0].tolist())) == 3
+        counts.update(classes[:, 0].tolist())
+    expected = batches * 3 / len(SIZES)
+    # Draws without replacement within a batch vary less than independent ones: chi-square with 7 degrees, 0.1 %.
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 24.3
+
+
+def test_rotating_takes_the_images_of_a_class_without_replacement_until_too_few_are_left() -> None:
+    sampler = RotatingClassBatchSampler(labels_of([7] * 6), classes_per_batch=2, images_per_class=2, seed=3)
+    rounds: dict[int, list[int]] = {}
+    for batch in epoch_of(sampler, 0):
+        for label, pair in zip(
+            sampler.labels[batch.rows][::2].tolist(), batch.rows.reshape(2, 2).tolist(), strict=True
+        ):
+            rounds.setdefault(label, []).extend(pair)
+    assert max(len(rows) for rows in rounds.values()) > 3  # some class was drawn more than once
+    for rows in rounds.values():
+        for start in range(0, len(rows), 6):  # three pairs of seven images, then a new shuffle
+            assert len(set(rows[start : start + 6])) == len(rows[start : start + 6])
+
+
+def test_rotating_has_as_many_batches_as_the_public_code() -> None:
+    for images in (24, 25, 23):  # while the number of images taken plus a batch is below N
+        sampler = RotatingClassBatchSampler(
+            labels_of([images - 20, 10, 10]), classes_per_batch=2, images_per_class=2, seed=0
+        )
+        taken, batches = 0, 0
+        while taken + 4 < images:
+            taken, batches = taken + 4, batches + 1
+        assert len(sampler) == batches
+
+
+def test_independent_draws_images_with_replacement_and_uniformly() -> None:
+    sampler = IndependentClassBatchSampler(labels_of([4] * 3), classes_per_batch=3, images_per_class=3, seed=0)
+    rows = np.concatenate([b.rows for b in islice(sampler, 1500)])
+    counts = np.bincount(rows, minlength=12)
+    assert ((counts - len(rows) / 12) ** 2 / (len(rows) / 12)).sum() < 31.3  # chi-square, 11 degrees, 0.1 %
+    assert any(len(set(b.rows.tolist())) < 9 for b in islice(sampler, 20))
+
+
+def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
+    sampler = RandomClassBatchSampler(labels_of([9] * 10), classes_per_batch=4, batch_size=12, seed=0)
+    kinds = [len(set(sampler.labels[b.rows].tolist())) for b in islice(sampler, 200)]
+    assert max(kinds) == 4
+    assert min(kinds) >= 2
+    shares = {tuple(sorted(Counter(sampler.labels[b.rows].tolist()).values())) for b in islice(sampler, 50)}
+    assert len(shares) > 5
+
+
+def test_random_batches_hold_every_image_once_an_epoch_but_for_the_incomplete_last_batch() -> None:
+    sampler = RandomBatchSampler(labels_of([50, 3]), batch_size=10, seed=0)
+    for epoch in range(2):
+        batches = epoch_of(KINDS["random"](labels_of([50, 3])), epoch)
+        rows = np.concatenate([b.rows for b in batches])
+        assert len(set(rows.tolist())) == len(rows) == 48
+    assert len(sampler) == 5
+
+
+@pytest.mark.parametrize("kind", ["rotating", "independent", "random_class", "random"])
+def test_a_batch_larger_than_the_training_set_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.\w+ \(\d\).* exceeds the 5 training images; lower it"):
+        KINDS[kind](labels_of([2, 2, 1]))
+
+
+def test_small_and_single_classes_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    sampler_of([1, 1, 3, 9], 2, 4)
+    (record,) = caplog.records
+    assert "3 of 4 training classes have fewer than images_per_class (4)" in record.message
+    assert "2 have a single image" in record.message

@@ -52,7 +52,8 @@ def evaluate_run(path: str, cfg: DictConfig) -> tuple[Evaluation, dict[str, floa
     model = build.build_model(config)
     model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
     build.move(model, model, device, channels_last=config.fit.channels_last)
-    scorer = Scorer(config, data, model, device)
+    images = build.image_opener(config, data.table, device)(config.transform.eval)
+    scorer = Scorer(config, data, images, model, device)
     return scorer.score(*scorer.embed(data.split.test)), stored
 
 
