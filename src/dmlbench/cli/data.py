@@ -1,28 +1,85 @@
-"""``dmlbench data``: what data sets are known, and what one of them holds."""
+"""``dmlbench data``: what data sets are known, what one of them holds, whether it is whole, and making it ready."""
 
 import argparse
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
 
 from dmlbench.cli.front import compose, config_folder
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, DataError, ImageTable, closest
+
+if TYPE_CHECKING:
+    from dmlbench.data.catalog import Source
+    from dmlbench.data.files import Progress
+    from dmlbench.data.verify import Report
+
+_NAMED = 10
 
 
 def main(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    options, overrides = parser.parse_known_args(list(arguments))
+    for unknown in overrides:
+        if unknown.startswith("-"):
+            parser.error(f"unknown option {unknown}; see dmlbench data {options.command} --help")
+    if options.command == "list":
+        _list(overrides)
+        return
+    if options.name not in known():
+        raise ConfigError(f"data set '{options.name}' is unknown: {closest(options.name, known())}")
+    cfg = compose("train", [f"dataset={options.name}", *overrides])
+    if options.command == "stats":
+        print("\n".join(_described(_load(cfg, options.name))))
+    elif options.command == "verify":
+        _verify(cfg, options.name, decode=options.decode, jobs=options.jobs)
+    else:
+        _prepare(cfg, options, overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dmlbench data",
-        description="List the data sets, or read one and print its counts.",
-        epilog="example: dmlbench data stats omniglot paths.data_dir=/data",
+        description="List the data sets, count what one holds, look at every image of it, or make it ready.",
+        epilog="example: dmlbench data verify cub200 paths.data_dir=/data",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="every data set that the configuration knows")
-    stats = commands.add_parser("stats", help="read a data set and print its counts")
-    stats.add_argument("name", help="a data set of `dmlbench data list`")
-    stats.add_argument("overrides", nargs="*", help="key=value as for `dmlbench train`")
-    options = parser.parse_args(list(arguments))
-    if options.command == "list":
-        _list()
-    else:
-        _stats(options.name, options.overrides)
+    about = {
+        "list": "every data set that the configuration knows, and whether it is on disk",
+        "stats": "read a data set's lists and print its counts",
+        "verify": "count a data set and decode every image; exit code 0 when it is whole, else 1",
+        "prepare": "extract or download a data set's archives and put them where they belong",
+    }
+    options_of = {
+        "verify": "[--no-decode] [--jobs N] ",
+        "prepare": "[--from FILE ...] [--password WORD] [--no-download] [--accept-other-checksum] ",
+    }
+    command = {}
+    for name, text in about.items():
+        usage = f"dmlbench data {name} {'' if name == 'list' else 'NAME '}{options_of.get(name, '')}[key=value ...]"
+        command[name] = commands.add_parser(
+            name, help=text, description=text, usage=usage, epilog="key=value as for `dmlbench train`"
+        )
+        if name != "list":
+            command[name].add_argument("name", help="a data set of `dmlbench data list`")
+    command["verify"].add_argument("--no-decode", dest="decode", action="store_false", help="counts only, in seconds")
+    command["verify"].add_argument("--jobs", type=_positive, help="threads that decode (default: one per core)")
+    add = command["prepare"].add_argument
+    add("--from", dest="given", action="append", default=[], metavar="FILE", help="an archive; may be repeated")
+    add("--password", metavar="WORD", help="of encrypted archives, as the publisher sent it")
+    add("--no-download", dest="download", action="store_false", help="use only what lies on disk")
+    add("--accept-other-checksum", action="store_true", help="take archives that differ from the published ones")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be 1 or more")
+    return int(text)
 
 
 def known() -> list[str]:
@@ -30,27 +87,193 @@ def known() -> list[str]:
     return sorted(path.stem for path in (config_folder() / "dataset").glob("*.yaml"))
 
 
-def _list() -> None:
+# ---- list
+
+
+def _list(overrides: Sequence[str]) -> None:
+    from dmlbench.data.catalog import SOURCES, is_found, published
+
+    root = Path(compose("train", overrides).paths.data_dir)
     for name in known():
         first = (config_folder() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        print(f"{name:<16} {first.lstrip('# ')}")
+        print(f"{name:<15} {first.lstrip('# ')}")
+        source = SOURCES.get(name)
+        if source is None:
+            continue
+        counts = published(source)
+        found = is_found(source, root) if root.is_dir() else None
+        where = f"found in {found[0]}: {found[1].description}" if found else f"not found in {root}"
+        print(f"{'':<15} {where}")
+        if counts:
+            print(f"{'':<15} published: {counts}")
+    print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
-def _stats(name: str, overrides: Sequence[str]) -> None:
-    if name not in known():
-        raise ConfigError(f"data set '{name}' is unknown: {closest(name, known())}")
-    cfg = compose("train", [f"dataset={name}", *overrides])
+# ---- stats
 
-    import numpy as np
+
+def _load(cfg: DictConfig, name: str) -> ImageTable:
+    """The table; where the data set is not there at all, the error also says how to get it."""
+    from dmlbench.data.catalog import SOURCES, find
+
+    source = SOURCES.get(name)
+    if source is not None and "root" in cfg.dataset.table:
+        try:
+            find(source, cfg.dataset.table.root)
+        except DataError as error:
+            raise DataError(f"{error}\n{_how_to_get(source)}") from None
 
     from dmlbench.build import component
 
     table = component(cfg.dataset.table)
-    counts = np.bincount(table.labels, minlength=table.num_classes)
-    print(f"{table.name}: {len(table)} images of {table.num_classes} classes")
-    for role in ("train", "test", "query", "gallery"):
-        rows = table.role == role
-        if rows.any():
-            print(f"  {role:<8} {int(rows.sum())} images of {len(np.unique(table.labels[rows]))} classes")
-    print(f"  images per class: {counts.min()} to {counts.max()}, median {int(np.median(counts))}")
-    print(f"  fingerprint: {table.fingerprint}")
+    assert isinstance(table, ImageTable)
+    return table
+
+
+def _how_to_get(source: "Source") -> str:
+    downloads = all(archive.urls for archive in source.alternatives[0])
+    command = f"`dmlbench data prepare {source.name}`"
+    return (
+        f"  {command} {'downloads it' if downloads else 'extracts the archives, once they are there'}. By hand: "
+        f"{source.by_hand}.\n  Terms: {source.terms}. Cite: {source.citation}."
+    )
+
+
+def _described(table: ImageTable) -> list[str]:
+    """Counts, place and fingerprint of a data set, one line each."""
+    import numpy as np
+
+    from dmlbench.data.verify import counts_by_role
+
+    per_class = np.bincount(table.labels, minlength=table.num_classes)
+    lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
+    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts_by_role(table).items()]
+    lines += [f"  images per class: {per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}"]
+    if table.super_labels is not None:
+        lines += [f"  super-classes: {len(np.unique(table.super_labels))}"]
+    if table.root:
+        lines += [f"  root: {table.root}"]
+    if table.layout:
+        lines += [f"  layout: {table.layout}"]
+    if table.pixels is not None:
+        lines += [f"  held as one array: {' x '.join(map(str, table.pixels.shape[1:]))} pixels"]
+    return [*lines, f"  fingerprint: {table.fingerprint}"]
+
+
+# ---- verify
+
+
+def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> None:
+    from tqdm import tqdm
+
+    from dmlbench.data.catalog import SOURCES, published
+    from dmlbench.data.verify import Report, counts_by_role, unlisted, verify
+    from dmlbench.runtime import available_cores
+
+    table = _load(cfg, name)
+    print("\n".join(_described(table)))
+    expected = published(SOURCES[name]) if name in SOURCES else None
+    is_benchmark = expected is not None and counts_by_role(table) == dict(expected.by_role)
+    is_published = is_benchmark or cfg.dataset.table.get("check_counts") is True  # then the loader insisted on them
+    if expected is not None:
+        print(f"  published: {expected}" + ("" if is_benchmark else " (not what is here)"))
+    sys.stdout.flush()
+    if decode:
+        bar = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
+
+        def watch(count: int) -> None:
+            bar.update(count)
+
+        with bar:
+            report = verify(table, num_threads=jobs or available_cores(), watch=watch)
+    else:
+        report = Report(unlisted=tuple(unlisted(table)))
+    print("\n".join(_findings(report)))
+    print(_verdict(name, report, is_benchmark=is_benchmark, is_published=is_published, has_counts=expected is not None))
+    if not report.is_whole:
+        sys.exit(1)
+
+
+def _findings(report: "Report") -> list[str]:
+    from dmlbench.data.verify import TINY_SIDE
+
+    twins = report.duplicates
+    lines = [f"  looked at: {report.looked_at} images" if report.looked_at else "  images were not decoded"]
+    if report.broken:
+        lines += [f"  cannot be read: {len(report.broken)}"]
+        lines += _first([f"{path}: {reason}" for path, reason in report.broken])
+    if report.modes:
+        modes = ", ".join(f"{count} {mode}" for mode, count in report.modes.items())
+        lines += [f"  converted to RGB when read: {modes}"]
+    if report.rotated:
+        lines += [f"  turned upright by EXIF when read: {report.rotated}"]
+    for text, names in ((f"smaller than {TINY_SIDE} pixels", report.tiny), ("of one color", report.constant)):
+        if names:
+            lines += [f"  {text}: {len(names)}", *_first(names)]
+    if twins.groups:
+        lines += [
+            f"  identical images: {len(twins.groups)} groups of {twins.images} images in all; {twins.across_classes} "
+            f"groups across classes, {twins.across_halves} across train and test",
+            *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
+        ]
+    if report.unlisted:
+        lines += [f"  on disk but not listed: {len(report.unlisted)}", *_first(report.unlisted)]
+    return lines
+
+
+def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
+    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
+
+
+def _verdict(name: str, report: "Report", *, is_benchmark: bool, is_published: bool, has_counts: bool) -> str:
+    if report.broken:
+        return (
+            f"{name} is damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
+        )
+    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
+    if is_benchmark:
+        return f"{name} is {state}: the benchmark of the papers"
+    if is_published:
+        return f"{name} is {state}: the part that is asked for has its published counts"
+    if has_counts:
+        return f"{name} is readable, but not the benchmark of the papers: its counts differ from the published ones"
+    return f"{name} is {state}" + (": every image can be read" if report.looked_at else "")
+
+
+# ---- prepare
+
+
+def _prepare(cfg: DictConfig, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from dmlbench.data.catalog import SOURCES
+    from dmlbench.data.prepare import prepare
+
+    source = SOURCES.get(options.name)
+    if source is None:
+        raise ConfigError(
+            f"there is nothing to prepare for '{options.name}'; {', '.join(sorted(SOURCES))} have archives"
+        )
+    print(f"{source.title}, {source.home}\n  terms: {source.terms}\n  cite: {source.citation}")
+    prepared = prepare(
+        source, cfg.dataset.table.root, given=options.given, password=options.password, download=options.download,
+        accept_other_checksum=options.accept_other_checksum, stage=_stage,
+    )  # fmt: skip
+    print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
+    print("\n".join(_described(_load(cfg, options.name))))
+    print("next: " + shlex.join(["dmlbench", "data", "verify", options.name, *overrides]))
+
+
+@contextmanager
+def _stage(text: str) -> "Iterator[Progress]":
+    """Print what is being done; on a terminal, a bar of its bytes."""
+    from tqdm import tqdm
+
+    print(f"  {text}", flush=True)
+    bar: Any = tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc=text, disable=None, leave=False)
+
+    def progress(done: int, total: int | None) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with bar:
+        yield progress

@@ -1,0 +1,179 @@
+"""``dmlbench data`` as a user sees it: what is printed, and the exit code."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.cli.main import main
+
+SUBSET = "dataset.table.check_counts=false"
+Command = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run ``dmlbench data`` in this process with ``tmp_path / "data"`` as data folder; returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        paths = (f"paths.data_dir={tmp_path / 'data'}", f"paths.cache_dir={tmp_path / 'cache'}")
+        with pytest.raises(SystemExit) as exited:
+            main(["data", *arguments, *paths])
+        out, error = capsys.readouterr()
+        assert exited.value.code == code, out + error
+        return out, error
+
+    return run
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    """A user's own images: four classes of three."""
+    root = tmp_path / "data" / "folder"
+    noise = np.random.default_rng(0).integers(0, 256, (12, 20, 24, 3), dtype=np.uint8)
+    for k, pixels in enumerate(noise):
+        path = root / f"class{k // 3}" / f"{k % 3}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return root
+
+
+def birds(tmp_path: Path, shared_dir: Path) -> Path:
+    """The archive of 51 birds, where a user may have put it."""
+    (tmp_path / "data").mkdir()
+    return Path(shutil.copy(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar", tmp_path / "data"))
+
+
+def test_list_names_every_data_set_and_says_where_it_is(data: Command, repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "cub" / "001.Black_footed_Albatross").mkdir(parents=True)
+    out, _ = data("list")
+    for path in (repository / "conf" / "dataset").glob("*.yaml"):
+        assert f"{path.stem} " in out
+    assert f"found in {tmp_path / 'data' / 'cub'}: class folders" in out
+    assert f"not found in {tmp_path / 'data'}" in out
+    assert "published: train 59,551 images of 11,318 classes" in out
+    assert f"Looked in {tmp_path / 'data'}" in out
+
+
+def test_stats_of_an_embedded_data_set(data: Command) -> None:
+    out, _ = data("stats", "glyphs", "dataset.table.num_classes=4", "dataset.table.images_per_class=3")
+    assert "glyphs: 12 images of 4 classes" in out
+    assert "train    6 images of 2 classes" in out
+    assert "images per class: 3 to 3, median 3" in out
+    assert "held as one array: 64 x 64 pixels" in out
+    assert "fingerprint: " in out
+
+
+def test_a_data_set_that_is_not_there_is_one_message_with_places_and_remedy(data: Command, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for command in ("stats", "verify"):
+        _, error = data(command, "cub200", code=1)
+        assert str(tmp_path / "data") in error
+        assert "`dmlbench data prepare cub200` downloads it" in error
+        assert "CUB_200_2011.tgz from data.caltech.edu" in error
+        assert "Terms: non-commercial research" in error
+    _, error = data("stats", "inshop", code=1)
+    assert "follow the agreement" in error
+    assert "downloads it" not in error
+    shutil.rmtree(tmp_path / "data")
+    assert "DMLBENCH_DATA" in data("stats", "sop", code=1)[1]
+
+
+def test_verify_of_own_images_says_they_are_whole(data: Command, animals: Path) -> None:
+    out, _ = data("verify", "folder", "--jobs", "2")
+    assert out.splitlines()[-2:] == ["  looked at: 12 images", "folder is whole: every image can be read"]
+
+
+def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> None:
+    (animals / "class0" / "0.jpg").write_bytes((animals / "class0" / "0.jpg").read_bytes()[:300])
+    shutil.copy(animals / "class1" / "1.jpg", animals / "class3" / "twin.jpg")
+    Image.new("L", (8, 30)).save(animals / "class2" / "grey.png")
+    out, _ = data("verify", "folder", code=1)
+    assert "  cannot be read: 1\n    class0/0.jpg: " in out
+    assert "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across train and test" in out
+    assert "class1/1.jpg = class3/twin.jpg" in out
+    assert "converted to RGB when read: 1 L" in out
+    assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
+    assert out.splitlines()[-1] == "folder is damaged: 1 of 14 images cannot be read; replace these files"
+
+
+def test_verify_names_ten_and_counts_the_rest(data: Command, animals: Path) -> None:
+    for path in animals.rglob("*.jpg"):
+        path.write_bytes(b"")
+    out, _ = data("verify", "folder", code=1)
+    assert "cannot be read: 12" in out
+    assert "    class3/0.jpg" in out
+    assert "    class3/1.jpg" not in out
+    assert "    and 2 more" in out
+
+
+def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path) -> None:
+    (animals / "class0" / "0.jpg").write_bytes(b"broken")
+    out, _ = data("verify", "folder", "--no-decode")
+    assert "images were not decoded" in out
+    assert out.splitlines()[-1].startswith("folder is complete by its counts")
+
+
+def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_benchmark(
+    data: Command, tmp_path: Path, shared_dir: Path
+) -> None:
+    archive = birds(tmp_path, shared_dir)
+    _, error = data("prepare", "cub200", "--from", str(archive), code=1)
+    assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error
+    out, _ = data("prepare", "cub200", "--from", str(archive), "--accept-other-checksum", SUBSET)
+    assert "accepted_other_checksum" in (tmp_path / "data" / "cub200" / ".prepared-by-dmlbench.json").read_text()
+    assert "extracting CUB_200_2011_subset.tar" in out
+    assert "cub200: 51 images of 10 classes" in out
+    assert f"made: {tmp_path / 'data' / 'cub200' / 'CUB_200_2011'}" in out
+    assert "is there already" in data("prepare", "cub200", SUBSET)[0]
+    out, _ = data("verify", "cub200", SUBSET)
+    assert "looked at: 51 images" in out
+    assert out.splitlines()[-1].startswith("cub200 is readable, but not the benchmark of the papers")
+    _, error = data("verify", "cub200", code=1)
+    assert "train 51 images of 10 classes" in error
+    assert "published are train 5,864 images" in error
+
+
+def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "CUB_200_2011"
+    (folder / "images").mkdir(parents=True)
+    per_class = [59] * 64 + [58] * 36 + [60] * 24 + [59] * 76  # 5,864 and 5,924
+    images = [(c, i) for c, count in enumerate(per_class, 1) for i in range(count)]
+    (folder / "classes.txt").write_text("".join(f"{c} {c:03}.Bird\n" for c in range(1, 201)))
+    (folder / "images.txt").write_text("".join(f"{k} {c:03}.Bird/{i}.jpg\n" for k, (c, i) in enumerate(images, 1)))
+    (folder / "image_class_labels.txt").write_text("".join(f"{k} {c}\n" for k, (c, _) in enumerate(images, 1)))
+    (tmp_path / "one").write_bytes(b"")
+    for c, i in images:
+        path = folder / "images" / f"{c:03}.Bird" / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        os.link(tmp_path / "one", path)
+    out, _ = data("verify", "cub200", "--no-decode")
+    assert out.splitlines()[-1] == (
+        "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
+    )
+
+
+def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:
+    assert "did you mean 'cub200'?" in data("stats", "cub20", code=2)[1]
+    assert "there is nothing to prepare for 'glyphs'" in data("prepare", "glyphs", code=2)[1]
+    assert "unknown option --fast" in data("verify", "glyphs", "--fast", code=2)[1]
+    assert "'0' must be 1 or more" in data("verify", "glyphs", "--jobs", "0", code=2)[1]
+    assert "dmlbench: error" in data("verify", "glyphs", "dataset.table.num_clases=3", code=2)[1]
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_verifies_without_progress_marks_in_a_pipe(tmp_path: Path) -> None:
+    tiny = ("dataset.table.num_classes=4", "dataset.table.images_per_class=3", f"paths.cache_dir={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "dmlbench", "data", "verify", "glyphs", *tiny],
+        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "glyphs is whole: every image can be read"
