@@ -10,7 +10,7 @@ from PIL import Image
 
 from dmlbench.data.folder import folder
 from dmlbench.data.table import read_image
-from dmlbench.types import DataError
+from dmlbench.types import ConfigError, DataError
 
 
 def write_images(root: Path, paths: list[str]) -> None:
@@ -43,7 +43,7 @@ def test_train_and_test_folders_set_the_roles(tmp_path: Path) -> None:
     ("paths", "message"),
     [
         (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
-        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, or both train and test"),
+        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
         (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
         (["train/1.png", "test/b/1.png"], "lies in no class folder"),
         (["1.png"], "finds no images"),
@@ -53,6 +53,79 @@ def test_a_tree_that_cannot_be_understood_is_refused(tmp_path: Path, paths: list
     write_images(tmp_path, paths)
     with pytest.raises(DataError, match=message):
         folder(tmp_path)
+
+
+def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
+    write_images(tmp_path, ["train/a/1.png", "query/b/1.png", "gallery/b/2.png", "gallery/c/1.png"])
+    table = folder(tmp_path)
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == {
+        "train/a/1.png": "train",
+        "query/b/1.png": "query",
+        "gallery/b/2.png": "gallery",
+        "gallery/c/1.png": "gallery",
+    }
+    assert table.class_names == ("a", "b", "c")
+
+
+def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path, [f"{name}/1.png" for name in ("a", "b#2", "c", "d", "é")])
+    (tmp_path / "first.txt").write_bytes("\ufeff# to train on\r\né\r\n\r\nb#2  # a comment\r\n".encode())
+    (tmp_path / "second.txt").write_text("d\nc\n")
+    with caplog.at_level("WARNING"):
+        table = folder(tmp_path, train_classes="first.txt", test_classes=tmp_path / "second.txt")
+    assert table.class_names == ("é", "b#2", "d", "c")
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == {
+        "b#2/1.png": "train",
+        "c/1.png": "test",
+        "d/1.png": "test",
+        "é/1.png": "train",
+    }
+    assert "1 classes are in neither list: a" in caplog.text
+    assert folder(tmp_path, train_classes="first.txt").class_names == ("é", "b#2", "a", "c", "d")
+    assert folder(tmp_path, test_classes="second.txt").class_names == ("a", "b#2", "é", "d", "c")
+
+
+def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_path: Path) -> None:
+    write_images(tmp_path, ["train/a/1.png", "train/b/1.png", "val/a/2.png", "val/b/2.png"])
+    (tmp_path / "train.txt").write_text("b")
+    table = folder(tmp_path, train_classes="train.txt")
+    assert table.class_names == ("b", "a")
+    assert [path for path, role in zip(table.paths, table.role, strict=True) if role == "train"] == [
+        "train/b/1.png",
+        "val/b/2.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ("a\nbb\n", None, r"line 2 of '.*train\.txt' names 'bb'.*known: a, b, c"),
+        ("a\n\na\n", None, r"line 3 of '.*train\.txt' names 'a' of line 1 again"),
+        ("a\nb\n", "c\nb\n", r"line 2 of '.*test\.txt' names 'b', which line 2 of '.*train\.txt'"),
+        ("# none\n", None, "names no class"),
+        (None, "a\nb\nc\n", "has no class to train on"),
+        ("a\nb\nc\n", None, "has no class to test on"),
+    ],
+)
+def test_a_list_of_classes_at_fault_is_refused(
+    tmp_path: Path, train: str | None, test: str | None, message: str
+) -> None:
+    write_images(tmp_path, ["a/1.png", "b/1.png", "c/1.png"])
+    for name, text in (("train.txt", train), ("test.txt", test)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
+
+
+def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, ["1.png"])
+    (tmp_path / "list.csv").write_text("path,label,role\n1.png,a,train\n")
+    with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
+        folder(tmp_path, csv="list.csv", train_classes="list.csv")
+    write_images(tmp_path, ["a/1.png"])
+    with pytest.raises(DataError, match=r"list of classes in '.*none\.txt', which is missing"):
+        folder(tmp_path, train_classes="none.txt")
 
 
 def test_a_missing_root_is_named(tmp_path: Path) -> None:
@@ -80,15 +153,35 @@ def test_integer_labels_are_sorted_as_integers_and_roles_default_to_halves(tmp_p
     assert table.role.tolist() == ["train", "train", "test", "test"]
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_path: Path, separator: str) -> None:
+    write_images(tmp_path, ["ä, 1.png", "2.png", "3.png"])
+    rows = [
+        ["label", "path", "super_label"],
+        ["x", '"ä, 1.png"', "chair"],
+        ["y", "2.png", "bed"],
+        ["z", "3.png", "bed"],
+    ]
+    text = "\r\n".join(separator.join(row) for row in rows)
+    (tmp_path / "list.csv").write_bytes(text.encode())
+    table = folder(tmp_path, csv="list.csv")
+    assert table.super_labels is not None
+    found = dict(zip(table.paths.tolist(), table.super_labels.tolist(), strict=True))
+    assert found == {"ä, 1.png": 1, "2.png": 0, "3.png": 0}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\n1.png,a\n", "expected path,label"),
+        ("file,label\n1.png,a\n", "line 1 of .*expected path and label"),
         ("path,label\n", "lists no images"),
         ("path,label\n1.png,\n", "line 2 of"),
         ("path,label\n1.png,a,b\n", "line 2 of"),
         ("path,label,role\n1.png,a,trian\n", "'trian'; did you mean 'train'"),
-        ("path,label\n1.png,a\n1.png,b\n", "lists images twice: 1.png"),
+        ("path,label\n1.png,a\n1.png,b\n", r"line 3 of .* lists '1\.png' of line 2 again"),
+        ("path,label\n../1.png,a\n", r"line 2 of .*'\.\./1\.png', which lies outside"),
+        ("path,label,label\n1.png,a,b\n", "line 1 of"),
+        ("path label\n1.png a\n", "line 1 of"),
         ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 images.*missing.png"),
         ("path,label,role\n1.png,a,train\n2.png,a,query\n", "both to train and to test"),
     ],
@@ -104,7 +197,7 @@ def test_a_csv_that_is_missing_or_binary_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"list\.csv', which is missing"):
         folder(tmp_path, csv="list.csv")
     (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe\x00,a\n")
-    with pytest.raises(DataError, match="not a CSV in UTF-8"):
+    with pytest.raises(DataError, match="not text in UTF-8"):
         folder(tmp_path, csv="list.csv")
 
 

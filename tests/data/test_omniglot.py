@@ -3,13 +3,15 @@
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dmlbench.data import omniglot as module
 from dmlbench.data.omniglot import omniglot
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import ConfigError, DataError, ImageTable
 
 
 def write_archive(file: Path, characters: list[str], *, images: int = 3) -> None:
@@ -25,12 +27,16 @@ def write_archive(file: Path, characters: list[str], *, images: int = 3) -> None
                 archive.writestr(f"{file.stem}/{character}/{number:04d}_{image + 1:02d}.png", buffer.getvalue())
 
 
+def subset(root: Path, **arguments: Any) -> ImageTable:
+    return omniglot(root, check_counts=False, **arguments)
+
+
 BACKGROUND = [f"Greek/character{i:02d}" for i in (2, 1, 3)] + ["Balinese/character01"]
 
 
 def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
-    table = omniglot(tmp_path, cache_dir=tmp_path / "cache", image_size=35)
+    table = subset(tmp_path, cache_dir=tmp_path / "cache", image_size=35)
     assert table.class_names == tuple(sorted(BACKGROUND))
     assert table.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert table.role.tolist() == ["train"] * 6 + ["test"] * 6
@@ -46,20 +52,20 @@ def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
 def test_with_evaluation_the_archives_are_the_halves(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
     write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])
-    table = omniglot(tmp_path, cache_dir=tmp_path)
+    table = subset(tmp_path, cache_dir=tmp_path)
     assert table.class_names == (*sorted(BACKGROUND), "Angelic/character01", "Zulu/character01")
     assert table.role.tolist() == ["train"] * 12 + ["test"] * 6
-    only = omniglot(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
+    only = subset(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
     assert only.role.tolist() == ["train"] * 3 + ["test"] * 3
 
 
 def test_small_archives_are_joined_and_left_out_beside_the_full_one(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background_small1.zip", BACKGROUND[:3])
     write_archive(tmp_path / "images_background_small2.zip", [BACKGROUND[0], "Latin/character01"])
-    joined = omniglot(tmp_path, cache_dir=tmp_path)
+    joined = subset(tmp_path, cache_dir=tmp_path)
     assert len(joined) == 12  # the character of both counts once
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
-    assert "Latin/character01" not in omniglot(tmp_path, cache_dir=tmp_path).class_names
+    assert "Latin/character01" not in subset(tmp_path, cache_dir=tmp_path).class_names
 
 
 def test_archives_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -68,16 +74,17 @@ def test_archives_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     with zipfile.ZipFile(tmp_path / "images_background_small2.zip", "a") as archive:
         archive.writestr("images_background_small2/A/character01/0000_01.png", b"something else")
     with pytest.raises(DataError, match="differs between"):
-        omniglot(tmp_path, cache_dir=tmp_path)
+        subset(tmp_path, cache_dir=tmp_path)
 
 
 def test_a_wrong_folder_says_what_was_looked_for_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"images_background\.zip.*is in '.*'; download it"):
-        omniglot(tmp_path, cache_dir=tmp_path)
+    with pytest.raises(DataError, match=r"Omniglot is not in .*; download images_background\.zip"):
+        subset(tmp_path, cache_dir=tmp_path)
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
     with pytest.raises(DataError, match=r"'images_evaluation\.zip' is not in"):
-        omniglot(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
+        subset(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
     with pytest.raises(ConfigError, match=r"did you mean 'images_evaluation\.zip'"):
-        omniglot(tmp_path, cache_dir=tmp_path, archives=["image_evaluation.zip"])
+        subset(tmp_path, cache_dir=tmp_path, archives=["image_evaluation.zip"])
 
 
 @pytest.mark.parametrize("keep", [100, 0])
@@ -86,7 +93,7 @@ def test_a_truncated_archive_is_named(tmp_path: Path, keep: int) -> None:
     write_archive(file, BACKGROUND)
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"images_background\.zip.*damaged"):
-        omniglot(tmp_path, cache_dir=tmp_path)
+        subset(tmp_path, cache_dir=tmp_path)
 
 
 def test_a_damaged_drawing_is_named(tmp_path: Path) -> None:
@@ -96,7 +103,36 @@ def test_a_damaged_drawing_is_named(tmp_path: Path) -> None:
     content[content.index(b"IDAT") + 8] ^= 255
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"\.png' in '.*cannot be read"):
+        subset(tmp_path, cache_dir=tmp_path)
+
+
+def test_unpacked_folders_are_the_same_data(tmp_path: Path) -> None:
+    for name, characters in (("images_background", BACKGROUND), ("images_evaluation", ["Zulu/character01"])):
+        write_archive(tmp_path / f"{name}.zip", characters)
+    packed = subset(tmp_path, cache_dir=tmp_path / "cache")
+    unpacked = tmp_path / "data" / "omniglot-py"
+    for name in ("images_background", "images_evaluation"):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip") as archive:
+            archive.extractall(unpacked)
+    assert subset(tmp_path / "data", cache_dir=tmp_path / "cache").fingerprint == packed.fingerprint
+    one = subset(tmp_path / "data", cache_dir=tmp_path / "cache", archives=["images_evaluation.zip"])
+    assert one.class_names == ("Zulu/character01",)
+    (unpacked / "images_background" / "Greek" / "notes").mkdir()
+    with pytest.raises(DataError, match=r"Greek/notes' is no character"):
+        subset(tmp_path / "data", cache_dir=tmp_path / "cache")
+
+
+def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_evaluation.zip", BACKGROUND)
+    with pytest.raises(DataError, match=r"has 12 drawings of 4 characters; published are 13,180 of 659.*check_counts"):
         omniglot(tmp_path, cache_dir=tmp_path)
+
+
+def test_a_drawing_that_claims_too_much_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    monkeypatch.setattr(module, "_MAX_DRAWING_BYTES", 10)
+    with pytest.raises(DataError, match=r"claims \d+ bytes for one drawing"):
+        subset(tmp_path, cache_dir=tmp_path)
 
 
 @pytest.mark.data

@@ -1,150 +1,281 @@
-"""Any image folder as a data set: a ``class/image`` tree, ``train`` and ``test`` trees, or a CSV list."""
+"""Any image folder as a data set: class folders, folders by role, or a CSV list; text files may name the classes."""
 
 import csv as csv_reader
+import io
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.data.table import file_sizes, halved_roles, make_table, shorten
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, closest
+from dmlbench.data.layouts import images_in, subfolders
+from dmlbench.data.table import Listing, leaves_root, shorten, table_of_files
+from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, closest
 
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
+_PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
+_ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
+_COLUMNS = ("path", "label", "role", "super_label")
+_NEEDED = {"path", "label"}
+_COMMENT = re.compile(r"(^|\s)#.*")
+_SEPARATORS = (",", ";", "\t")
+
+logger = logging.getLogger(__name__)
 
 
-def folder(root: str | Path, *, csv: str | Path | None = None, name: str = "folder") -> ImageTable:
+@dataclass
+class _Images:
+    """What a tree or a list says, one entry an image."""
+
+    paths: list[str]
+    class_of: list[str]
+    roles: list[str] | None
+    super_of: list[str] | None
+    layout: str
+
+    def kept(self, rows: Sequence[int]) -> "_Images":
+        def take(values: list[str]) -> list[str]:
+            return [values[row] for row in rows]
+
+        return _Images(
+            take(self.paths),
+            take(self.class_of),
+            None if self.roles is None else take(self.roles),
+            None if self.super_of is None else take(self.super_of),
+            self.layout,
+        )
+
+
+def folder(
+    root: str | Path,
+    *,
+    csv: str | Path | None = None,
+    train_classes: str | Path | None = None,
+    test_classes: str | Path | None = None,
+    name: str = "folder",
+) -> ImageTable:
     """A table of the images under ``root``.
 
     - ``root/<class>/.../<image>``: the first half of the sorted classes trains, the second tests.
-    - ``root/train/<class>/...`` and ``root/test/<class>/...``: the folders say which.
-    - a CSV with the header ``path,label`` or ``path,label,role``: paths relative to ``root``; labels that are all
-      integers are sorted as such, else as names; roles are train, test, query or gallery (default: halves as above).
+    - ``root/train/<class>/...`` with ``root/test/<class>/...``, or with ``root/query/...`` and ``root/gallery/...``:
+      the folders say which.
+    - a CSV with the columns ``path,label`` and, as wanted, ``role`` (train, test, query or gallery; without it halves
+      as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may stand for the commas.
+
+    Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
+    order that protocols cut: those of ``train_classes`` come first, each list in its own order. With one list alone
+    the other half are all other classes. With both, classes in neither are left out. Folders such as ``train``,
+    ``val`` and ``test`` are then merged: they split each class for classification.
 
     Args:
         root: folder of the images.
         csv: the list's file; relative to ``root`` unless absolute.
+        train_classes: a text file with the name of one class a line; ``#`` at its beginning or after a blank begins
+            a comment. Relative to ``root`` unless absolute.
+        test_classes: as ``train_classes``.
         name: name of the data set in results.
 
     Raises:
-        DataError: a folder, the CSV or images are missing, a CSV line is at fault, only one of ``train`` and ``test``
-            is there, or a class has images in both halves (metric learning tests on unseen classes).
+        ConfigError: lists of classes where the images' roles are given already.
+        DataError: a folder, a list or images are missing, a line is at fault, folders that cannot be understood, or a
+            class has images in both halves (metric learning tests on unseen classes).
     """
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"data set '{name}' looks for its images in '{root}', which is not a folder; correct root")
-    if csv is not None:
-        paths, class_of, role = _read_csv(root / csv, name)
-    else:
-        paths, class_of, role = _read_tree(root, name)
-    class_names = _sorted_classes(class_of)
-    index = {c: i for i, c in enumerate(class_names)}
-    labels = np.array([index[c] for c in class_of], dtype=np.int64)
-    if role is None:
-        role = halved_roles(labels, len(class_names))
-    _refuse_shared_classes(labels, role, class_names, name=name)
-    return make_table(
-        name,
-        root,
-        paths=paths,
+    has_lists = train_classes is not None or test_classes is not None
+    images = _read_csv(root / csv, name) if csv is not None else _read_tree(root, name, merge=has_lists)
+    class_names = _sorted_classes(images.class_of)
+    num_train = len(class_names) // 2
+    if has_lists:
+        if images.roles is not None:
+            raise ConfigError(
+                f"data set '{name}' gets the roles of its images from {images.layout}, so it takes no train_classes "
+                "and test_classes; remove one or the other"
+            )
+        class_names, num_train = _listed_classes(
+            class_names,
+            None if train_classes is None else root / train_classes,
+            None if test_classes is None else root / test_classes,
+            name=name,
+        )
+        listed = set(class_names)
+        images = images.kept([row for row, class_name in enumerate(images.class_of) if class_name in listed])
+    index = {class_name: number for number, class_name in enumerate(class_names)}
+    labels = np.array([index[class_name] for class_name in images.class_of], dtype=np.int64)
+    super_index = {label: number for number, label in enumerate(_sorted_classes(images.super_of or []))}
+    listing = Listing(
+        name=name,
+        root=root,
+        layout=images.layout,
+        paths=images.paths,
         labels=labels,
         class_names=class_names,
-        role=role,
-        content=file_sizes(root, paths, name=name),
+        role=_roles(images, labels < num_train),
+        super_labels=None if images.super_of is None else np.array([super_index[s] for s in images.super_of]),
+        remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
     )
+    return table_of_files(listing, published=None)
 
 
-_Listing = tuple[list[str], list[str], NDArray[np.str_] | None]
+def _roles(images: _Images, is_train: NDArray[np.bool_]) -> NDArray[np.str_]:
+    if images.roles is not None:
+        return np.array(images.roles, dtype=np.str_)
+    return np.where(is_train, "train", "test")
 
 
-def _read_tree(root: Path, name: str) -> _Listing:
-    found = {entry.name: _images_below(entry) for entry in sorted(root.iterdir()) if _is_visible_folder(entry)}
+def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
+    """Images in class folders, which may lie in folders by part; ``merge`` takes the parts together."""
+    found = {top: _images_below(root / top) for top in subfolders(root)}
     tops = {top: images for top, images in found.items() if images}
     if not tops:
         raise DataError(
-            f"data set '{name}' finds no images ({', '.join(IMAGE_SUFFIXES)}) in sub-folders of '{root}'; "
-            "expected root/<class>/<image>"
+            f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "
+            "root/cat/1.jpg"
         )
-    if not set(tops) <= _SPLIT_FOLDERS:
+    if not set(tops) <= _PART_FOLDERS:
         listing = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
-        return [path for path, _ in listing], [label for _, label in listing], None
-    if set(tops) != {"train", "test"}:
+        return _Images([path for path, _ in listing], [top for _, top in listing], None, None, "class folders")
+    if not merge and set(tops) not in _ROLE_FOLDERS:
         raise DataError(
-            f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, or both train and "
-            f"test; point root at one of them (such as '{root / sorted(tops)[0]}') or list the images in a csv"
+            f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
+            "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
+            f" the images in a csv, or point root at one of them (such as '{root / sorted(tops)[0]}')"
         )
     paths, class_of, roles = [], [], []
-    for top in ("train", "test"):
-        for image in tops[top]:
+    for top, images in tops.items():
+        for image in images:
             if "/" not in image:
                 raise DataError(f"'{root / top / image}' lies in no class folder; expected {top}/<class>/<image>")
             paths.append(f"{top}/{image}")
             class_of.append(image.split("/")[0])
             roles.append(top)
-    return paths, class_of, np.array(roles, dtype=np.str_)
-
-
-def _is_visible_folder(entry: Path) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    layout = f"class folders in {', '.join(tops)}"
+    return _Images(paths, class_of, None if merge else roles, None, layout)
 
 
 def _images_below(top: Path) -> list[str]:
     """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
     images = []
-    for directory, folders, files in os.walk(top, followlinks=True):
+    for directory, folders, _ in os.walk(top, followlinks=True):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
-        prefix = Path(directory).relative_to(top)
-        images += [(prefix / f).as_posix() for f in files if f.lower().endswith(IMAGE_SUFFIXES) and f[0] != "."]
+        place = Path(directory)
+        images += [(place.relative_to(top) / file).as_posix() for file in images_in(place)]
     return sorted(images)
 
 
-def _read_csv(file: Path, name: str) -> _Listing:
-    if not file.is_file():
-        raise DataError(f"data set '{name}' looks for its list in '{file}', which is missing; correct csv")
-    paths: list[str] = []
-    class_of: list[str] = []
-    roles: list[str] = []
+def _read_csv(file: Path, name: str) -> _Images:
+    rows: list[dict[str, str]] = []
+    line_of: dict[str, int] = {}
+    for number, row in _csv_rows(file, name):
+        if row.get("role", "train") not in ROLES:
+            raise DataError(
+                f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
+            )
+        path = row["path"]
+        if leaves_root(path):
+            raise DataError(
+                f"line {number} of '{file}' names '{path}', which lies outside of the images' folder; give paths "
+                "relative to root"
+            )
+        if (first := line_of.setdefault(path, number)) != number:
+            raise DataError(f"line {number} of '{file}' lists '{path}' of line {first} again; list each image once")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"'{file}' lists no images; add a line for each")
+    columns = rows[0].keys()
+    return _Images(
+        [row["path"] for row in rows],
+        [row["label"] for row in rows],
+        [row["role"] for row in rows] if "role" in columns else None,
+        [row["super_label"] for row in rows] if "super_label" in columns else None,
+        f"the list {file.name}" + (" with roles" if "role" in columns else ""),
+    )
+
+
+def _csv_rows(file: Path, name: str) -> Iterable[tuple[int, dict[str, str]]]:
+    """Line number and values by column of each row."""
+    text = _text(file, name, what="csv")
+    first = text.split("\n", 1)[0]
+    separator = max(_SEPARATORS, key=first.count)
+    reader = csv_reader.DictReader(io.StringIO(text), skipinitialspace=True, delimiter=separator)
     try:
-        with open(file, newline="", encoding="utf-8-sig") as stream:
-            reader = csv_reader.DictReader(stream, skipinitialspace=True)
-            header = [h.strip() for h in reader.fieldnames or []]
-            if set(header) not in ({"path", "label"}, {"path", "label", "role"}):
-                raise DataError(f"'{file}' has the columns {', '.join(header)}; expected path,label or path,label,role")
-            reader.fieldnames = header
-            for row in reader:
-                values = {column: (row[column] or "").strip() for column in header}
-                if None in row or not all(values.values()):
-                    raise DataError(f"line {reader.line_num} of '{file}' must have {len(header)} values; correct it")
-                if values.get("role", "train") not in ROLES:
-                    raise DataError(
-                        f"line {reader.line_num} of '{file}' has the unknown role '{values['role']}'; "
-                        f"{closest(values['role'], ROLES)}"
-                    )
-                paths.append(values["path"])
-                class_of.append(values["label"])
-                roles.append(values.get("role", ""))
-    except (UnicodeDecodeError, csv_reader.Error) as error:
-        raise DataError(f"'{file}' is not a CSV in UTF-8 ({error}); save it as one") from error
-    if not paths:
-        raise DataError(f"'{file}' lists no images; add lines of {','.join(header)}")
-    return paths, class_of, np.array(roles, dtype=np.str_) if "role" in header else None
+        header = [column.strip() for column in reader.fieldnames or []]
+        if not _NEEDED <= set(header) <= set(_COLUMNS) or len(set(header)) < len(header):
+            raise DataError(
+                f"line 1 of '{file}' has the columns {', '.join(header)}; expected path and label, and of role and "
+                "super_label what you have"
+            )
+        reader.fieldnames = header
+        for row in reader:
+            values = {column: (row[column] or "").strip() for column in header}
+            if None in row or not all(values.values()):
+                raise DataError(f"line {reader.line_num} of '{file}' must have {len(header)} values; correct it")
+            yield reader.line_num, values
+    except csv_reader.Error as error:
+        raise DataError(f"line {reader.line_num} of '{file}' is no line of a CSV ({error}); correct it") from error
 
 
-def _sorted_classes(class_of: Sequence[str]) -> list[str]:
+def _listed_classes(
+    classes: Sequence[str], train_list: Path | None, test_list: Path | None, *, name: str
+) -> tuple[list[str], int]:
+    """The classes in the order of the lists, those to train on first, and how many these are."""
+    known = set(classes)
+    train = None if train_list is None else _read_classes(train_list, known, name)
+    test = None if test_list is None else _read_classes(test_list, known, name)
+    if train is not None and test is not None and (both := [c for c in test if c in train]):
+        raise DataError(
+            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', which line {train[both[0]]} of '{train_list}' "
+            "names too; give each class one half"
+        )
+    if train is None:
+        train = {c: 0 for c in classes if c not in (test or {})}
+    if test is None:
+        test = {c: 0 for c in classes if c not in train}
+    if not train or not test:
+        raise DataError(
+            f"data set '{name}' has no class to {'test' if train else 'train'} on after its lists; name some of its "
+            f"{len(classes)} classes in each half"
+        )
+    if left_out := [c for c in classes if c not in train and c not in test]:
+        logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
+    return [*train, *test], len(train)
+
+
+def _read_classes(file: Path, known: set[str], name: str) -> dict[str, int]:
+    """Class -> the number of its line, in the order of the lines."""
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(_text(file, name, what="list of classes").split("\n"), start=1):
+        class_name = _COMMENT.sub("", line).strip()
+        if not class_name:
+            continue
+        if class_name not in known:
+            raise DataError(
+                f"line {number} of '{file}' names '{class_name}', which no image has as its class; "
+                f"{closest(class_name, sorted(known))}"
+            )
+        if (first := line_of.setdefault(class_name, number)) != number:
+            raise DataError(f"line {number} of '{file}' names '{class_name}' of line {first} again; remove one")
+    if not line_of:
+        raise DataError(f"'{file}' names no class; write one a line")
+    return line_of
+
+
+def _text(file: Path, name: str, *, what: str) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        reason = "which is missing" if not file.exists() else f"which cannot be read ({error.strerror})"
+        raise DataError(f"data set '{name}' looks for its {what} in '{file}', {reason}; correct the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{file}' is not text in UTF-8 ({error}); save it as UTF-8") from error
+
+
+def _sorted_classes(class_of: Iterable[str]) -> list[str]:
     classes = set(class_of)
     if all(c.isascii() and c.isdigit() for c in classes):
         return sorted(classes, key=lambda c: (int(c), c))
     return sorted(classes)
-
-
-def _refuse_shared_classes(labels: IntArray, role: NDArray[np.str_], class_names: Sequence[str], *, name: str) -> None:
-    is_train = role == "train"
-    shared = np.intersect1d(labels[is_train], labels[~is_train])
-    if len(shared):
-        raise DataError(
-            f"data set '{name}' has {len(shared)} classes both to train and to test on: "
-            f"{shorten([class_names[c] for c in shared])}; metric learning tests on unseen classes, so point root at "
-            "one of the folders, or give each class one half by a csv with roles"
-        )
