@@ -213,8 +213,8 @@ def test_other_data_under_the_same_configuration_is_refused_before_and_after_com
                 size = (40, 40) if folder == "A" else (44, 40)
                 Image.new("RGB", size, (10 * label, 60 * i, 0)).save(path)
     photos = [
-        *("train", "dataset=folder", "dataset.train_transform.resize=36", "dataset.train_transform.crop=32"),
-        *("dataset.eval_transform.resize=36", "dataset.eval_transform.crop=32", "fit.log_every=1", "device=cpu"),
+        *("train", "dataset=folder", "transform.train.resize=36", "transform.train.crop=32"),
+        *("transform.eval.resize=36", "transform.eval.crop=32", "fit.log_every=1", "device=cpu"),
         *("sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=20", "fit.checkpoint_every=1"),
     ]
     process = dmlbench.start(*photos, "paths.data_dir=A")
