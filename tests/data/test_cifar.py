@@ -1,9 +1,11 @@
 """CIFAR from the python version, packed or not, and from folders of images; real files where they lie."""
 
 import io
+import os
 import pickle
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from PIL import Image
 
 from dmlbench.data import cifar
 from dmlbench.data.cifar import CLASSES_10, CLASSES_100, cifar10, cifar100
+from dmlbench.data.table import Published
 from dmlbench.types import DataError
 
 
@@ -110,6 +113,45 @@ def test_folders_and_zips_of_images_are_the_same_data(tmp_path: Path) -> None:
     assert packed.fingerprint == tree.fingerprint
 
 
+def test_an_image_that_was_edited_is_read_again(tmp_path: Path) -> None:
+    write_jpegs(tmp_path / "cifar10")
+    before = cifar10(tmp_path, cache_dir=tmp_path / "cache", check_counts=False)
+    file = tmp_path / "cifar10" / "train" / "cat" / "0001.png"
+    status = file.stat()
+    Image.new("RGB", (32, 32), (3, 2, 0)).save(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    after = cifar10(tmp_path, cache_dir=tmp_path / "cache", check_counts=False)
+    assert before.fingerprint != after.fingerprint
+    file.unlink()
+    file.symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"cat/0001\.png' cannot be read"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache", check_counts=False)
+
+
+def test_a_zip_of_the_other_data_set_is_not_taken(tmp_path: Path) -> None:
+    write_jpegs(tmp_path / "made")
+    for name in ("cifar100.zip", "cifar10_images.zip"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for file in sorted((tmp_path / "made").rglob("*.png")):
+                archive.write(file, str(file.relative_to(tmp_path / "made")))
+    assert len(cifar10(tmp_path, cache_dir=tmp_path / "cache", check_counts=False)) == 40
+    (tmp_path / "cifar10_images.zip").unlink()
+    with pytest.raises(DataError, match="CIFAR-10 is not in"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")
+
+
+def test_classes_of_unequal_size_are_not_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    members = write_10(folder)
+    kind = replace(cifar._CIFAR10, published=Published({"train": (30, 5), "test": (30, 5)}))
+    monkeypatch.setattr(cifar, "_CIFAR10", kind)
+    assert len(cifar10(tmp_path, cache_dir=tmp_path / "cache")) == 60
+    labels = {"labels": [0, 0, *range(2, 10)]}
+    (folder / "test_batch").write_bytes(pickle.dumps(members["test_batch"] | labels, protocol=2))
+    with pytest.raises(DataError, match="has 5 images of 'automobile', expected 6 of each class"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")
+
+
 def test_a_missing_file_an_unknown_class_list_and_code_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     write_10(folder)
@@ -120,9 +162,10 @@ def test_a_missing_file_an_unknown_class_list_and_code_are_refused(tmp_path: Pat
     with pytest.raises(DataError, match=r"data_batch_3.*system"):
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
     (tmp_path / "kept").replace(folder / "data_batch_3")
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["cat"]}))
-    with pytest.raises(DataError, match=r"batches\.meta.*does not name its classes"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
+    for names in (["cat"], None, 3):
+        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+        with pytest.raises(DataError, match=r"batches\.meta.*does not name its classes"):
+            cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,55 @@ def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
     assert table.class_names == ("a", "b", "c")
 
 
+def test_part_folders_may_be_capital_and_what_macos_adds_is_left_out(tmp_path: Path) -> None:
+    write_images(tmp_path, ["Train/b/1.png", "Test/a/1.png", "__MACOSX/Train/1.png"])
+    assert folder(tmp_path).role.tolist() == ["test", "train"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds both test, train with folders inside and unlabe"),
+        (["images/a/1.png", "images/b/1.png"], "finds one class, 'images'.*point root at '.*images'"),
+    ],
+)
+def test_folders_that_may_be_classes_or_parts_are_refused(tmp_path: Path, paths: list[str], message: str) -> None:
+    write_images(tmp_path, paths)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path)
+
+
+@pytest.mark.parametrize("target", [".", ".."])
+def test_a_link_that_leads_back_is_refused(tmp_path: Path, target: str) -> None:
+    write_images(tmp_path, ["a/1.png", "b/1.png"])
+    (tmp_path / "a" / "link").symlink_to(target)
+    with pytest.raises(DataError, match=r"a/link' leads back to"):
+        folder(tmp_path)
+
+
+def test_two_spellings_of_a_path_are_one_image(tmp_path: Path) -> None:
+    write_images(tmp_path, ["im/1.png", "im/2.png"])
+    (tmp_path / "list.csv").write_text("path,label\nim/1.png,a\nim/2.png,b\n./im//1.png,b\n")
+    with pytest.raises(DataError, match=r"line 4 of .* lists 'im/1\.png' of line 2 again"):
+        folder(tmp_path, csv="list.csv")
+
+
+def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:
+    write_images(tmp_path, ["cafe\u0301/1.png", "tea/1.png"])
+    (tmp_path / "train.txt").write_text("caf\u00e9\n", encoding="utf-8")
+    assert folder(tmp_path, train_classes="train.txt").class_names == ("cafe\u0301", "tea")
+
+
+def test_images_of_one_size_in_bytes_are_told_apart(tmp_path: Path) -> None:
+    tables = []
+    for name, grey in (("one", 0), ("two", 200)):
+        for label in ("a", "b"):
+            (tmp_path / name / label).mkdir(parents=True)
+            Image.new("L", (8, 8), grey).save(tmp_path / name / label / "1.bmp")
+        tables.append(folder(tmp_path / name))
+    assert tables[0].fingerprint != tables[1].fingerprint
+
+
 def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_images(tmp_path, [f"{name}/1.png" for name in ("a", "b#2", "c", "d", "é")])
     (tmp_path / "first.txt").write_bytes("\ufeff# to train on\r\né\r\n\r\nb#2  # a comment\r\n".encode())
@@ -123,7 +172,7 @@ def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: P
     (tmp_path / "list.csv").write_text("path,label,role\n1.png,a,train\n")
     with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
-    write_images(tmp_path, ["a/1.png"])
+    write_images(tmp_path, ["a/1.png", "b/1.png"])
     with pytest.raises(DataError, match=r"list of classes in '.*none\.txt', which is missing"):
         folder(tmp_path, train_classes="none.txt")
 

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from dmlbench.data import image_cache
+from dmlbench.data.folder import folder
 from dmlbench.data.image_cache import cached_images
 from dmlbench.data.images import DecodedImages
 from dmlbench.data.table import file_sizes, make_table
@@ -77,16 +78,45 @@ def test_every_kind_of_image_comes_out_as_it_decodes(table: ImageTable, tmp_path
     assert cached.path.stat().st_size == cached._layout.offsets[-1]
 
 
-def test_it_is_built_once_and_read_after_the_images_are_gone(table: ImageTable, tmp_path, monkeypatch) -> None:
+def test_it_is_built_once_and_needs_no_image_afterwards(table: ImageTable, tmp_path, monkeypatch) -> None:
     first = cached_images(table, tmp_path / "cache", short_side=32)
     expected = [first.read(row).copy() for row in range(len(table))]
     monkeypatch.setattr(image_cache, "read_image", lambda name: pytest.fail(f"{name} was decoded again"))
+    again = cached_images(table, tmp_path / "cache", short_side=32)
     for name in NAMES:
         (Path(table.root) / name).unlink()
-    again = cached_images(table, tmp_path / "cache", short_side=32)
     for row in range(len(table)):
         np.testing.assert_array_equal(again.read(row), expected[row])
     assert len(files_in(tmp_path / "cache")) == 1
+
+
+def test_an_image_that_was_edited_is_decoded_again(table: ImageTable, tmp_path: Path) -> None:
+    before = cached_images(table, tmp_path / "cache", short_side=32)
+    row = table.paths.tolist().index("wide.jpg")
+    file = Path(table.root) / "wide.jpg"
+    content, status = file.read_bytes(), file.stat()
+    Image.new("RGB", Image.open(file).size, (0, 255, 0)).save(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    after = cached_images(table, tmp_path / "cache", short_side=32)  # the same table: a fingerprint does not tell
+    assert after.path != before.path
+    assert after.read(row)[5, 5, 1] > 250
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert cached_images(table, tmp_path / "cache", short_side=32).path == before.path
+
+
+@pytest.mark.parametrize("suffix", ["tiff", "jpg", "png", "webp"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_images_turned_by_exif_are_cached_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (96, 64)).save(tmp_path / label / f"1.{suffix}", exif=exif)
+    table = folder(tmp_path)
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    assert cached.read(0).shape == ((48, 32, 3) if orientation in (6, 8) else (32, 48, 3))
+    np.testing.assert_array_equal(cached.read(0), DecodedImages(table, short_side=32).read(0))
 
 
 def test_tables_of_another_row_order_share_it(table: ImageTable, tmp_path: Path) -> None:
@@ -119,7 +149,7 @@ def _other_data(path: Path) -> None:
 
 
 def _older(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 0', 1))
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 0', 1))
 
 
 def _garbage(path: Path) -> None:
@@ -135,7 +165,7 @@ def _empty(path: Path) -> None:
     [
         (_truncate, "is damaged"),
         (_other_data, "damaged|other data"),
-        (_older, "of version 0, not 1"),
+        (_older, "of version 0, not 2"),
         (_garbage, "is damaged"),
         (_empty, "is damaged"),
     ],

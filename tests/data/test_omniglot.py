@@ -128,6 +128,24 @@ def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) ->
         omniglot(tmp_path, cache_dir=tmp_path)
 
 
+def test_the_second_small_archive_must_have_five_alphabets_of_whole_characters(tmp_path: Path) -> None:
+    file = tmp_path / "images_background_small2.zip"
+    characters = [f"{alphabet}/character01" for alphabet in "ABCDE"]
+    write_archive(file, characters, images=20)
+    assert len(omniglot(tmp_path, cache_dir=tmp_path)) == 100
+    for wrong, images in ((characters[:4], 20), (characters, 3)):
+        write_archive(file, wrong, images=images)
+        with pytest.raises(DataError, match="published are 20 of each character of 5 alphabets"):
+            omniglot(tmp_path, cache_dir=tmp_path)
+
+
+def test_an_archive_may_be_unpacked_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    with zipfile.ZipFile(tmp_path / "images_background.zip") as archive:
+        archive.extractall(tmp_path / "data" / "images_background")
+    assert len(subset(tmp_path / "data", cache_dir=tmp_path)) == 12
+
+
 def test_a_drawing_that_claims_too_much_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
     monkeypatch.setattr(module, "_MAX_DRAWING_BYTES", 10)

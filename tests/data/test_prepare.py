@@ -4,6 +4,7 @@ import hashlib
 import io
 import tarfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,26 @@ def test_the_next_link_is_tried_where_the_first_is_dead(tmp_path: Path, link: st
     dead = replace(archive, urls=(link.replace("CUB", "gone"),))
     with pytest.raises(DataError, match=r"is dead .* get CUB_200_2011"):
         prepare(replace(source, alternatives=((dead,),)), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("images_background.zip", "is no archive"), ("foo.zip", "must have its published name")]
+)
+def test_what_is_read_packed_is_refused_before_it_lies_in_place(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"<html>gone</html>")
+    given = [tmp_path / name, tmp_path / "images_evaluation.zip"]
+    with zipfile.ZipFile(given[1], "w") as archive:
+        archive.writestr("images_evaluation/A/character01/1.png", b"")
+    with pytest.raises(DataError, match=message):
+        prepare(SOURCES["omniglot"], tmp_path / "data", given=given, accept_other_checksum=True)
+    assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.zip")) == []
+
+
+def test_half_of_the_archives_may_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "omniglot" / "images_background").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "omniglot" / "images_evaluation.zip", "w") as archive:
+        archive.writestr("images_evaluation/A/character01/1.png", b"")
+    assert prepare(SOURCES["omniglot"], tmp_path, download=False, accept_other_checksum=True).was_there
 
 
 def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path, shared_dir: Path) -> None:

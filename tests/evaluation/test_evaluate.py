@@ -100,6 +100,14 @@ def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
         assert result.scores[ours] == pytest.approx(golden[f"{case}_pml_{theirs}"], abs=1e-12)
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("size", [6, 40])
+def test_scores_equal_loops_where_all_rows_are_the_same(value: float, size: int) -> None:
+    queries = embedding_set(np.full((size, 4), value, dtype=np.float32), np.arange(size) % 3)
+    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2)))
+    assert_equals_loops(result, by_loops(queries, None, (1, 2)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: int) -> None:
     queries = difficult_set(seed)

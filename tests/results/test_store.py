@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -83,3 +84,24 @@ def test_removing_the_last_run_removes_its_cell_but_never_a_running_one(tmp_path
         store.remove_run(path)
     store.remove_run(path)
     assert not path.parent.exists()
+
+
+def test_a_worker_that_outlives_its_killed_process_does_not_hold_the_lock(tmp_path) -> None:
+    holder = (
+        "import os, signal, sys, time\nfrom pathlib import Path\nfrom dmlbench.results.store import locked\n"
+        f"with locked(Path({str(tmp_path)!r})):\n"
+        "    if os.fork() == 0:\n        print('forked', flush=True)\n        time.sleep(60)\n        os._exit(0)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "forked\n"
+        assert store.is_locked(tmp_path)
+        process.kill()
+        process.wait()
+        assert not store.is_locked(tmp_path)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)

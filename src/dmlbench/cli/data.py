@@ -235,7 +235,7 @@ def _verdict(name: str, report: "Report", *, is_benchmark: bool, is_published: b
     if is_benchmark:
         return f"{name} is {state}: the benchmark of the papers"
     if is_published:
-        return f"{name} is {state}: the part that is asked for has its published counts"
+        return f"{name} is {state}: the part that is asked for has the counts that are known of it"
     if has_counts:
         return f"{name} is readable, but not the benchmark of the papers: its counts differ from the published ones"
     return f"{name} is {state}" + (": every image can be read" if report.looked_at else "")

@@ -66,6 +66,10 @@ class _Kind:
         return "|".join(f"{stem}.{suffix}" for suffix in ("tar.gz", "tar.xz", "tar.bz2", "tgz", "tar"))
 
     @property
+    def zips(self) -> str:
+        return f"{self.name}.zip|{self.name}[!0-9]*.zip"
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         return (
             Layout("folder", f"the python version in {self.folder}", tuple(f"{self.folder}/{b}" for b in self.batches)),
@@ -75,7 +79,7 @@ class _Kind:
                 "tree", f"images in train and test, such as train/{self.classes[0]}",
                 (f"train/{self.classes[0]}", f"test/{self.classes[0]}"),
             ),
-            Layout("zip", f"a {self.name}*.zip of images in train and test", (f"{self.name}*.zip",)),
+            Layout("zip", f"a {self.name}*.zip of images in train and test", (self.zips,)),
         )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def _read(kind: _Kind, root: Path, cache_dir: str | Path, check_counts: bool) ->
     folder, layout = _find(kind, root)
     width = SIDE * SIDE * 3
     if layout.name in ("tree", "zip"):
-        place = folder if layout.name == "tree" else resolve(folder, f"{kind.name}*.zip")
+        place = folder if layout.name == "tree" else resolve(folder, kind.zips)
         paths, rows, digest = _from_images(kind, place, cache_dir)
     else:
         place = {"folder": folder / kind.folder, "bare": folder}.get(layout.name) or resolve(folder, kind.archives)
@@ -170,6 +174,13 @@ def _read(kind: _Kind, root: Path, cache_dir: str | Path, check_counts: bool) ->
     role = halved_roles(labels, len(kind.classes))
     if check_counts:
         check_published(kind.title, place, labels, role, kind.published)
+        per_class = np.bincount(labels)
+        if len(set(per_class.tolist())) > 1:
+            fewest = int(per_class.argmin())
+            raise DataError(
+                f"{kind.title} in '{place}' has {per_class[fewest]:,} images of '{kind.classes[fewest]}', expected "
+                f"{len(labels) // len(kind.classes):,} of each class; get the original"
+            )
     present, compact = np.unique(labels, return_inverse=True)
     return make_table(
         kind.name,
@@ -203,7 +214,8 @@ def _from_batches(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
         logger.info("reading %s from %s; this happens once", kind.title, place)
         members = {file.name: file.read_bytes() for file in files} if place.is_dir() else _unpacked(kind, place)
         meta = read_pickle(members[kind.meta], name=f"{place} ({kind.meta})", encoding="latin1")
-        if not isinstance(meta, dict) or list(meta.get(kind.names, ())) != list(kind.classes):
+        names = meta.get(kind.names) if isinstance(meta, dict) else None
+        if not isinstance(names, list) or names != list(kind.classes):
             raise DataError(f"{kind.title}'s {kind.meta} in '{place}' does not name its classes; get the original")
         parts = [_batch_rows(kind, members[name], f"{place} ({name})", name) for name in kind.batches]
         return np.concatenate(parts)
@@ -265,7 +277,7 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
     if not listed:
         raise DataError(f"'{place}' has no images in train/<class> and test/<class> of {kind.title}; put them there")
     index = {name: number for number, name in enumerate(kind.classes)}
-    text = "".join(f"{path}\t{size}\n" for path, _, size in listed)
+    text = "".join(f"{path}\t{stamp}\n" for path, _, stamp in listed)
     key = {"version": _VERSION, "images": hashlib.sha256(text.encode()).hexdigest()}
 
     def build() -> NDArray[np.uint8]:
@@ -295,14 +307,19 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
     return [path for path, _, _ in listed], cached.array, cached.digest
 
 
-def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, int]]:
-    """Path (part/class/image), name in the folder or zip, and size in bytes of each image."""
+def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, str]]:
+    """Path (part/class/image), name in the folder or zip, and what tells the contents apart, of each image."""
     if place.is_dir():
         for part in ("train", "test"):
             for name in kind.classes:
                 for file in (place / part / name).glob("*"):
                     if _is_image(file.name):
-                        yield f"{part}/{name}/{file.name}", f"{part}/{name}/{file.name}", file.stat().st_size
+                        path = f"{part}/{name}/{file.name}"
+                        try:
+                            status = file.stat()
+                        except OSError as error:
+                            raise DataError(f"'{file}' cannot be read ({error.strerror}); replace it") from error
+                        yield path, path, f"{status.st_size} {status.st_mtime_ns}"
         return
     try:
         with zipfile.ZipFile(place) as archive:
@@ -317,7 +334,7 @@ def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, int]]:
                     f"'{member.filename}' in '{place}' claims {member.file_size:,} bytes for one small image; get the "
                     "original"
                 )
-            yield "/".join(parts), member.filename, member.file_size
+            yield "/".join(parts), member.filename, str(member.CRC)
 
 
 def _is_image(name: str) -> bool:

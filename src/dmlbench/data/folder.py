@@ -3,9 +3,10 @@
 import csv as csv_reader
 import io
 import logging
-import os
+import posixpath
 import re
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,17 +130,32 @@ def _roles(images: _Images, is_train: NDArray[np.bool_]) -> NDArray[np.str_]:
 
 def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
     """Images in class folders, which may lie in folders by part; ``merge`` takes the parts together."""
-    found = {top: _images_below(root / top) for top in subfolders(root)}
+    found = {top: _images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in found.items() if images}
+    parts = [top for top in tops if top.casefold() in _PART_FOLDERS]
     if not tops:
         raise DataError(
             f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "
             "root/cat/1.jpg"
         )
-    if not set(tops) <= _PART_FOLDERS:
+    nested = [top for top in parts if any("/" in image for image in tops[top])]
+    if nested and len(parts) < len(tops):
+        others = shorten([top for top in tops if top not in parts])
+        raise DataError(
+            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}': are these "
+            "classes or parts? Move one kind away, or list the images in a csv"
+        )
+    if len(parts) < len(tops):
         listing = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
+        if len(tops) == 1:
+            only = next(iter(tops))
+            raise DataError(
+                f"data set '{name}' finds one class, '{only}', in '{root}', expected two or more; if "
+                f"its sub-folders are the classes, point root at '{root / only}'"
+            )
         return _Images([path for path, _ in listing], [top for _, top in listing], None, None, "class folders")
-    if not merge and set(tops) not in _ROLE_FOLDERS:
+    role_of = {top: top.casefold() for top in tops}
+    if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
         raise DataError(
             f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
             "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
@@ -152,19 +168,23 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
                 raise DataError(f"'{root / top / image}' lies in no class folder; expected {top}/<class>/<image>")
             paths.append(f"{top}/{image}")
             class_of.append(image.split("/")[0])
-            roles.append(top)
+            roles.append(role_of[top])
     layout = f"class folders in {', '.join(tops)}"
     return _Images(paths, class_of, None if merge else roles, None, layout)
 
 
 def _images_below(top: Path) -> list[str]:
     """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
-    images = []
-    for directory, folders, _ in os.walk(top, followlinks=True):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        place = Path(directory)
-        images += [(place.relative_to(top) / file).as_posix() for file in images_in(place)]
-    return sorted(images)
+
+    def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
+        place = folder.resolve()
+        if place in inside:
+            raise DataError(f"'{folder}' leads back to '{place}', which holds it; remove that link")
+        yield from (prefix + image for image in images_in(folder))
+        for name in subfolders(folder):
+            yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
+
+    return sorted(walk(top, "", frozenset({top.parent.resolve()})))
 
 
 def _read_csv(file: Path, name: str) -> _Images:
@@ -175,7 +195,7 @@ def _read_csv(file: Path, name: str) -> _Images:
             raise DataError(
                 f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
             )
-        path = row["path"]
+        row["path"] = path = posixpath.normpath(row["path"])  # ./a//b.jpg is a/b.jpg
         if leaves_root(path):
             raise DataError(
                 f"line {number} of '{file}' names '{path}', which lies outside of the images' folder; give paths "
@@ -248,10 +268,12 @@ def _listed_classes(
 def _read_classes(file: Path, known: set[str], name: str) -> dict[str, int]:
     """Class -> the number of its line, in the order of the lines."""
     line_of: dict[str, int] = {}
+    written = {unicodedata.normalize("NFC", c): c for c in known}  # file systems store an accent in one of two ways
     for number, line in enumerate(_text(file, name, what="list of classes").split("\n"), start=1):
         class_name = _COMMENT.sub("", line).strip()
         if not class_name:
             continue
+        class_name = written.get(unicodedata.normalize("NFC", class_name), class_name)
         if class_name not in known:
             raise DataError(
                 f"line {number} of '{file}' names '{class_name}', which no image has as its class; "
@@ -276,6 +298,6 @@ def _text(file: Path, name: str, *, what: str) -> str:
 
 def _sorted_classes(class_of: Iterable[str]) -> list[str]:
     classes = set(class_of)
-    if all(c.isascii() and c.isdigit() for c in classes):
+    if all(c.isascii() and c.isdigit() and len(c) < 19 for c in classes):
         return sorted(classes, key=lambda c: (int(c), c))
     return sorted(classes)

@@ -10,6 +10,7 @@ pixels of one image after the other as [H, W, 3] uint8. Images are in the order 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import mmap
@@ -32,7 +33,7 @@ from dmlbench.data.transforms import Kernel, resized_size, short_side_resized
 from dmlbench.runtime import available_cores
 from dmlbench.types import DataError, ImageTable, IntArray
 
-VERSION = 1  # raise it whenever the layout or the pixels change
+VERSION = 2  # raise it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
 _ALIGNMENT = 64
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 turn the image by a quarter
@@ -118,13 +119,15 @@ def cached_images(
     Raises:
         DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.
     """
-    path = Path(cache_dir) / _file_name(table, short_side, kernel)
+    stamp = _stamp(table)
+    path = Path(cache_dir) / _file_name(table, short_side, kernel, stamp)
     order = np.argsort(table.paths, kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     header = {
         "version": VERSION,
         "fingerprint": table.fingerprint,
+        "stamp": stamp,
         "count": len(table),
         "short_side": short_side,
         "kernel": kernel,
@@ -145,9 +148,23 @@ def cached_images(
     return CachedImages(path, layout, position)
 
 
-def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel) -> str:
+def _stamp(table: ImageTable) -> str:
+    """Digest of the images' names and times of change: an image that was edited is decoded again."""
+    digest = hashlib.sha256()
+    folder = os.path.join(table.root, "")
+    for name in np.sort(table.paths).tolist():
+        try:
+            digest.update(f"{name}\t{os.stat(folder + name).st_mtime_ns}\n".encode())
+        except OSError as error:
+            raise DataError(
+                f"image '{folder + name}' is gone ({error.strerror}); put it back, or start again without it"
+            ) from error
+    return digest.hexdigest()
+
+
+def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel, stamp: str) -> str:
     size = "whole" if short_side is None else f"short{short_side}"
-    return f"{table.name}-{size}-{kernel}-{table.fingerprint[:16]}.images"
+    return f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
 
 
 def _encode(header: dict[str, Any], heights: NDArray[np.int32], widths: NDArray[np.int32]) -> bytes:
@@ -289,7 +306,8 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     try:
         with Image.open(name) as image:
             width, height = image.size
-            turned = image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+            # Pillow's reader of TIFF has turned the size already.
+            turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError):
         read_image(name)  # says what is wrong
         raise

@@ -3,8 +3,12 @@
 import logging
 import os
 import shutil
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from lzma import LZMAError
 from pathlib import Path
 
 from dmlbench.data.archives import Part, Stage, extract, read_marker, silent
@@ -68,6 +72,7 @@ def prepare(
     parts = _gather(source, root, found[0] if found else place, [Path(path) for path in given], download, stage)
     parts, other = _checked(source, parts, accept_other_checksum, stage)
     if source.is_read_packed:
+        _check_packed(source, parts)
         for part in parts:
             _copy(part.path, (found[0] if found else place) / part.path.name, stage)
     else:
@@ -82,7 +87,10 @@ def prepare(
 
 def _is_partial(source: Source, folder: Path) -> bool:
     """Whether some, not all, of a packed data set's preferred archives lie there."""
-    present = [(folder / archive.name).is_file() for archive in source.alternatives[0]]
+    present = [
+        (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
+        for archive in source.alternatives[0]
+    ]
     return source.is_read_packed and any(present) and not all(present)
 
 
@@ -186,6 +194,23 @@ def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
             f"{names} holds no layout of {source.title} that is known; expected {' or '.join(source.expected)}; "
             "extract it by hand and point dataset.table.root at the right folder"
         )
+
+
+def _check_packed(source: Source, parts: Sequence[Part]) -> None:
+    """Refuse what the reader would not find, or could not open, before it lies where it belongs."""
+    names = [archive.name for archive in source.archives]
+    for part in parts:
+        if part.path.name not in names:
+            raise DataError(
+                f"'{part.path}' is read as it is, so it must have its published name, one of {', '.join(names)}; "
+                "rename it"
+            )
+        try:
+            is_archive = zipfile.is_zipfile(part.path) or tarfile.is_tarfile(part.path)
+        except (OSError, EOFError, LZMAError, zlib.error):
+            is_archive = False
+        if not is_archive:
+            raise DataError(f"'{part.path}' is no archive, or a damaged one; download it again")
 
 
 def _copy(path: Path, to: Path, stage: Stage) -> None:

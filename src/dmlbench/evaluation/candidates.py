@@ -141,7 +141,7 @@ def settle(
         Columns [Q, C] in order, padding (-1) last, and ``relevant`` in the same order.
     """
     num_rows, width = candidates.value.shape
-    if width == 0:
+    if num_rows * width == 0:
         return candidates.column, relevant
     order = np.argsort(-candidates.value, axis=1, kind="stable")
     value = np.take_along_axis(candidates.value, order, axis=1)

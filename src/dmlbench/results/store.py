@@ -64,7 +64,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             f"cannot write to the run directory {run_dir}: {error.strerror}; choose a writable folder with "
             "paths.output_dir=..."
         ) from error
-    with file:
+    with file, _kept_from_children(file.fileno()):
         try:
             _lock(file.fileno())
         except BlockingIOError as error:
@@ -84,6 +84,28 @@ def locked(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             (run_dir / LOCK).unlink(missing_ok=True)
+
+
+_held: set[int] = set()
+
+
+@contextlib.contextmanager
+def _kept_from_children(descriptor: int) -> Iterator[None]:
+    """A forked worker that outlives this process must not hold its lock."""
+    _held.add(descriptor)
+    try:
+        yield
+    finally:
+        _held.discard(descriptor)
+
+
+def _let_go() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(descriptor: int) -> None:
