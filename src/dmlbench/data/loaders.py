@@ -284,7 +284,12 @@ def _stream(
         # Without one of its own it would draw from the global generator, and numbers would depend on num_workers.
         generator=torch.Generator().manual_seed(0),
     )
-    stream = iter(loader)
+    # Workers inherit the mask, so that a signal cannot end one before it has been told to ignore it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        stream = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _open_streams.add(stream)
     return stream
 
