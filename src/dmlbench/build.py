@@ -1,6 +1,7 @@
 """The only wiring: from a composed configuration to checked objects."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -74,13 +75,15 @@ def check(cfg: DictConfig) -> None:
     for node in (
         cfg.fit,
         cfg.optim,
-        cfg.pooling,
         cfg.evaluation,
         cfg.transform.train,
         cfg.transform.eval,
     ):
         component(node)
     component(cfg.head, in_features=1)
+    provisional = copy.deepcopy(cfg)  # any width will do to check the others of the pooling's arguments
+    OmegaConf.update(provisional, "runtime.num_channels", 512)
+    component(provisional.pooling)
     known_scores = score_names(cfg.evaluation.recall_at)
     if cfg.fit.monitor not in known_scores:
         raise ConfigError(f"fit.monitor ({cfg.fit.monitor}) is no score: {closest(cfg.fit.monitor, known_scores)}")
@@ -289,8 +292,9 @@ def image_opener(
 
 
 def build_model(cfg: DictConfig) -> MetricModel:
-    """Backbone, pooling and head; sets ``runtime.embedding_size``."""
+    """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
+    OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
     pooling = component(cfg.pooling)
     width = pooling.input_width(cfg.head.out_features)
     head = component(cfg.head, in_features=backbone.channels[-1], out_features=width)
@@ -299,9 +303,24 @@ def build_model(cfg: DictConfig) -> MetricModel:
     return model
 
 
-def build_objective(cfg: DictConfig) -> Objective:
-    """Loss and miner, with the numbers of classes and dimensions now known."""
-    return Objective(component(cfg.loss), component(cfg.miner))
+def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
+    """Loss, miner and regularizers, with the numbers of classes and dimensions now known.
+
+    Raises:
+        ConfigError: a regularizer reads what the pooling never provides.
+    """
+    regularizers = component(cfg.regularizer) or {}
+    mixing = regularizers.pop("mixing", "convex")
+    objective = Objective(component(cfg.loss), component(cfg.miner), regularizers, mixing=mixing)
+    for name, requires in objective.requires.items():
+        for side in requires:
+            if side not in model.pooling.provides:
+                raise ConfigError(
+                    f"regularizer '{name}' needs '{side}' of the pooling, which {cfg.pooling._target_} does not "
+                    f"provide (it provides: {', '.join(model.pooling.provides) or 'nothing'}); choose pooling=gsp or "
+                    "another that does"
+                )
+    return objective
 
 
 def build_optimizer(cfg: DictConfig, model: MetricModel, objective: Objective) -> tuple[Optimizer, Any]:

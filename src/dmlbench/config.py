@@ -27,6 +27,7 @@ class RuntimeConfig:
     """Values known only once the data set and the model are there; ``build.py`` sets them, nobody else."""
 
     num_classes: int = MISSING
+    num_channels: int = MISSING  # of the map that is pooled
     embedding_size: int = MISSING
     choices: dict[str, str] = field(default_factory=dict)
 
@@ -44,6 +45,7 @@ class TrainConfig:
     head: Any = MISSING
     loss: Any = MISSING
     miner: Any = None
+    regularizer: Any = None
     optim: Any = MISSING
     schedule: Any = None
     fit: Any = MISSING

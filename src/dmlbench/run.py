@@ -131,7 +131,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     train_images, eval_images = open_images(cfg.transform.train), open_images(cfg.transform.eval)
     seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
     model = build.build_model(cfg)
-    objective = build.build_objective(cfg)
+    objective = build.build_objective(cfg, model)
     settings = build.build_fit_settings(cfg)
     build.move(model, objective, device, channels_last=settings.channels_last)
     optimizer, schedule = build.build_optimizer(cfg, model, objective)

@@ -66,7 +66,7 @@ def test_every_option_instantiates(group: str) -> None:
         cfg = compose("train", overrides)
         OmegaConf.update(cfg, "runtime.num_classes", 6)
         model = build.build_model(cfg)
-        objective = build.build_objective(cfg)
+        objective = build.build_objective(cfg, model)
         build.build_optimizer(cfg, model, objective)
         build.build_fit_settings(cfg)
         build.component(cfg.evaluation)

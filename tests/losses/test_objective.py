@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from dmlbench import build
 from dmlbench.cli.front import compose
-from dmlbench.losses.objective import Objective
-from dmlbench.types import ModelOutput
+from dmlbench.losses.objective import Mixing, Objective
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.types import ConfigError, ModelOutput
 
 # Configuration -> name of the record; batch b1 has a class with one image.
 RECORDED = {
@@ -35,7 +37,7 @@ def _objective(overrides: list[str], proxies: torch.Tensor) -> tuple[Objective, 
     cfg = compose("train", overrides)
     OmegaConf.update(cfg, "runtime.num_classes", len(proxies))
     OmegaConf.update(cfg, "runtime.embedding_size", proxies.shape[1])
-    objective = build.build_objective(cfg)
+    objective = Objective(build.component(cfg.loss), build.component(cfg.miner))
     parameters = dict(objective.loss.named_parameters())
     for name in ("proxies", "W"):
         if name in parameters:
@@ -76,3 +78,52 @@ def test_loss_parameters_are_the_group_loss() -> None:
     objective, proxies = _objective(["loss=proxy_anchor"], torch.zeros(4, 8))
     groups = parameter_groups({}, objective)
     assert [parameter is proxies for _, parameter in groups["loss"]] == [True]
+
+
+class Mean(Regularizer):
+    requires = ("histogram",)
+
+    def forward(self, output: ModelOutput, labels: torch.Tensor, dml_loss: DmlLoss) -> torch.Tensor:
+        return output.side["histogram"].mean() + dml_loss(2 * output.embedding, labels)
+
+
+class Sum(nn.Module):
+    def forward(self, embeddings: torch.Tensor, labels: torch.Tensor, indices_tuple: None = None) -> torch.Tensor:
+        return embeddings.sum()
+
+
+@pytest.mark.parametrize(("mixing", "share"), [("convex", 0.75), ("add", 1.0)])
+def test_regularizers_take_part_as_soon_as_their_side_outputs_are_there(
+    mixing: Mixing, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    objective = Objective(Sum(), None, {"mean": Mean(0.25)}, mixing=mixing)
+    embeddings, labels = torch.ones(2, 3), torch.tensor([0, 1])
+    assert objective(ModelOutput(embeddings), labels, step=1) == {"loss": 6, "dml": 6}
+    with caplog.at_level("INFO"):
+        parts = objective(ModelOutput(embeddings, {"histogram": torch.full((2, 4), 8.0)}), labels, step=2)
+    assert parts == {"loss": share * 6 + 0.25 * (8 + 12), "dml": 6, "mean": 20}
+    assert "step 2: the regularizer 'mean' takes part from here on" in caplog.text
+
+
+def test_regularizers_that_leave_nothing_to_the_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sum to 1, which leaves nothing.*mixing=add"):
+        Objective(Sum(), None, {"a": Mean(0.5), "b": Mean(0.5)})
+    Objective(Sum(), None, {"a": Mean(0.5), "b": Mean(0.5)}, mixing="add")
+    with pytest.raises(ConfigError, match="must be above 0"):
+        Mean(0.0)
+    with pytest.raises(ConfigError, match="mixing 'sum' is unknown"):
+        Objective(Sum(), None, {}, mixing="sum")  # type: ignore[arg-type]
+
+
+def test_a_regularizer_that_the_pooling_cannot_serve_is_refused_when_the_run_is_built() -> None:
+    node = {"_target_": f"{__name__}.Mean", "weight": 0.1}
+    for pooling, message in (("gap", "needs 'histogram' of the pooling"), ("gsp_small", None)):
+        cfg = compose("train", [f"pooling={pooling}"])
+        OmegaConf.update(cfg, "runtime.num_classes", 4)
+        cfg.regularizer = {"mean of histograms": node, "mixing": "add"}
+        model = build.build_model(cfg)
+        if message is None:
+            assert list(build.build_objective(cfg, model).regularizers) == ["mean of histograms"]
+        else:
+            with pytest.raises(ConfigError, match=message):
+                build.build_objective(cfg, model)

@@ -1,11 +1,18 @@
 """The objective of a training step: a metric learning loss, its miner, and the regularizers mixed with it."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from dmlbench.types import ModelOutput
+from dmlbench.losses.regularizer import Regularizer
+from dmlbench.types import ConfigError, ModelOutput, closest
+
+Mixing = Literal["convex", "add"]
+
+logger = logging.getLogger(__name__)
 
 
 class Objective(nn.Module):
@@ -13,15 +20,48 @@ class Objective(nn.Module):
 
     The contract: ``loss(embeddings [B, D], labels [B], indices_tuple=None) -> scalar``; any PML loss fulfils it.
 
-    Args:
-        loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
-        miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
+    With regularizers r_i of weights w_i the whole is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
+    ("add"). A regularizer whose side outputs are not there yet (a pooling's prototypes have not started) is left out,
+    its weight too.
     """
 
-    def __init__(self, loss: nn.Module, miner: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        loss: nn.Module,
+        miner: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+        regularizers: Mapping[str, Regularizer] | None = None,
+        *,
+        mixing: Mixing = "convex",
+    ) -> None:
+        """
+        Args:
+            loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
+            miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
+            regularizers: by name; their parameters are trained as the group "loss", too.
+            mixing: how they are joined with the loss.
+
+        Raises:
+            ConfigError: an unknown mixing, or weights that leave nothing to the loss.
+        """
         super().__init__()
+        if mixing not in get_args(Mixing):
+            raise ConfigError(f"mixing '{mixing}' is unknown; {closest(mixing, get_args(Mixing))}")
         self.loss = loss
         self.miner = miner
+        self.regularizers = nn.ModuleDict(dict(regularizers or {}))
+        self.mixing = mixing
+        total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
+        if mixing == "convex" and total >= 1:
+            raise ConfigError(
+                f"the regularizers' weights sum to {total:g}, which leaves nothing to the loss; keep the sum below 1 "
+                "or set regularizer.mixing=add"
+            )
+        self._active: tuple[str, ...] = ()
+
+    @property
+    def requires(self) -> dict[str, tuple[str, ...]]:
+        """Side outputs that each regularizer reads."""
+        return {name: _regularizer(module).requires for name, module in self.regularizers.items()}
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
         """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
@@ -36,4 +76,30 @@ class Objective(nn.Module):
             embeddings = output.embedding.float()
             indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
             dml = self.loss(embeddings, labels, indices_tuple)
-        return {"loss": dml, "dml": dml}
+            parts = {"dml": dml}
+            share, extra = 1.0, []
+            for name, module in self.regularizers.items():
+                regularizer = _regularizer(module)
+                if all(side in output.side for side in regularizer.requires):
+                    parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
+                    extra.append(regularizer.weight * parts[name])
+                    share -= regularizer.weight if self.mixing == "convex" else 0.0
+        self._note(tuple(name for name in parts if name != "dml"), step)
+        return {"loss": share * dml + sum(extra) if extra else dml, **parts}
+
+    def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss with its miner on embeddings that did not come from the model."""
+        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
+        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        return value
+
+    def _note(self, active: tuple[str, ...], step: int) -> None:
+        if active != self._active:
+            for name in sorted(set(active) - set(self._active)):
+                logger.info("step %d: the regularizer '%s' takes part from here on", step, name)
+            self._active = active
+
+
+def _regularizer(module: nn.Module) -> Regularizer:
+    assert isinstance(module, Regularizer)
+    return module

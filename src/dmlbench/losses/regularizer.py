@@ -1,0 +1,42 @@
+"""What a regularizer is: a further part of the objective that may ask for side outputs of the pooling."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError, ModelOutput
+
+DmlLoss = Callable[[Tensor, Tensor], Tensor]
+"""The configured metric learning loss of embeddings [B, D] and labels [B], a scalar."""
+
+
+class Regularizer(nn.Module):
+    """A scalar of a batch's embeddings and side outputs; subclasses implement ``forward``.
+
+    Attributes:
+        requires: names of the side outputs that ``forward`` reads; a pooling that never provides one is refused when
+            the run is built.
+        weight: lambda, the share of the regularizer in the objective.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, weight: float) -> None:
+        """
+        Raises:
+            ConfigError: the weight is not above 0.
+        """
+        super().__init__()
+        if not weight > 0:
+            raise ConfigError(f"a regularizer's weight ({weight}) must be above 0; leave it out instead")
+        self.weight = weight
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        """
+        Args:
+            output: embeddings [B, D] in float32 and side outputs, which include every required one.
+            labels: [B] classes.
+            dml_loss: the configured loss, for regularizers that apply it to embeddings of their own.
+        """
+        raise NotImplementedError
