@@ -75,6 +75,17 @@ class EvaluateConfig:
 
 
 @dataclass
+class ExplainConfig:
+    """Top level of ``dmlbench explain``: a picture of what a trained pooling looks at."""
+
+    run: Any = None
+    images: Any = None
+    num_images: int = 6
+    output: str | None = None
+    device: str = "auto"
+
+
+@dataclass
 class AggregateConfig:
     """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
 
@@ -97,7 +108,13 @@ class TableConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
-SCHEMAS = {"train": TrainConfig, "evaluate": EvaluateConfig, "aggregate": AggregateConfig, "table": TableConfig}
+SCHEMAS = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "explain": ExplainConfig,
+    "aggregate": AggregateConfig,
+    "table": TableConfig,
+}
 
 
 def register_schemas() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -118,6 +119,24 @@ def test_bf16_and_channels_last_train_with_gsp_active(dmlbench, tmp_path) -> Non
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert bool(saved["model"]["pooling.prototypes_started"])
     assert all(v.dtype in (torch.float32, torch.int64, torch.bool) for v in saved["model"].values())
+
+
+def test_explain_draws_runs_side_by_side_and_says_what_it_cannot_draw(dmlbench, tmp_path) -> None:
+    dmlbench("train", *TINY, *GSP, "fit.max_steps=6")
+    dmlbench("train", *TINY, "fit.max_steps=1")
+    gap, gsp = sorted(run_dirs(tmp_path), key=lambda run: "gsp" in run.parent.name)
+    assert f"written: {gsp}/explain.png" in dmlbench("explain", f"run={gsp}", "num_images=2")
+    dmlbench("explain", f"run=[{gap},{gsp}]", "images=[0,5]", "output=both.png")
+    with Image.open(gsp / "explain.png") as one, Image.open(tmp_path / "both.png") as both:
+        assert one.height == both.height
+        assert one.width < both.width  # image, weights, prototypes; another column of weights
+        pixels = np.asarray(both.convert("RGB")).reshape(-1, 3)
+        assert len(np.unique(pixels, axis=0)) > 1000  # images and maps, not empty axes
+    assert "image 500 is not in glyphs_collage, which has rows 0 to 127" in dmlbench(
+        "explain", f"run={gsp}", "images=[500]", code=2
+    )
+    assert "is not in glyphs_collage; did you mean" in dmlbench("explain", f"run={gsp}", "images=[U+41/01]", code=2)
+    assert "say which run" in dmlbench("explain", code=2)
 
 
 def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:

@@ -58,6 +58,12 @@ class MetricModel(nn.Module):
         pooled: Pooled = self.pooling(maps[-1], self.projection)
         return ModelOutput(pooled.embedding.to(torch.float32), pooled.side)
 
+    @torch.no_grad()
+    def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the pooling looks at: contributions [B, H, W] and dominant prototypes [B, H, W] (see ``Pooling``)."""
+        x = self.backbone(self.backbone.preprocess(images))[-1]
+        return self.pooling.contributions(x, self.projection), self.pooling.nearest_prototypes(x, self.projection)
+
     def observe(self, output: ModelOutput, *, step: int) -> None:
         """Let the pooling take note of a training batch; ``step`` counts from 1."""
         self.pooling.observe(Pooled(output.embedding, output.side), step=step)

@@ -48,6 +48,17 @@ class Pooling(nn.Module):
             step: number of the training step under way, counted from 1.
         """
 
+    def contributions(self, x: Tensor, project: Projection) -> Tensor | None:
+        """How much each location counts in the embedding, to look at: [B, H, W], rows sum to 1; None where unknown.
+
+        Args as for ``forward``. By default the side output "weights".
+        """
+        return self(x, project).side.get("weights")
+
+    def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
+        """Index of the prototype that dominates at each location, [B, H, W]; None for poolings without prototypes."""
+        return None
+
     @property
     def started(self) -> bool:
         """False as long as the pooling works in a provisional way and its side outputs may be missing."""

@@ -51,3 +51,8 @@ class Gem(Pooling):
             mean = features.pow(self.power).mean(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
             pooled = mean.pow(1.0 / self.power)
         return Pooled(project(pooled.flatten(1)))
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        """The share of each location in a channel's sum of powers, on average over the channels."""
+        powers = x.to(self.power.dtype).clamp(min=self.epsilon).pow(self.power)  # [B, C, H, W]
+        return (powers / powers.sum(dim=(2, 3), keepdim=True)).mean(dim=1)

@@ -141,6 +141,13 @@ class Gsp(Pooling):
         weights = plan.weights.view(batch, height, width)
         return Pooled(pooled, {"pooled": pooled, "weights": weights, "histogram": plan.histogram})
 
+    def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
+        """The prototype that takes the largest part of each location's mass: the nearest one. None before the start."""
+        if not self._started:
+            return None
+        rows = project(x).flatten(2).transpose(1, 2)
+        return prototype_cost(rows, self.prototypes).argmin(dim=1).view(x.shape[0], *x.shape[2:])
+
     @torch.no_grad()
     def observe(self, pooled: Pooled, *, step: int) -> None:
         if self._started or step <= self.start_step:

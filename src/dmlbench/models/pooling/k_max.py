@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
@@ -33,3 +34,6 @@ class KMax(Pooling):
             )
         largest = pixels.topk(self.k, dim=2, sorted=False).values  # [B, C, k]
         return Pooled(project(largest.mean(dim=2, dtype=torch.promote_types(x.dtype, torch.float32))))
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        return share_of_largest(x, self.k)

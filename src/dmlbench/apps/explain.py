@@ -1,0 +1,181 @@
+"""Pictures of what a trained pooling looks at: its weights, and its prototypes, laid over the images."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from torch.nn import functional as F
+
+from dmlbench import build
+from dmlbench.apps.trained import TrainedRun, load_run
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, ImageTable, IntArray, RunError, closest
+
+matplotlib.use("Agg")  # files only; works without a display
+from matplotlib import colormaps
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+_INCHES = 1.25  # a tile's side
+_NUM_COLORS = 20
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One run's view of images: its name, uint8 images [B, 3, H, W], weights and prototypes at the same size or None.
+
+    Attributes:
+        label: what the column is called.
+        images: as the network saw them.
+        weights: [B, H, W] contribution of each place relative to a uniform one, so that 1 is average pooling.
+        prototypes: [B, H, W] index of the dominant prototype.
+    """
+
+    label: str
+    images: NDArray[np.uint8]
+    weights: NDArray[np.float32] | None
+    prototypes: IntArray | None
+
+
+def explain_runs(
+    run_dirs: Sequence[Path], *, images: Sequence[int | str] | None, num_images: int, device: str, path: Path
+) -> None:
+    """Write a PNG: images in rows; for each run the weights of its pooling, and its prototypes where it has any.
+
+    Args:
+        run_dirs: complete runs on the same data, with their weights kept.
+        images: rows of the data set's table or paths of images in it; None takes some of those that are tested on.
+        num_images: how many then, drawn with a fixed seed.
+        device: as in the configuration.
+        path: file to write.
+
+    Raises:
+        RunError: a run cannot be loaded, runs are of different data, or a pooling has nothing to show.
+        ConfigError: an image that the data set does not have.
+    """
+    runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
+    tables = [run.data.table for run in runs]
+    if len({table.fingerprint for table in tables}) > 1:
+        raise RunError("the runs are of different data; name runs of one data set")
+    rows = _rows(runs[0], images, num_images)
+    names = [run_dir.resolve() for run_dir in run_dirs]
+    explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
+    captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
+    draw(explained, captions, path)
+
+
+def _label(run: TrainedRun, run_dir: Path) -> str:
+    choices = OmegaConf.to_container(run.config.runtime.choices)
+    assert isinstance(choices, dict)
+    return f"{choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
+
+
+def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) -> IntArray:
+    table = run.data.table
+    if images is not None:
+        return np.array([_row(table, image) for image in images], dtype=np.int64)
+    part = run.data.split.test or run.data.split.val
+    chosen = generator("explain", len(part.query)).choice(
+        len(part.query), size=min(num_images, len(part.query)), replace=False
+    )
+    return np.asarray(part.query[np.sort(chosen)])
+
+
+def _row(table: ImageTable, image: int | str) -> int:
+    if isinstance(image, int):
+        if not 0 <= image < len(table):
+            raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
+        return image
+    found = np.flatnonzero(table.paths == image)
+    if not len(found):
+        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
+    return int(found[0])
+
+
+def _explain(run: TrainedRun, rows: IntArray, label: str) -> Explained:
+    batches = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(rows)
+    images, weights, prototypes = [], [], []
+    for batch in batches:
+        shares, nearest = run.model.explain(batch.images)
+        if shares is None:
+            raise RunError(
+                f"pooling {run.config.pooling._target_} does not say how much each place counts; explain a run of "
+                "another pooling"
+            )
+        images.append(batch.images.cpu().numpy())
+        weights.append(_enlarged(shares.float() * shares[0].numel(), images[-1].shape[2:], "bilinear"))
+        if nearest is not None:
+            prototypes.append(_enlarged(nearest.float(), images[-1].shape[2:], "nearest").astype(np.int64))
+    return Explained(
+        label, np.concatenate(images), np.concatenate(weights), np.concatenate(prototypes) if prototypes else None
+    )
+
+
+def _enlarged(maps: torch.Tensor, size: tuple[int, ...], mode: str) -> NDArray[np.float32]:
+    """[B, h, w] at the images' size."""
+    options = {"align_corners": False} if mode == "bilinear" else {}
+    return np.asarray(F.interpolate(maps[:, None], size=tuple(size), mode=mode, **options)[:, 0].cpu())
+
+
+def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) -> None:
+    """Write the picture: a row an image, a column for the image and one or two for each run.
+
+    Places that count as in average pooling are white, those that count more are red and those that count less blue;
+    one scale holds for all. Prototypes are told apart by colors, those of no weight fade.
+    """
+    columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
+    rows = len(captions)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(_INCHES * columns + 1.3, _INCHES * rows + 0.5), squeeze=False, layout="constrained"
+    )
+    most = max(
+        2.0,
+        float(
+            np.percentile(np.concatenate([one.weights.ravel() for one in explained if one.weights is not None]), 99.5)
+        ),
+    )
+    scale = matplotlib.colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    for row, caption in enumerate(captions):
+        _show(axes[row, 0], explained[0].images[row], title="image" if row == 0 else "")
+        axes[row, 0].set_ylabel(_short(caption), fontsize=7)
+        column = 1
+        for one in explained:
+            assert one.weights is not None
+            grey = one.images[row].mean(axis=0) / 255
+            axis = axes[row, column]
+            _show(axis, one.images[row], title=one.label if row == 0 else "")
+            axis.imshow(0.35 + 0.65 * grey, cmap="gray", vmin=0, vmax=1)
+            axis.imshow(one.weights[row], cmap="RdBu_r", norm=scale, alpha=0.65)
+            column += 1
+            if one.prototypes is not None:
+                axis = axes[row, column]
+                _show(axis, one.images[row], title="prototypes" if row == 0 else "")
+                colors = colormaps["tab20"](one.prototypes[row] % _NUM_COLORS)[..., :3]
+                strength = np.clip(one.weights[row] / most, 0.0, 1.0)[..., None]
+                axis.imshow((1 - strength) * grey[..., None] * 0.6 + strength * colors)
+                column += 1
+    colors = figure.colorbar(
+        matplotlib.cm.ScalarMappable(scale, "RdBu_r"), ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02
+    )
+    colors.set_label("weight over that of average pooling", fontsize=8)
+    colors.ax.tick_params(labelsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _show(axis: Axes, image: NDArray[np.uint8], *, title: str) -> None:
+    axis.imshow(np.moveaxis(image, 0, -1), vmin=0, vmax=255)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_title(title, fontsize=8)
+
+
+def _short(text: str, limit: int = 20) -> str:
+    """Names begin with what sorts them and end with what tells them apart."""
+    return text if len(text) <= limit else f"{text[: limit // 2 - 2]}...{text[-(limit // 2 - 1) :]}"

@@ -1,0 +1,58 @@
+"""How much each location counts in an embedding, against naive loops; what `dmlbench explain` draws."""
+
+import pytest
+import torch
+
+from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.gem import Gem
+from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp, share_of_largest
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.k_max import KMax
+from dmlbench.models.projection import Projection
+from dmlbench.models.transport import clip_norm
+
+
+@pytest.mark.parametrize("k", [1, 2, 12])
+def test_share_of_largest_counts_the_channels_that_chose_a_place(k: int) -> None:
+    x = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(2, 3, 4)
+    for b in range(2):
+        for channel in x[b]:
+            threshold = sorted(channel.flatten().tolist(), reverse=True)[k - 1]
+            expected[b] += (channel >= threshold).float() / (5 * k)
+    torch.testing.assert_close(share_of_largest(x, k), expected)
+
+
+@pytest.mark.parametrize("pooling", [Gap(), Gmp(), GapGmp(), KMax(3), Gem(), Gsp(6, 4, memory_rows=8)])
+@pytest.mark.parametrize("size", [(3, 4), (1, 1)])
+def test_contributions_are_shares(pooling: Pooling, size: tuple[int, int]) -> None:
+    if isinstance(pooling, KMax) and size == (1, 1):
+        pooling = KMax(1)
+    x = torch.randn(2, 5, *size, generator=torch.Generator().manual_seed(0))
+    shares = pooling.contributions(x, Projection(5, 6))
+    assert shares is not None
+    assert shares.shape == (2, *size)
+    assert (shares >= 0).all()
+    torch.testing.assert_close(shares.sum(dim=(1, 2)), torch.ones(2))
+
+
+def test_gem_counts_powers() -> None:
+    x = torch.tensor([[[[1.0, 2.0]], [[3.0, 0.0]]]])
+    shares = Gem(power=2.0).contributions(x, Projection(2, 2))
+    torch.testing.assert_close(shares, torch.tensor([[[(1 / 5 + 1) / 2, (4 / 5 + 0) / 2]]]))
+
+
+def test_nearest_prototypes_by_a_loop_once_they_have_started() -> None:
+    torch.manual_seed(0)
+    pooling, project = Gsp(6, 4, memory_rows=8), Projection(5, 6)
+    x = torch.randn(2, 5, 3, 4)
+    assert pooling.nearest_prototypes(x, project) is None
+    pooling.observe(pooling(torch.randn(8, 5, 3, 4), project), step=1)
+    found = pooling.nearest_prototypes(x, project)
+    assert found is not None
+    features, prototypes = project(x), clip_norm(pooling.prototypes)
+    for b in range(2):
+        for i in range(3):
+            for j in range(4):
+                distances = (prototypes - clip_norm(features[b, :, i, j])).norm(dim=1)
+                assert found[b, i, j] == distances.argmin()
