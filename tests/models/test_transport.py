@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmlbench.models.transport import clip_norm, prototype_cost, transport_weights
+from dmlbench.models.transport import _solve_offset, clip_norm, prototype_cost, transport_weights
 from dmlbench.types import ConfigError
 
 LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
@@ -223,3 +224,38 @@ def test_clip_norm_leaves_the_unit_ball_alone() -> None:
 def test_arguments_outside_their_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         transport_weights(torch.rand(1, 2, 3), **{"transport_ratio": 0.3, "smoothing": 5.0, **arguments})
+
+
+def bisected(log_mass: torch.Tensor, ratio: float) -> torch.Tensor:
+    """The root by 200 halvings, row by row."""
+    low = math.log(ratio / (1 - ratio)) - log_mass.amax(dim=1, keepdim=True)
+    high = math.log(ratio / (1 - ratio)) - log_mass.amin(dim=1, keepdim=True)
+    for _ in range(200):
+        middle = (low + high) / 2
+        below = torch.sigmoid(middle + log_mass).mean(dim=1, keepdim=True) < ratio
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize("pixels", [1, 2, 49, 64, 196])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 20.0, 200.0])
+def test_the_offset_is_the_root_for_even_clustered_and_equal_masses(pixels: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(30, pixels, generator=generator, dtype=torch.float64)
+    masses = {
+        "even": uniform * spread,
+        "two clusters": (uniform < 0.4).double() * spread,
+        "two noisy clusters": (uniform < 0.4).double() * spread + uniform * 0.1,
+        "three clusters": (uniform * 3).floor() * spread / 2,
+        "skewed": spread * uniform.log().clamp(min=-20) / 5,
+        "equal": torch.full_like(uniform, -spread),
+    }
+    for name, log_mass in masses.items():
+        for ratio in (0.01, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 0.99):
+            # What float32 can say: sigma moves by a quarter of the offset's rounding.
+            rounding = torch.finfo(torch.float32).eps * max(8.0, float(log_mass.abs().max())) / min(1.0, 4 - 4 * ratio)
+            for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, rounding)):
+                given = log_mass.to(dtype)
+                expected = torch.sigmoid(bisected(given.double(), ratio) + given.double())
+                found = torch.sigmoid(_solve_offset(given, ratio) + given).double()
+                assert (found - expected).abs().max() <= tolerance, (name, ratio, dtype)
