@@ -1,0 +1,122 @@
+"""Learned attention over pixels and channels: DeLF and CBAM."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import (
+    Variant,
+    check_channels,
+    check_odd,
+    check_positive,
+    check_variant,
+    convolve,
+    shares,
+    start_glorot,
+    weighted_sum,
+)
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class Delf(Pooling):
+    """project(sum_j a_j x_j) with a_j = softplus(v'relu(U x_j + b) + c) from two convolutions.
+
+    The variant ``paper`` sums over the pixels as written, ``official``, the code of the GSP study, takes the mean:
+    embeddings have the same direction. The first convolution follows autocast, scores and sums are float32.
+
+    Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
+
+    Source: Noh et al., Large-Scale Image Retrieval with Attentive Deep Local Features, ICCV 2017, equation 1; settings
+    and the start of the layers as in yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(
+        self, num_channels: int, *, num_filters: int = 512, conv_size: int = 1, variant: Variant = "official"
+    ) -> None:
+        """
+        Args:
+            num_channels: C of the map.
+            num_filters: width of the hidden layer (paper: 512).
+            conv_size: odd side of the first convolution's window (paper: 1).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: a size that is not positive, an even ``conv_size`` or an unknown variant.
+        """
+        super().__init__()
+        check_positive("delf", num_channels=num_channels, num_filters=num_filters)
+        check_odd("delf", conv_size=conv_size)
+        check_variant(variant, pooling="delf")
+        self.num_channels = num_channels
+        self.variant: Variant = variant
+        self.hidden = nn.Conv2d(num_channels, num_filters, conv_size, padding=conv_size // 2)
+        self.score = nn.Conv2d(num_filters, 1, 1)
+        start_glorot(self)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        check_channels(x, self.num_channels, pooling="delf")
+        hidden = F.relu(convolve(self.hidden, x))
+        with torch.autocast(x.device.type, enabled=False):
+            attention = F.softplus(self.score(hidden.to(self.score.weight.dtype)))[:, 0]  # [B, H, W]
+            pooled = weighted_sum(x, attention)
+            if self.variant == "official":
+                pooled = pooled / (x.shape[2] * x.shape[3])
+        return Pooled(project(pooled), {"weights": shares(attention)})
+
+
+class Cbam(Pooling):
+    """project(mean_j s_j y_j), where y = c * x is the map scaled per channel and s weights its pixels.
+
+        c = sigmoid(M(max_j x_j) + M(mean_j x_j)),   M(u) = V relu(U u)
+        s = sigmoid(conv([max over channels of y, mean over channels of y]))
+
+    All in float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+
+    Source: Woo et al., CBAM: Convolutional Block Attention Module, ECCV 2018, equations 1 to 3; followed by average
+    pooling as in yetigurbuz/generalized-sum-pooling (tensorflow), which has no biases either.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
+        """
+        Args:
+            num_channels: C of the map.
+            channel_reduction: C divided by the hidden width of M (paper: 16; the GSP study's configuration: 1).
+            conv_size: odd side of the spatial convolution's window (paper: 7; the GSP study: 3).
+
+        Raises:
+            ConfigError: sizes that are not positive, an even ``conv_size``, or a reduction that leaves no channel.
+        """
+        super().__init__()
+        check_positive("cbam", num_channels=num_channels, channel_reduction=channel_reduction)
+        check_odd("cbam", conv_size=conv_size)
+        if channel_reduction > num_channels:
+            raise ConfigError(
+                f"channel_reduction ({channel_reduction}) of cbam exceeds the {num_channels} channels of the map; "
+                "lower it"
+            )
+        self.num_channels = num_channels
+        width = num_channels // channel_reduction
+        self.reduce = nn.Linear(num_channels, width, bias=False)
+        self.expand = nn.Linear(width, num_channels, bias=False)
+        self.spatial = nn.Conv2d(2, 1, conv_size, padding=conv_size // 2, bias=False)  # of maximum and mean
+        start_glorot(self)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        check_channels(x, self.num_channels, pooling="cbam")
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(self.spatial.weight.dtype)
+            summaries = torch.stack([x.amax(dim=(2, 3)), x.mean(dim=(2, 3))])  # [2, B, C]
+            channels = torch.sigmoid(self.expand(F.relu(self.reduce(summaries))).sum(dim=0))  # [B, C]
+            scaled = x * channels[:, :, None, None]
+            pixels = torch.stack([scaled.amax(dim=1), scaled.mean(dim=1)], dim=1)  # [B, 2, H, W]
+            attention = torch.sigmoid(self.spatial(pixels))[:, 0]  # [B, H, W]
+            pooled = weighted_sum(scaled, attention) / (x.shape[2] * x.shape[3])
+        return Pooled(project(pooled), {"weights": shares(attention)})

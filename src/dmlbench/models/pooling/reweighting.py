@@ -1,0 +1,140 @@
+"""Weights without a learned network, from the magnitude of the features: CroW and T-SMK."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import (
+    Variant,
+    at_least_float32,
+    check_odd,
+    check_positive,
+    check_variant,
+    shares,
+    weighted_sum,
+)
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class Crow(Pooling):
+    """project(sum_j a_j i * y_j) with y = relu(x): pixels weighted by a, channels by i (cross-dimensional weighting).
+
+        a_j = sqrt(S_j / |S|),   S_j = sum_k y_jk
+        i_k = log((C epsilon + sum_h q_h) / (epsilon + q_k))
+
+    q_k is, in the variant ``paper``, the share of pixels where y_k is not 0, which has no gradient. ``official``, the
+    code of the GSP study, takes mean_j sigmoid(y_jk) instead, and the mean over the pixels instead of the sum. The
+    paper's whitening of the sums, which is not learned, is left to the projection.
+
+    Where S_j is 0 so are y_j and the gradient through a_j (the limit: y_jk / sqrt(S_j) goes to 0 with y); the public
+    code gives NaN there. All in float32. Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
+
+    Source: Kalantidis et al., Cross-Dimensional Weighting for Aggregated Deep Convolutional Features, 2016;
+    yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
+        """
+        Args:
+            epsilon: keeps the logarithm finite for channels that are 0 everywhere, above 0.
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: an epsilon that is not positive or an unknown variant.
+        """
+        super().__init__()
+        check_positive("crow", epsilon=epsilon)
+        check_variant(variant, pooling="crow")
+        self.epsilon = epsilon
+        self.variant: Variant = variant
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        with torch.autocast(x.device.type, enabled=False):
+            y = F.relu(at_least_float32(x))
+            attention = self._pixel_weights(y)
+            presence = torch.sigmoid(y) if self.variant == "official" else (y > 0).to(y.dtype)
+            presence = presence.mean(dim=(2, 3))  # q, [B, C]
+            total = presence.sum(dim=1, keepdim=True) + y.shape[1] * self.epsilon
+            channels = torch.log(total / (presence + self.epsilon))  # [B, C]
+            pooled = weighted_sum(y, attention) * channels
+            if self.variant == "official":
+                pooled = pooled / (x.shape[2] * x.shape[3])
+        return Pooled(project(pooled), {"weights": shares(attention)})
+
+    @staticmethod
+    def _pixel_weights(y: Tensor) -> Tensor:
+        """a [B, H, W] of y >= 0; 0 with gradient 0 where the pixel is 0."""
+        mass = y.sum(dim=1)  # S, [B, H, W]
+        norm = torch.linalg.vector_norm(mass, dim=(1, 2), keepdim=True)
+        share = mass / norm.clamp(min=torch.finfo(mass.dtype).tiny)
+        some = share > 0
+        # The inner ``where`` keeps the infinite slope of the root at 0 out of the gradient.
+        return torch.where(some, torch.where(some, share, 1.0).sqrt(), 0.0)
+
+
+class Tsmk(Pooling):
+    """mean_j |x_j| (W s_j + b), s the map smoothed by a moving average; W is the projection (T-SMK of the GSP study).
+
+    Attention is the norm of the features before smoothing; windows at the border average over the pixels that they
+    have. The smoothing is moved from the features to the weights, which gives the same sum: the embedding is
+    project(mean_i w_i x_i) + b mean_j |x_j| with w = A'|x| for the moving average A.
+
+    In the variant ``paper`` the attention takes part in the gradient, as in the authors' code (gtolias/how);
+    ``official``, the code of the GSP study, stops it there. The paper's whitening W, b is found by PCA and then frozen;
+    the study learns both, and so does this layer. All in float32. The kernel over binary codes of single features,
+    which the paper searches by, is no pooling and not here.
+
+    Side outputs: "weights" [B, H, W], w_i / sum_i w_i.
+
+    Source: Tolias et al., Learning and Aggregating Deep Local Descriptors for Instance-Level Recognition, ECCV 2020;
+    yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
+        """
+        Args:
+            embedding_size: D, the width of the projection.
+            pool_size: odd side of the moving average's window (paper: 3).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: a size that is not positive, an even ``pool_size`` or an unknown variant; at the first map a
+                projection of another width.
+        """
+        super().__init__()
+        check_positive("tsmk", embedding_size=embedding_size)
+        check_odd("tsmk", pool_size=pool_size)
+        check_variant(variant, pooling="tsmk")
+        self.pool_size = pool_size
+        self.variant: Variant = variant
+        self.bias = nn.Parameter(torch.zeros(embedding_size))
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        with torch.autocast(x.device.type, enabled=False):
+            x = at_least_float32(x)
+            norm = torch.linalg.vector_norm(x, dim=1)  # [B, H, W]
+            if self.variant == "official":
+                norm = norm.detach()
+            weights = self._window_sum(norm / self._window_sum(torch.ones_like(norm)))
+            pooled = weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
+            projected = project(pooled)
+            if projected.shape[1] != len(self.bias):
+                raise ConfigError(
+                    f"tsmk has embedding_size {len(self.bias)}, but the projection gives {projected.shape[1]}; "
+                    "set both to the same"
+                )
+            embedding = projected + norm.mean(dim=(1, 2))[:, None] * self.bias
+        return Pooled(embedding, {"weights": shares(weights)})
+
+    def _window_sum(self, values: Tensor) -> Tensor:
+        """[B, H, W] to the sums over windows around each pixel, 0 outside of the map."""
+        size = self.pool_size
+        return F.avg_pool2d(values[:, None], size, stride=1, padding=size // 2, divisor_override=1)[:, 0]

@@ -1,0 +1,250 @@
+"""Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.gem import Gem
+from dmlbench.models.pooling.spatial import (
+    Variant,
+    at_least_float32,
+    check_channels,
+    check_positive,
+    check_variant,
+    convolve,
+    shares,
+    start_glorot,
+)
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+# Of Keras, which the GSP study's code leaves at its defaults.
+_BATCH_NORM_EPSILON = 1e-3
+_BATCH_NORM_MOMENTUM = 0.01  # Keras' 0.99 counts the old value
+_ROW_FILTERS = 4  # outputs per row of a covariance matrix (GSoP)
+
+
+class _BatchNorm(nn.BatchNorm2d):
+    """Batch norm that also takes a single value per channel in training, where torch refuses.
+
+    That value is its own mean, so the limit is the bias; there is no variance to note, and the running statistics stay.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features, eps=_BATCH_NORM_EPSILON, momentum=_BATCH_NORM_MOMENTUM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() == x.shape[1]:
+            return (x - x) * self.weight[:, None, None] + self.bias[:, None, None]
+        return super().forward(x)
+
+
+class _CovarianceHead(nn.Module):
+    """From a covariance [B, n, n] to weights [B, out_features] in (0, 1): batch norm, filters for each row, sigmoid."""
+
+    def __init__(self, size: int, out_features: int, *, rectify: bool) -> None:
+        super().__init__()
+        self.rectify = rectify
+        self.norm = _BatchNorm(size)
+        self.rows = nn.Conv2d(size, _ROW_FILTERS * size, (size, 1), groups=size)
+        self.out = nn.Conv2d(_ROW_FILTERS * size, out_features, 1)
+
+    def forward(self, covariance: Tensor) -> Tensor:
+        hidden = self.rows(self.norm(covariance[:, :, :, None]))  # [B, 4 n, 1, 1]
+        if self.rectify:
+            hidden = F.relu(hidden)
+        return torch.sigmoid(self.out(hidden)).flatten(1)
+
+
+class Gsop(Pooling):
+    """mean_j max(c * y_j, s_j relu(y_j)) for y = project(x): global second-order attention over channels and pixels.
+
+    Both attentions reduce relu(y) to ``attention_dim`` channels Z (convolution, batch norm, relu) and read a matrix of
+    second moments: c from Z Z' [A, A] between channels, s from Z'Z [n, n] between the n = H W pixels.
+
+    ``official``, the code of the GSP study, neither centers nor averages: it divides by n^2 and D^2. ``paper`` uses
+    covariances, centered and divided by n and A, has no relu before the one between pixels, and averages maps of
+    another size to ``map_size`` (and the attention back), where ``official`` is bound to its map. Like the study, both
+    end in average pooling, without the residual connection of a block that more blocks follow.
+
+    In training the batch norms normalize by the batch and change their running statistics in ``forward``, as those of
+    the backbone do. All in float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+
+    Source: Gao et al., Global Second-order Pooling Convolutional Networks, CVPR 2019 (fusion by maximum);
+    ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(
+        self,
+        embedding_size: int,
+        map_size: tuple[int, int],
+        *,
+        attention_dim: int = 128,
+        variant: Variant = "official",
+    ) -> None:
+        """
+        Args:
+            embedding_size: D, the width of the projection.
+            map_size: height and width of the map.
+            attention_dim: A, channels that are left for the covariances (paper: 128).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: a size that is not positive or an unknown variant; at the first map another width of the
+                projection, or another size of the map with ``official``.
+        """
+        super().__init__()
+        height, width = map_size
+        check_positive(
+            "gsop", embedding_size=embedding_size, attention_dim=attention_dim, map_height=height, map_width=width
+        )
+        check_variant(variant, pooling="gsop")
+        self.embedding_size = embedding_size
+        self.map_size = (height, width)
+        self.variant: Variant = variant
+        self.channel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
+        self.channel_norm = _BatchNorm(attention_dim)
+        self.channel_head = _CovarianceHead(attention_dim, embedding_size, rectify=False)
+        self.pixel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
+        self.pixel_norm = _BatchNorm(attention_dim)
+        self.pixel_head = _CovarianceHead(height * width, height * width, rectify=True)
+        start_glorot(self)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        features = project(x)  # [B, D, H, W]
+        self._check(features)
+        with torch.autocast(x.device.type, enabled=False):
+            positive = F.relu(features)
+            channels = self._channel_attention(positive)  # [B, D]
+            pixels = self._pixel_attention(positive)  # [B, H, W]
+            scaled = torch.maximum(features * channels[:, :, None, None], positive * pixels[:, None])
+            pooled = scaled.mean(dim=(2, 3))
+        return Pooled(pooled, {"weights": shares(pixels)})
+
+    def _channel_attention(self, positive: Tensor) -> Tensor:
+        reduced = F.relu(self.channel_norm(self.channel_reduce(positive))).flatten(2)  # [B, A, n]
+        if self.variant == "official":
+            moments = torch.bmm(reduced, reduced.transpose(1, 2)) / reduced.shape[2] ** 2
+        else:
+            moments = _covariance(reduced)
+        weights: Tensor = self.channel_head(moments)
+        return weights
+
+    def _pixel_attention(self, positive: Tensor) -> Tensor:
+        size = positive.shape[2:]
+        reduced = self.pixel_norm(self.pixel_reduce(positive))
+        if self.variant == "official":
+            rows = F.relu(reduced).flatten(2).transpose(1, 2)  # [B, n, A]
+            weights = self.pixel_head(torch.bmm(rows, rows.transpose(1, 2)) / self.embedding_size**2)
+            return weights.view(-1, *size)
+        rows = _resize(reduced, self.map_size).flatten(2).transpose(1, 2)  # [B, n, A]
+        weights = self.pixel_head(_covariance(rows)).view(-1, *self.map_size)
+        return _resize(weights, (size[0], size[1]))
+
+    def _check(self, features: Tensor) -> None:
+        if features.shape[1] != self.embedding_size:
+            raise ConfigError(
+                f"gsop has embedding_size {self.embedding_size}, but the projection gives {features.shape[1]}; "
+                "set both to the same"
+            )
+        if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
+            raise ConfigError(
+                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
+                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
+            )
+
+
+def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Average over cells, or repeat where the map grows; left alone if it fits (its gradient is slow on a GPU)."""
+    return x if tuple(x.shape[-2:]) == size else F.adaptive_avg_pool2d(x, size)
+
+
+def _covariance(rows: Tensor) -> Tensor:
+    """[B, n, k] to the covariances [B, n, n] of the n rows over their k values."""
+    centered = rows - rows.mean(dim=2, keepdim=True)
+    return torch.bmm(centered, centered.transpose(1, 2)) / rows.shape[2]
+
+
+class Solar(Pooling):
+    """GeM pooling of x_j + T (sum_i A_ji v_i) + t: second-order attention between all pairs of pixels.
+
+        A = softmax over i of q_j'k_i / sqrt(C / channel_reduction),   q, k = relu(batch norm(convolution of x))
+
+    v and T are 1 x 1 convolutions. The variant ``paper`` starts T at 0 (so that it starts as GeM) and the others
+    He-normal, as the authors' code does (tonyngjichun/SOLAR); ``official``, the code of the GSP study, starts all by
+    Glorot's rule. The function is the same. The paper's second-order loss is not part of a pooling.
+
+    Convolutions follow autocast; norms, softmax and sums are float32. In training the batch norms normalize by the
+    batch and change their running statistics in ``forward``, as those of the backbone do.
+
+    Side outputs: "weights" [B, H, W], mean_j A_ji: how much the pixels look at pixel i.
+
+    Source: Ng et al., SOLAR: Second-Order Loss and Attention for Image Retrieval, ECCV 2020;
+    yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        channel_reduction: int = 1,
+        power: float = 3.0,
+        learn_power: bool = True,
+        variant: Variant = "official",
+    ) -> None:
+        """
+        Args:
+            num_channels: C of the map.
+            channel_reduction: C divided by the width of queries, keys and values (the authors' code: 2; the GSP
+                study: 1).
+            power: where GeM's power starts, above 0.
+            learn_power: train it.
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: a size that is not positive, a reduction that leaves no channel, or an unknown variant.
+        """
+        super().__init__()
+        check_positive("solar", num_channels=num_channels, channel_reduction=channel_reduction)
+        check_variant(variant, pooling="solar")
+        if channel_reduction > num_channels:
+            raise ConfigError(
+                f"channel_reduction ({channel_reduction}) of solar exceeds the {num_channels} channels of the map; "
+                "lower it"
+            )
+        self.num_channels = num_channels
+        width = num_channels // channel_reduction
+        self.query = nn.Conv2d(num_channels, width, 1)
+        self.query_norm = _BatchNorm(width)
+        self.key = nn.Conv2d(num_channels, width, 1)
+        self.key_norm = _BatchNorm(width)
+        self.value = nn.Conv2d(num_channels, width, 1)
+        self.out = nn.Conv2d(width, num_channels, 1)
+        self.gem = Gem(power=power, learn_power=learn_power)
+        start_glorot(self)
+        if variant == "paper":
+            for layer in (self.query, self.key, self.value):
+                nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        check_channels(x, self.num_channels, pooling="solar")
+        batch, _, height, width = x.shape
+        query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)
+        wide = self.query_norm.weight.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            query = F.relu(self.query_norm(query.to(wide))).flatten(2)  # [B, c, n]
+            key = F.relu(self.key_norm(key.to(wide))).flatten(2)
+            scores = torch.bmm(query.transpose(1, 2), key) * query.shape[1] ** -0.5
+            attention = scores.softmax(dim=2)  # [B, n, n], rows sum to 1
+            seen = torch.bmm(value.to(wide).flatten(2), attention.transpose(1, 2))  # [B, c, n]
+        enhanced = at_least_float32(x) + convolve(self.out, seen.view(batch, -1, height, width))
+        weights = attention.mean(dim=1).view(batch, height, width)
+        return Pooled(self.gem(enhanced, project).embedding, {"weights": weights})

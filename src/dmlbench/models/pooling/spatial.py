@@ -1,0 +1,76 @@
+"""What poolings that weight the pixels share: sums under weights, weights to draw, the start of their layers."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError
+
+Variant = Literal["official", "paper"]
+
+
+def check_variant(variant: Variant, *, pooling: str) -> None:
+    """Raise ``ConfigError`` for an unknown variant."""
+    if variant not in get_args(Variant):
+        raise ConfigError(f"{pooling} has no variant '{variant}'; choose one of {', '.join(get_args(Variant))}")
+
+
+def check_positive(pooling: str, **values: float) -> None:
+    """Raise ``ConfigError`` for the first value that is not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"{name} ({value}) of {pooling} must be above 0")
+
+
+def check_odd(pooling: str, **sizes: int) -> None:
+    """Raise ``ConfigError`` for the first window that has no center."""
+    for name, size in sizes.items():
+        if size < 1 or size % 2 == 0:
+            raise ConfigError(f"{name} ({size}) of {pooling} must be odd and positive, so that a window has a center")
+
+
+def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
+    """Raise ``ConfigError`` if x [B, C, H, W] has another C than the pooling was built for."""
+    if x.shape[1] != expected:
+        raise ConfigError(
+            f"{pooling} was built for {expected} channels, but the map has {x.shape[1]}; "
+            "set its num_channels to the width of the backbone's last map"
+        )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x itself or its float32 copy: half precision is for products, not for sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """layer(x) in autocast's type if that is on, else in the layer's own, whatever type x has."""
+    if not torch.is_autocast_enabled(x.device.type):
+        x = x.to(layer.weight.dtype)
+    convolved: Tensor = layer(x)
+    return convolved
+
+
+def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """sum_j weights_j x_j: [B, C, H, W] and [B, H, W] to [B, C], in float32 at least."""
+    with torch.autocast(x.device.type, enabled=False):
+        rows = at_least_float32(x).flatten(2)  # [B, C, HW]
+        return torch.bmm(rows, weights.flatten(1)[:, :, None].to(rows.dtype))[:, :, 0]
+
+
+def shares(weights: Tensor) -> Tensor:
+    """weights [B, H, W], not negative, divided by their sum; equal shares for an image whose weights are all 0."""
+    total = weights.sum(dim=(1, 2), keepdim=True)
+    some = total > 0
+    uniform = 1.0 / (weights.shape[1] * weights.shape[2])
+    return torch.where(some, weights / torch.where(some, total, 1.0), uniform)
+
+
+def start_glorot(module: nn.Module) -> None:
+    """Glorot uniform weights and zero biases, as Keras starts its layers: for every convolution and linear layer."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)

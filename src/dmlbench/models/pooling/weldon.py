@@ -1,0 +1,72 @@
+"""WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class Weldon(Pooling):
+    """Per dimension of y = project(x): its k_max largest values and its k_min smallest ones, taken together.
+
+    The variant ``paper`` is (1 / k_max) sum of the largest + (1 / k_min) sum of the smallest, as the authors' code
+    divides (durandtibo/spatial-pooling.torch). ``official``, the code of the GSP study, leaves the sums undivided and
+    takes every value that equals the k-th, so that ties count more than k times (equal features: H W times).
+
+    Side outputs: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel; without
+    gradient.
+
+    Source: Durand et al., WELDON: Weakly Supervised Learning of Deep Convolutional Neural Networks, CVPR 2016;
+    yetigurbuz/generalized-sum-pooling (tensorflow).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(self, *, k_max: int = 3, k_min: int = 3, variant: Variant = "official") -> None:
+        """
+        Args:
+            k_max: number of largest values, 1 to H W (the GSP study: 3).
+            k_min: number of smallest values, 0 to H W (the GSP study: 3).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: a number below its range (above H W is found at the first map) or an unknown variant.
+        """
+        super().__init__()
+        if k_max < 1 or k_min < 0:
+            raise ConfigError(f"weldon needs k_max ({k_max}) of at least 1 and k_min ({k_min}) of at least 0")
+        check_variant(variant, pooling="weldon")
+        self.k_max = k_max
+        self.k_min = k_min
+        self.variant: Variant = variant
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        batch, _, height, width = x.shape
+        if max(self.k_max, self.k_min) > height * width:
+            raise ConfigError(
+                f"k_max ({self.k_max}) or k_min ({self.k_min}) of weldon exceeds the {height * width} pixels of a "
+                f"{height} x {width} map; lower them or enlarge the images"
+            )
+        values = project(x).flatten(2)  # [B, D, HW]
+        pooled, taken = self._largest(values, self.k_max)
+        if self.k_min > 0:
+            smallest, taken_too = self._largest(-values, self.k_min)
+            pooled, taken = pooled - smallest, taken + taken_too
+        weights = taken / taken.sum(dim=1, keepdim=True)
+        return Pooled(pooled, {"weights": weights.view(batch, height, width)})
+
+    def _largest(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of [B, D, n] added up or averaged, [B, D], and how many of them lie at each pixel, [B, n]."""
+        top = values.topk(k, dim=2)
+        if self.variant == "paper":
+            chosen = torch.zeros_like(values[:, 0]).scatter_add(
+                1, top.indices.flatten(1), torch.ones_like(top.values.flatten(1)).detach()
+            )
+            return top.values.mean(dim=2), chosen.detach()
+        mask = ~(values < top.values[:, :, -1:])  # with ties, and with NaN
+        return torch.where(mask, values, 0.0).sum(dim=2), mask.sum(dim=1).to(values.dtype)

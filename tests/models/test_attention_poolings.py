@@ -1,0 +1,380 @@
+"""DeLF, CBAM, CroW, T-SMK, WELDON, GeMax against recorded values of the GSP study's code and naive loops in float64."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.attention import Cbam, Delf
+from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.gemax import Gemax
+from dmlbench.models.pooling.reweighting import Crow, Tsmk
+from dmlbench.models.pooling.second_order import Gsop, Solar
+from dmlbench.models.pooling.spatial import Variant
+from dmlbench.models.pooling.weldon import Weldon
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+INPUTS = ("signed", "nonneg")
+
+
+@pytest.fixture(scope="module")
+def golden(shared_dir: Path) -> dict[str, Tensor]:
+    with np.load(shared_dir / "golden" / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
+
+
+def as_recorded(kernel: Tensor, like: Tensor) -> Tensor:
+    """A Keras kernel [(height, width,) in, out] in torch's order, with the shape of ``like``."""
+    if kernel.ndim == 4:
+        kernel = kernel.permute(3, 2, 0, 1)
+    elif kernel.ndim == 2:
+        kernel = kernel.T
+    return kernel.reshape(like.shape)
+
+
+def check_recorded(golden: dict[str, Tensor], pooling: Pooling, name: str, kind: str, weights: dict[str, int]) -> None:
+    """Set the recorded weights, compare output and all gradients; "" is the projection."""
+    project = Projection(8, 6)
+    owners = {key: project.weight if key == "" else pooling.get_parameter(key) for key in weights}
+    with torch.no_grad():
+        for key, number in weights.items():
+            owners[key].copy_(as_recorded(golden[f"{name}_w{number}"], owners[key]))
+    x = golden[f"features_{kind}"].permute(0, 3, 1, 2).clone().requires_grad_()
+    out = pooling(x, project).embedding
+    torch.testing.assert_close(out, golden[f"{name}_{kind}_out"], atol=1e-5, rtol=1e-5)
+    (out * golden["grad_out"][:, :6]).sum().backward()
+    expected = golden[f"{name}_{kind}_grad_features"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(x.grad, expected, atol=1e-5, rtol=1e-4)
+    for key, number in weights.items():
+        expected = as_recorded(golden[f"{name}_{kind}_grad_w{number}"], owners[key])
+        torch.testing.assert_close(owners[key].grad, expected, atol=1e-5, rtol=1e-4)
+
+
+RECORDED: dict[str, tuple[Callable[[], Pooling], dict[str, int]]] = {
+    "delf": (
+        lambda: Delf(8, num_filters=12),
+        {"": 0, "hidden.weight": 1, "hidden.bias": 2, "score.weight": 3, "score.bias": 4},
+    ),
+    "cbam": (
+        lambda: Cbam(8, channel_reduction=2, conv_size=3),
+        {"": 0, "reduce.weight": 1, "expand.weight": 2, "spatial.weight": 3},
+    ),
+    "crow": (Crow, {"": 0}),
+    "tsmk_nap": (lambda: Tsmk(6), {"": 0, "bias": 1}),
+    "weldon": (Weldon, {"": 0}),
+    "gemax": (Gemax, {"": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", RECORDED)
+def test_pooling_equals_recorded_values(golden: dict[str, Tensor], name: str, kind: str) -> None:
+    build, weights = RECORDED[name]
+    check_recorded(golden, build(), name, kind, weights)
+
+
+class Identity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def random_map(seed: int = 0, shape: tuple[int, ...] = (2, 5, 3, 4)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seeded(pooling: Pooling, seed: int = 1) -> Pooling:
+    """In float64 with every parameter drawn anew, biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in pooling.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return pooling.double()
+
+
+def pixels(image: Tensor) -> list[Tensor]:
+    """[C, H, W] to the features of its pixels in rows."""
+    return [image[:, row, column] for row in range(image.shape[1]) for column in range(image.shape[2])]
+
+
+def naive_delf(pooling: Delf, image: Tensor) -> tuple[Tensor, list[float]]:
+    total, scores = torch.zeros_like(image[:, 0, 0]), []
+    assert pooling.hidden.bias is not None and pooling.score.bias is not None
+    for feature in pixels(image):
+        hidden = (pooling.hidden.weight[:, :, 0, 0] @ feature + pooling.hidden.bias).clamp(min=0)
+        score = torch.log1p(torch.exp(pooling.score.weight.flatten() @ hidden + pooling.score.bias))[0]
+        scores.append(score.item())
+        total = total + score * feature
+    return total / (len(scores) if pooling.variant == "official" else 1), scores
+
+
+def naive_cbam(pooling: Cbam, image: Tensor) -> tuple[Tensor, list[float]]:
+    features = torch.stack(pixels(image))
+    logits = torch.zeros_like(features[0])
+    for summary in (features.max(dim=0).values, features.mean(dim=0)):
+        logits = logits + pooling.expand.weight @ (pooling.reduce.weight @ summary).clamp(min=0)
+    scaled = image * torch.sigmoid(logits)[:, None, None]
+    _, height, width = image.shape
+    total, scores = torch.zeros_like(features[0]), []
+    for row in range(height):
+        for column in range(width):
+            logit = torch.zeros((), dtype=image.dtype)
+            for down in (-1, 0, 1):
+                for right in (-1, 0, 1):
+                    if 0 <= row + down < height and 0 <= column + right < width:
+                        neighbor = scaled[:, row + down, column + right]
+                        kernel = pooling.spatial.weight[0, :, down + 1, right + 1]
+                        logit = logit + kernel[0] * neighbor.max() + kernel[1] * neighbor.mean()
+            score = torch.sigmoid(logit)
+            scores.append(score.item())
+            total = total + score * scaled[:, row, column]
+    return total / len(scores), scores
+
+
+def naive_crow(pooling: Crow, image: Tensor) -> tuple[Tensor, list[float]]:
+    rows = [feature.clamp(min=0) for feature in pixels(image)]
+    norm = math.sqrt(sum(row.sum().item() ** 2 for row in rows))
+    scores = [math.sqrt(row.sum().item() / norm) for row in rows]
+    count = len(rows)
+    official = pooling.variant == "official"
+    present = [
+        sum(1 / (1 + math.exp(-row[k].item())) if official else float(row[k] > 0) for row in rows) / count
+        for k in range(image.shape[0])
+    ]
+    total = sum((score * row for score, row in zip(scores, rows, strict=True)), torch.zeros_like(rows[0]))
+    epsilon = pooling.epsilon
+    rarity = [math.log((len(present) * epsilon + sum(present)) / (epsilon + q)) for q in present]
+    return total * torch.tensor(rarity, dtype=image.dtype) / (count if official else 1), scores
+
+
+def naive_tsmk(pooling: Tsmk, image: Tensor) -> tuple[Tensor, None]:
+    _, height, width = image.shape
+    total = torch.zeros_like(image[:, 0, 0])
+    for row in range(height):
+        for column in range(width):
+            window = image[:, max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].mean(dim=(1, 2))
+            total = total + image[:, row, column].norm() * (window + pooling.bias)
+    return total / (height * width), None
+
+
+def naive_weldon(pooling: Weldon, image: Tensor) -> tuple[Tensor, list[float]]:
+    values = torch.stack(pixels(image))  # [n, C]
+    out, taken = [], [0.0] * len(values)
+    for channel in range(values.shape[1]):
+        order = sorted(range(len(values)), key=lambda pixel: -values[pixel, channel].item())
+        largest, smallest = order[: pooling.k_max], order[len(order) - pooling.k_min :]
+        shares = (1 / pooling.k_max, 1 / max(pooling.k_min, 1)) if pooling.variant == "paper" else (1.0, 1.0)
+        out.append(values[largest, channel].sum() * shares[0] + values[smallest, channel].sum() * shares[1])
+        for pixel in largest + smallest:
+            taken[pixel] += 1
+    return torch.stack(out), taken
+
+
+def naive_gemax(pooling: Gemax, image: Tensor) -> tuple[Tensor, None]:
+    """The primal form, (sum_j x_j x_j' + lambda I)^-1 sum_j x_j."""
+    matrix = pooling.regression_lambda * torch.eye(image.shape[0], dtype=image.dtype)
+    for feature in pixels(image):
+        matrix = matrix + torch.outer(feature, feature)
+    return torch.linalg.inv(matrix) @ sum(pixels(image), torch.zeros_like(image[:, 0, 0])), None
+
+
+NAIVE: list[tuple[Pooling, Callable[..., tuple[Tensor, list[float] | None]]]] = [
+    (Delf(5, num_filters=7), naive_delf),
+    (Delf(5, num_filters=7, variant="paper"), naive_delf),
+    (Cbam(5, channel_reduction=2), naive_cbam),
+    (Crow(), naive_crow),
+    (Crow(variant="paper", epsilon=1e-6), naive_crow),
+    (Tsmk(5, variant="paper"), naive_tsmk),
+    (Weldon(k_max=4, k_min=2), naive_weldon),
+    (Weldon(k_max=4, k_min=2, variant="paper"), naive_weldon),
+    (Weldon(k_max=2, k_min=0, variant="paper"), naive_weldon),
+    (Gemax(regression_lambda=0.3), naive_gemax),
+]
+
+
+@pytest.mark.parametrize(("pooling", "naive"), NAIVE)
+def test_pooling_and_its_weights_equal_a_naive_loop(
+    pooling: Pooling, naive: Callable[..., tuple[Tensor, list[float] | None]]
+) -> None:
+    x = random_map()
+    pooled = seeded(pooling)(x, Identity())
+    for image in range(len(x)):
+        expected, scores = naive(pooling, x[image])
+        torch.testing.assert_close(pooled.embedding[image], expected, atol=1e-12, rtol=1e-10)
+        if scores is not None:
+            shares = torch.tensor([score / sum(scores) for score in scores], dtype=x.dtype)
+            torch.testing.assert_close(pooled.side["weights"][image].flatten(), shares, atol=1e-12, rtol=1e-10)
+
+
+# Crow("paper") jumps where a feature changes its sign, Tsmk("official") stops a gradient on purpose.
+DIFFERENTIABLE = [Delf(5, num_filters=7), Cbam(5), Crow(), Tsmk(5, variant="paper"), Weldon(), Gemax()]
+
+
+@pytest.mark.parametrize("pooling", DIFFERENTIABLE, ids=lambda pooling: type(pooling).__name__)
+def test_gradient_equals_finite_differences(pooling: Pooling) -> None:
+    pooling = seeded(pooling)
+    x = random_map(2).requires_grad_()
+    names = [name for name, _ in pooling.named_parameters()]
+
+    def embed(x: Tensor, *values: Tensor) -> Tensor:
+        state = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(pooling, state, (x, Identity())).embedding
+
+    values = [parameter.detach().clone().requires_grad_() for parameter in pooling.parameters()]
+    assert torch.autograd.gradcheck(embed, (x, *values), fast_mode=True)
+
+
+def test_tsmk_official_holds_its_attention_fixed_in_the_gradient() -> None:
+    x = random_map(3).requires_grad_()
+    gradients = []
+    for variant in ("official", "paper"):
+        pooled = seeded(Tsmk(5, variant=variant))(x, Identity())
+        gradients.append((pooled.embedding, *torch.autograd.grad(pooled.embedding.sum(), x)))
+    assert torch.equal(gradients[0][0], gradients[1][0]) and not torch.allclose(gradients[0][1], gradients[1][1])
+    weights = Tsmk(5)(x, Identity()).side["weights"]
+    mean_norm = torch.linalg.vector_norm(x.detach(), dim=1)[0].mean()
+    assert torch.allclose(gradients[0][1][0, 2] / mean_norm, weights[0])  # d embedding / d x_i = w_i, for every channel
+
+
+def test_weldon_counts_ties_in_the_official_variant_only() -> None:
+    x = torch.ones(1, 2, 3, 3)
+    assert torch.allclose(Weldon(k_max=3, k_min=2)(x, Identity()).embedding, torch.full((1, 2), 18.0))
+    assert torch.allclose(Weldon(k_max=3, k_min=2, variant="paper")(x, Identity()).embedding, torch.full((1, 2), 2.0))
+
+
+def test_gemax_gives_equal_products_with_all_features_as_lambda_vanishes() -> None:
+    x = random_map(4, (1, 16, 2, 3))
+    pooled = Gemax(regression_lambda=1e-9)(x, Identity()).embedding
+    torch.testing.assert_close(pooled @ x.flatten(2)[0], torch.ones(1, 6, dtype=x.dtype), atol=1e-6, rtol=0)
+
+
+def test_gemax_stays_exact_for_features_of_large_norm() -> None:
+    x = 100 * random_map(5, (2, 32, 7, 7))
+    exact = Gemax()(x, Identity()).embedding
+    torch.testing.assert_close(Gemax()(x.float(), Identity()).embedding.double(), exact, atol=1e-6, rtol=1e-4)
+
+
+POOLINGS: dict[str, Callable[[tuple[int, int]], Pooling]] = {
+    "delf": lambda size: Delf(3, num_filters=5),
+    "delf_paper_window": lambda size: Delf(3, num_filters=5, conv_size=3, variant="paper"),
+    "cbam": lambda size: Cbam(3),
+    "crow": lambda size: Crow(),
+    "crow_paper": lambda size: Crow(variant="paper"),
+    "tsmk": lambda size: Tsmk(4),
+    "tsmk_paper": lambda size: Tsmk(4, variant="paper"),
+    "weldon": lambda size: Weldon(k_max=1, k_min=1),
+    "weldon_paper": lambda size: Weldon(k_max=1, k_min=1, variant="paper"),
+    "gemax": lambda size: Gemax(),
+    "gsop": lambda size: Gsop(4, size, attention_dim=6),
+    "gsop_paper": lambda size: Gsop(4, size, attention_dim=6, variant="paper"),
+    "solar": lambda size: Solar(3),
+    "solar_paper": lambda size: Solar(3, channel_reduction=2, variant="paper"),
+}
+SHAPES = [(1, 3, 1, 1), (1, 3, 2, 5), (2, 3, 1, 1), (3, 3, 4, 2)]
+
+
+def project_to_four() -> Projection:
+    torch.manual_seed(5)
+    return Projection(3, 4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", POOLINGS)
+def test_maps_of_any_form_memory_format_and_precision_are_pooled(
+    name: str, shape: tuple[int, int, int, int], training: bool
+) -> None:
+    torch.manual_seed(6)
+    pooling = POOLINGS[name](shape[2:]).train(training)
+    project = project_to_four()
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.1
+    pooled = pooling(x, project)
+    expected = pooled.embedding
+    assert expected.shape == (shape[0], 4) and expected.dtype == torch.float32
+    assert set(pooled.side) == set(pooling.provides)
+    if "weights" in pooled.side:
+        weights = pooled.side["weights"]
+        assert weights.shape == (shape[0], *shape[2:]) and weights.dtype == torch.float32
+        assert (weights >= 0).all() and torch.allclose(weights.sum(dim=(1, 2)), torch.ones(shape[0]))
+    last = pooling(x.contiguous(memory_format=torch.channels_last), project).embedding
+    assert torch.allclose(last, expected, atol=1e-5)
+    if training and name.startswith(("gsop", "solar")):
+        return  # batch norm over few values magnifies the rounding of the map itself
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = pooling(x.bfloat16(), project).embedding
+    assert narrow.dtype == torch.float32
+    assert torch.allclose(narrow, expected, atol=0.02, rtol=0.02)
+    assert torch.allclose(pooling(x.bfloat16(), project).embedding, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("value", [0.0, 0.7, -0.3])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 3, 3, 4)])
+@pytest.mark.parametrize("name", POOLINGS)
+def test_equal_features_give_finite_values_and_gradients(
+    name: str, shape: tuple[int, int, int, int], value: float, training: bool
+) -> None:
+    torch.manual_seed(7)
+    pooling = POOLINGS[name](shape[2:]).train(training)
+    project = project_to_four()
+    x = torch.full(shape, value, requires_grad=True)
+    pooled = pooling(x, project)
+    (pooled.embedding.sum() + sum(side.square().sum() for side in pooled.side.values())).backward()
+    parameters = [*pooling.parameters(), *project.parameters()]
+    for tensor in (pooled.embedding, x.grad, *pooled.side.values(), *(p.grad for p in parameters)):
+        assert tensor is not None and tensor.isfinite().all()
+    if "weights" in pooled.side:
+        assert torch.allclose(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(shape[0]))
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_nan_in_the_map_is_not_hidden(name: str) -> None:
+    torch.manual_seed(8)
+    pooling = POOLINGS[name]((3, 3)).eval()
+    x = torch.rand(1, 3, 3, 3)
+    x[0, 1, 1, 1] = math.nan
+    assert pooling(x, project_to_four()).embedding.isnan().any()
+
+
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_crow_gives_zero_and_no_gradient_through_pixels_without_positive_features(variant: Variant) -> None:
+    x = torch.rand(1, 3, 2, 2)
+    x[:, :, 0, 0] = -1.0
+    x[:, :, 0, 1] = 0.0
+    x.requires_grad_()
+    pooled = Crow(variant=variant)(x, Identity())
+    pooled.embedding.sum().backward()
+    assert pooled.side["weights"][0, 0].tolist() == [0.0, 0.0]
+    assert x.grad is not None and x.grad.isfinite().all() and not x.grad[:, :, 0, 0].any()
+
+
+def test_poolings_name_what_does_not_fit() -> None:
+    x = torch.rand(1, 3, 2, 2)
+    project = Projection(3, 4)
+    with pytest.raises(ConfigError, match=r"built for 5 channels.*has 3"):
+        Delf(5)(x, project)
+    with pytest.raises(ConfigError, match=r"cbam.*built for 5"):
+        Cbam(5)(x, project)
+    with pytest.raises(ConfigError, match=r"channel_reduction \(16\).*8 channels"):
+        Cbam(8, channel_reduction=16)
+    with pytest.raises(ConfigError, match=r"conv_size \(2\)"):
+        Delf(3, conv_size=2)
+    with pytest.raises(ConfigError, match=r"pool_size \(4\)"):
+        Tsmk(4, pool_size=4)
+    with pytest.raises(ConfigError, match=r"embedding_size 6.*gives 4"):
+        Tsmk(6)(x, project)
+    with pytest.raises(ConfigError, match=r"k_max \(5\) or k_min \(3\).*4 pixels of a 2 x 2"):
+        Weldon(k_max=5)(x, project)
+    with pytest.raises(ConfigError, match=r"k_max \(0\)"):
+        Weldon(k_max=0)
+    with pytest.raises(ConfigError, match=r"regression_lambda \(0.0\)"):
+        Gemax(regression_lambda=0.0)
+    with pytest.raises(ConfigError, match=r"epsilon \(nan\)"):
+        Crow(epsilon=math.nan)
+    for build in (Crow, Weldon):
+        with pytest.raises(ConfigError, match="no variant 'mine'"):
+            build(variant="mine")  # type: ignore[arg-type]

@@ -1,0 +1,294 @@
+"""GSoP and SOLAR against recorded values of the GSP study's code, in training and inference, and naive loops."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.gem import Gem
+from dmlbench.models.pooling.second_order import Gsop, Solar
+from dmlbench.models.pooling.spatial import Variant
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+INPUTS = ("signed", "nonneg")
+MODES = ("train", "infer")
+# Names here to numbers of the recorded weights; "" is the projection.
+GSOP = {
+    "": 0,
+    "channel_reduce.weight": 1,
+    "channel_reduce.bias": 2,
+    "channel_norm.weight": 3,
+    "channel_norm.bias": 4,
+    "channel_head.norm.weight": 5,
+    "channel_head.norm.bias": 6,
+    "channel_head.rows.weight": 7,
+    "channel_head.rows.bias": 8,
+    "channel_head.out.weight": 9,
+    "channel_head.out.bias": 10,
+    "pixel_reduce.weight": 11,
+    "pixel_reduce.bias": 12,
+    "pixel_norm.weight": 13,
+    "pixel_norm.bias": 14,
+    "pixel_head.norm.weight": 15,
+    "pixel_head.norm.bias": 16,
+    "pixel_head.rows.weight": 17,
+    "pixel_head.rows.bias": 18,
+    "pixel_head.out.weight": 19,
+    "pixel_head.out.bias": 20,
+}
+GSOP_STATISTICS = {"channel_norm": 21, "channel_head.norm": 23, "pixel_norm": 25, "pixel_head.norm": 27}
+SOLAR = {
+    "query.weight": 0,
+    "query.bias": 1,
+    "query_norm.weight": 2,
+    "query_norm.bias": 3,
+    "key.weight": 4,
+    "key.bias": 5,
+    "key_norm.weight": 6,
+    "key_norm.bias": 7,
+    "value.weight": 8,
+    "value.bias": 9,
+    "out.weight": 10,
+    "out.bias": 11,
+    "gem.power": 12,
+    "": 13,
+}
+SOLAR_STATISTICS = {"query_norm": 14, "key_norm": 16}
+
+
+@pytest.fixture(scope="module")
+def golden(shared_dir: Path) -> dict[str, Tensor]:
+    with np.load(shared_dir / "golden" / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
+
+
+def as_recorded(kernel: Tensor, like: Tensor) -> Tensor:
+    """A Keras kernel [(height, width,) in, out] in torch's order; grouped filters [1, n, 1, out] to [out, 1, n, 1]."""
+    if kernel.ndim == 4:
+        kernel = kernel.permute(3, 2, 1, 0)
+    elif kernel.ndim == 2:
+        kernel = kernel.T
+    return kernel.reshape(like.shape)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gsop", "solar"])
+def test_pooling_equals_recorded_values(golden: dict[str, Tensor], name: str, mode: str, kind: str) -> None:
+    pooling: Gsop | Solar = Gsop(6, (4, 4), attention_dim=5) if name == "gsop" else Solar(8)
+    weights, statistics = (GSOP, GSOP_STATISTICS) if name == "gsop" else (SOLAR, SOLAR_STATISTICS)
+    pooling.train(mode == "train")
+    prefix = f"{name}_{mode}"
+    project = Projection(8, 6)
+    owners = {key: project.weight if key == "" else pooling.get_parameter(key) for key in weights}
+    with torch.no_grad():
+        for key, number in weights.items():
+            owners[key].copy_(as_recorded(golden[f"{prefix}_w{number}"], owners[key]))
+        for key, number in statistics.items():
+            pooling.get_buffer(f"{key}.running_mean").copy_(golden[f"{prefix}_w{number}"])
+            pooling.get_buffer(f"{key}.running_var").copy_(golden[f"{prefix}_w{number + 1}"])
+    x = golden[f"features_{kind}"].permute(0, 3, 1, 2).clone().requires_grad_()
+    out = pooling(x, project).embedding
+    torch.testing.assert_close(out, golden[f"{prefix}_{kind}_out"], atol=1e-5, rtol=1e-5)
+    (out * golden["grad_out"][:, :6]).sum().backward()
+    expected = golden[f"{prefix}_{kind}_grad_features"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(x.grad, expected, atol=1e-5, rtol=1e-4)
+    for key, number in weights.items():
+        expected = as_recorded(golden[f"{prefix}_{kind}_grad_w{number}"], owners[key])
+        torch.testing.assert_close(owners[key].grad, expected, atol=1e-5, rtol=1e-4)
+
+
+class Identity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def random_map(seed: int = 0, shape: tuple[int, ...] = (2, 5, 3, 4)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw(pooling: Gsop | Solar, seed: int = 1) -> None:
+    """Float64, every parameter and running statistic drawn anew."""
+    generator = torch.Generator().manual_seed(seed)
+    pooling.double()
+    with torch.no_grad():
+        for name, tensor in pooling.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+                if name.endswith(("running_var", "power")):
+                    tensor.abs_().add_(0.5)
+
+
+def naive_norm(layer: nn.Module, x: Tensor, *, training: bool) -> Tensor:
+    """Batch norm of [B, C, ...] channel by channel, with the batch's biased variance or the running statistics."""
+    channels = []
+    for channel in range(x.shape[1]):
+        values = x[:, channel]
+        mean = values.mean() if training else layer.get_buffer("running_mean")[channel]
+        variance = (values - mean).square().mean() if training else layer.get_buffer("running_var")[channel]
+        normal = (values - mean) / torch.sqrt(variance + 1e-3)
+        channels.append(normal * layer.get_parameter("weight")[channel] + layer.get_parameter("bias")[channel])
+    return torch.stack(channels, dim=1)
+
+
+def naive_convolution(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """1 x 1, of [B, C, n]."""
+    assert layer.bias is not None
+    return torch.einsum("oc,bcn->bon", layer.weight[:, :, 0, 0], x) + layer.bias[:, None]
+
+
+def naive_moments(rows: Tensor, *, official: bool, divisor: int) -> Tensor:
+    """Of the rows of one image [n, k]."""
+    if not official:
+        rows = torch.stack([row - row.mean() for row in rows])
+        divisor = rows.shape[1]
+    return torch.stack([torch.stack([(a * b).sum() / divisor for b in rows]) for a in rows])
+
+
+def naive_head(head: nn.Module, moments: Tensor, *, rectify: bool, training: bool) -> Tensor:
+    moments = naive_norm(head.norm, moments, training=training)  # type: ignore[arg-type]
+    filters, bias = head.get_parameter("rows.weight")[:, 0, :, 0], head.get_parameter("rows.bias")
+    hidden = torch.stack(
+        [(moments[:, out // 4] * filters[out]).sum(dim=1) + bias[out] for out in range(len(filters))], dim=1
+    )
+    hidden = hidden.clamp(min=0) if rectify else hidden
+    logits = hidden @ head.get_parameter("out.weight")[:, :, 0, 0].T + head.get_parameter("out.bias")
+    return 1 / (1 + torch.exp(-logits))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_gsop_equals_a_naive_loop_on_a_map_that_is_not_square(variant: Variant, training: bool) -> None:
+    pooling = Gsop(5, (3, 4), attention_dim=6, variant=variant)
+    draw(pooling)
+    pooling.train(training)
+    x, official = random_map(), variant == "official"
+    flat = x.flatten(2)
+    positive = flat.clamp(min=0)
+    reduced = naive_norm(pooling.channel_norm, naive_convolution(pooling.channel_reduce, positive), training=training)
+    reduced = reduced.clamp(min=0)
+    moments = torch.stack([naive_moments(image, official=official, divisor=12**2) for image in reduced])
+    channels = naive_head(pooling.channel_head, moments, rectify=False, training=training)
+    reduced = naive_norm(pooling.pixel_norm, naive_convolution(pooling.pixel_reduce, positive), training=training)
+    reduced = reduced.clamp(min=0) if official else reduced
+    moments = torch.stack([naive_moments(image.T, official=official, divisor=5**2) for image in reduced])
+    pixels = naive_head(pooling.pixel_head, moments, rectify=True, training=training)
+    expected = torch.maximum(flat * channels[:, :, None], positive * pixels[:, None]).mean(dim=2)
+    pooled = pooling(x, Identity())
+    torch.testing.assert_close(pooled.embedding, expected, atol=1e-12, rtol=1e-10)
+    shares = pixels / pixels.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(pooled.side["weights"].flatten(1), shares, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("channel_reduction", [1, 2])
+def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction: int, training: bool) -> None:
+    pooling = Solar(5, channel_reduction=channel_reduction)
+    draw(pooling)
+    pooling.train(training)
+    x = random_map() + 1
+    flat = x.flatten(2)
+    query = naive_norm(pooling.query_norm, naive_convolution(pooling.query, flat), training=training).clamp(min=0)
+    key = naive_norm(pooling.key_norm, naive_convolution(pooling.key, flat), training=training).clamp(min=0)
+    value = naive_convolution(pooling.value, flat)
+    weights, seen = torch.zeros(2, 12, dtype=x.dtype), torch.zeros_like(value)
+    for image in range(2):
+        for row in range(12):
+            scores = [(query[image, :, row] @ key[image, :, i]).item() for i in range(12)]
+            terms = [math.exp(score / math.sqrt(5 // channel_reduction)) for score in scores]
+            for i in range(12):
+                weights[image, i] += terms[i] / sum(terms) / 12
+                seen[image, :, row] += terms[i] / sum(terms) * value[image, :, i]
+    enhanced = (flat + naive_convolution(pooling.out, seen)).view_as(x)
+    pooled = pooling(x, Identity())
+    expected = pooling.gem(enhanced, Identity()).embedding
+    torch.testing.assert_close(pooled.embedding, expected, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(pooled.side["weights"].flatten(1), weights, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["gsop", "gsop_paper", "solar"])
+def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
+    pooling: Gsop | Solar
+    if name == "solar":
+        pooling = Solar(3)
+    else:
+        pooling = Gsop(3, (2, 2), attention_dim=3, variant="paper" if name == "gsop_paper" else "official")
+    draw(pooling, seed=3)
+    pooling.train(training)
+    x = (random_map(2, (2, 3, 2, 2)) + 1).requires_grad_()
+    names = [name for name, _ in pooling.named_parameters()]
+
+    def embed(x: Tensor, *values: Tensor) -> Tensor:
+        state = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(pooling, state, (x, Identity())).embedding
+
+    values = [parameter.detach().clone().requires_grad_() for parameter in pooling.parameters()]
+    assert torch.autograd.gradcheck(embed, (x, *values), fast_mode=True)
+
+
+def test_solar_of_the_paper_starts_as_gem() -> None:
+    x = random_map(4).float().abs()
+    project = Projection(5, 4)
+    expected = Gem()(x, project).embedding
+    assert torch.equal(Solar(5, variant="paper")(x, project).embedding, expected)
+    assert not torch.allclose(Solar(5)(x, project).embedding, expected)
+
+
+@pytest.mark.parametrize("name", ["gsop", "solar"])
+def test_running_statistics_change_in_training_only(name: str) -> None:
+    pooling: Gsop | Solar = Gsop(5, (3, 4), attention_dim=6) if name == "gsop" else Solar(5)
+    x = random_map(5).float()
+
+    def statistics() -> dict[str, Tensor]:
+        return {key: tensor.clone() for key, tensor in pooling.named_buffers()}
+
+    start = statistics()
+    pooling.eval()(x, Identity())
+    assert all(torch.equal(start[key], value) for key, value in statistics().items())
+    pooling.train()(x, Identity())
+    changed = statistics()
+    assert all(not torch.equal(start[key], value) for key, value in changed.items())
+    if isinstance(pooling, Solar):
+        mean = pooling.query(x).mean(dim=(0, 2, 3))
+        assert torch.allclose(changed["query_norm.running_mean"], 0.01 * mean, atol=1e-6)
+    assert set(start) <= set(pooling.state_dict())
+
+
+def test_a_single_value_per_channel_becomes_the_bias_in_training() -> None:
+    solar = Solar(3)
+    draw(solar)
+    before = {key: value.clone() for key, value in solar.named_buffers()}
+    norm = solar.query_norm.train()
+    x = random_map(6, (1, 3, 1, 1)).requires_grad_()
+    out = norm(x)
+    assert torch.allclose(out.flatten(), norm.bias)
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+    assert all(torch.equal(before[key], value) for key, value in solar.named_buffers())
+
+
+def test_gsop_of_the_paper_takes_maps_of_another_size() -> None:
+    x = torch.rand(2, 3, 5, 6)
+    project = Projection(3, 4)
+    pooled = Gsop(4, (2, 3), attention_dim=6, variant="paper")(x, project)
+    assert pooled.embedding.shape == (2, 4) and pooled.side["weights"].shape == (2, 5, 6)
+    with pytest.raises(ConfigError, match=r"maps of 2 x 3.*5 x 6.*variant=paper"):
+        Gsop(4, (2, 3), attention_dim=6)(x, project)
+
+
+def test_poolings_name_what_does_not_fit() -> None:
+    x = torch.rand(1, 3, 2, 2)
+    with pytest.raises(ConfigError, match=r"embedding_size 6.*gives 4"):
+        Gsop(6, (2, 2))(x, Projection(3, 4))
+    with pytest.raises(ConfigError, match=r"map_width \(0\)"):
+        Gsop(6, (2, 0))
+    with pytest.raises(ConfigError, match=r"solar.*built for 5 channels.*has 3"):
+        Solar(5)(x, Projection(3, 4))
+    with pytest.raises(ConfigError, match=r"channel_reduction \(8\).*4 channels"):
+        Solar(4, channel_reduction=8)
+    with pytest.raises(ConfigError, match="no variant 'mine'"):
+        Solar(4, variant="mine")  # type: ignore[arg-type]
