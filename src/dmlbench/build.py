@@ -27,10 +27,12 @@ from dmlbench.data.image_cache import cached_images
 from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
+from dmlbench.data.table import read_image
 from dmlbench.data.transforms import CropTransform, Kernel
 from dmlbench.evaluation.metrics import score_names
 from dmlbench.losses.objective import Objective
-from dmlbench.models.net import MetricModel
+from dmlbench.models.backbones import Backbone
+from dmlbench.models.net import MetricModel, pooled_channels
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
@@ -83,6 +85,7 @@ def check(cfg: DictConfig) -> None:
     component(cfg.head, in_features=1)
     provisional = copy.deepcopy(cfg)  # any width will do to check the others of the pooling's arguments
     OmegaConf.update(provisional, "runtime.num_channels", 512)
+    OmegaConf.update(provisional, "runtime.map_size", [7, 7])
     component(provisional.pooling)
     known_scores = score_names(cfg.evaluation.recall_at)
     if cfg.fit.monitor not in known_scores:
@@ -240,7 +243,7 @@ class Data:
 
 
 def build_data(cfg: DictConfig) -> Data:
-    """Read the data set, split it and set ``runtime.num_classes``.
+    """Read the data set, split it and set what ``runtime`` says about classes and images.
 
     Raises:
         DataError, ConfigError: the data set is missing or broken, the protocol does not fit it, or the sampler's batch
@@ -250,7 +253,19 @@ def build_data(cfg: DictConfig) -> Data:
     split = component(cfg.protocol).split(table, fold=cfg.fold)
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
+    OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
     return Data(table, split, index)
+
+
+def _image_size(cfg: DictConfig, table: ImageTable) -> list[int]:
+    """Height and width of what the transforms return."""
+    transform = component(cfg.transform.train)
+    if isinstance(transform, CropTransform):
+        return [transform.crop, transform.crop]
+    if table.pixels is not None:
+        return list(table.pixels.shape[1:3])
+    image = read_image(Path(table.root) / str(table.paths[0]))
+    return [image.height, image.width]
 
 
 def image_opener(
@@ -295,12 +310,24 @@ def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
+    if "${runtime.map_size}" in OmegaConf.to_yaml(cfg.pooling, resolve=False):
+        OmegaConf.update(cfg, "runtime.map_size", _map_size(backbone, cfg.runtime.image_size))
     pooling = component(cfg.pooling)
     width = pooling.input_width(cfg.head.out_features)
-    head = component(cfg.head, in_features=backbone.channels[-1], out_features=width)
+    head = component(cfg.head, in_features=pooled_channels(backbone, pooling), out_features=width)
     model = MetricModel(backbone, pooling, head)
     OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
     return model
+
+
+def _map_size(backbone: Backbone, image_size: Sequence[int]) -> list[int]:
+    was_training = backbone.training
+    backbone.eval()
+    with torch.no_grad():
+        image = torch.zeros(1, 3, *image_size, dtype=torch.uint8)
+        x = backbone(backbone.preprocess(image))[-1]
+    backbone.train(was_training)
+    return list(x.shape[2:])
 
 
 def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:

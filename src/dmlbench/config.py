@@ -27,7 +27,9 @@ class RuntimeConfig:
     """Values known only once the data set and the model are there; ``build.py`` sets them, nobody else."""
 
     num_classes: int = MISSING
+    image_size: Any = MISSING  # height and width of the images that the network gets
     num_channels: int = MISSING  # of the map that is pooled
+    map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
     choices: dict[str, str] = field(default_factory=dict)
 

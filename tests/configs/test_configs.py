@@ -17,7 +17,7 @@ from dmlbench.config import cell_id, config_sha256
 from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()
-WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm")
+WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm", "vit_small", "dinov2_small", "clip_vit_b16")
 
 
 def options(group: str) -> list[str]:
@@ -65,6 +65,7 @@ def test_every_option_instantiates(group: str) -> None:
             overrides.append("backbone.pretrained=false")
         cfg = compose("train", overrides)
         OmegaConf.update(cfg, "runtime.num_classes", 6)
+        OmegaConf.update(cfg, "runtime.image_size", [64, 64])
         model = build.build_model(cfg)
         objective = build.build_objective(cfg, model)
         build.build_optimizer(cfg, model, objective)

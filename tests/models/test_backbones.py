@@ -295,7 +295,7 @@ def test_pretrained_network_without_connection_says_what_to_place_where(monkeypa
     def unreachable(*_: Any, **__: Any) -> None:
         raise urllib.error.URLError("no route")
 
-    monkeypatch.setattr(backbones, "_cached_file", lambda *_: None)
+    monkeypatch.setattr(backbones, "cached_file", lambda *_: None)
     monkeypatch.setattr("urllib.request.urlopen", unreachable)
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("asked timm for a download"))
     with pytest.raises(
@@ -308,8 +308,8 @@ def test_failing_download_is_one_config_error(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("proxy says no")
 
-    monkeypatch.setattr(backbones, "_cached_file", lambda *_: None)
-    monkeypatch.setattr(backbones, "_reachable", lambda *_: True)
+    monkeypatch.setattr(backbones, "cached_file", lambda *_: None)
+    monkeypatch.setattr(backbones, "reachable", lambda *_: True)
     monkeypatch.setattr(timm, "create_model", broken)
     with pytest.raises(ConfigError, match=r"proxy says no.*weights_file="):
         TimmBackbone("resnet18", pretrained=True)
@@ -319,8 +319,8 @@ def test_cached_weights_are_used_without_asking_the_network(tmp_path: Path, monk
     torch.manual_seed(0)
     state = timm.create_model("resnet18", pretrained=False).state_dict()
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    monkeypatch.setattr(backbones, "_cached_file", lambda *_: tmp_path / "model.safetensors")
-    monkeypatch.setattr(backbones, "_reachable", lambda *_: pytest.fail("asked the network"))
+    monkeypatch.setattr(backbones, "cached_file", lambda *_: tmp_path / "model.safetensors")
+    monkeypatch.setattr(backbones, "reachable", lambda *_: pytest.fail("asked the network"))
     model = TimmBackbone("resnet18", pretrained=True)
     assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
 
@@ -332,10 +332,11 @@ def test_unknown_timm_names_point_to_known_ones() -> None:
         TimmBackbone("resnet50.tv_in2k", pretrained=False)
 
 
-def test_network_without_maps_is_refused() -> None:
-    model = TimmBackbone("test_vit", pretrained=False).eval()
-    with torch.no_grad(), pytest.raises(ConfigError, match="convolutional"):
-        model(torch.zeros(1, 3, 160, 160))
+def test_network_without_maps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TimmBackbone("resnet18", pretrained=False).eval()
+    monkeypatch.setattr(model.model, "forward_features", lambda images: images.mean(dim=(2, 3)))
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"'resnet18' returns \(1, 3\).*choose another network"):
+        model(torch.zeros(1, 3, 64, 64))
 
 
 # --- weights files

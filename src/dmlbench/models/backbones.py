@@ -1,25 +1,22 @@
-"""Networks that turn images into feature maps: what all of them share, and any convolutional network of timm."""
+"""Networks that turn images into feature maps: what all of them share, and the networks of timm."""
 
 import difflib
-import logging
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dmlbench.models.timm_weights import cached_file, missing_weights, reachable
+from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError
 
-logger = logging.getLogger(__name__)
-
 BatchNormFreezing = Literal["none", "stats", "all"]
 
-_PROBE_SECONDS = 5.0
+# Where timm's networks keep what follows their last map.
+_AFTER_THE_MAP = ("attn_pool", "fc_norm", "conv_head", "norm_head", "head")
 
 
 class Backbone(nn.Module):
@@ -35,8 +32,12 @@ class Backbone(nn.Module):
     ``all`` fixes scale and shift, too (``trainable = False`` in Keras, hence the GSP framework).
     The choice outlasts every later ``train()`` of this module or of one that holds it.
 
+    Beside its maps, a network has a pooling that it was trained with: ``native(images)`` is the vector that this makes
+    of the same images (class token, attention pooling; the average where no other is known).
+
     Attributes:
         channels: channels of the maps that ``forward`` returns.
+        native_channels: width of the vector that ``native`` returns.
     """
 
     mean: Tensor
@@ -68,6 +69,7 @@ class Backbone(nn.Module):
                 f"mean {tuple(mean)} and std {tuple(std)} must have three entries each, std positive ones"
             )
         self.channels = tuple(channels)
+        self.native_channels = self.channels[-1]
         self._bgr = bgr
         self._value_range = value_range
         self._batch_norm: BatchNormFreezing = "none"
@@ -77,6 +79,18 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError
+
+    def native(self, images: Tensor) -> Tensor:
+        """What the network's own pooling makes of images, [B, native_channels], before any classifier.
+
+        Args:
+            images: what ``preprocess`` returns.
+        """
+        last = self(images)[-1]
+        return last.mean(dim=(2, 3), dtype=torch.promote_types(last.dtype, torch.float32))
+
+    def leave_native_out(self) -> None:
+        """Fix the parameters that only ``native`` uses, where another pooling works on the maps."""
 
     def preprocess(self, images: Tensor) -> Tensor:
         """Images as a data set gives them to images as this network was trained on them.
@@ -143,7 +157,11 @@ def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 class TimmBackbone(Backbone):
-    """A convolutional network of timm by name, for instance ``resnet50.tv_in1k`` (torchvision's IMAGENET1K_V1).
+    """A network of timm by name, for instance ``resnet50.tv_in1k`` (torchvision's IMAGENET1K_V1).
+
+    Networks of tokens (ViT, DINOv2, CLIP, Swin) return their patch tokens as a map, row by row, without class and
+    register tokens, after their final norm unless that stands behind the pooling (ViTs trained on averages).
+    ``native`` is timm's own pooling of the same features, and what lies between it and the classifier.
 
     The bare name of a model and its tags are different weights, and may be different normalization: mean and standard
     deviation are those of the named weights.
@@ -157,6 +175,8 @@ class TimmBackbone(Backbone):
         weights_file: str | None = None,
         batch_norm: BatchNormFreezing = "none",
         out_indices: Sequence[int] | None = None,
+        image_size: int | Sequence[int] | None = None,
+        pad_images: bool = False,
     ) -> None:
         """
         Args:
@@ -164,49 +184,77 @@ class TimmBackbone(Backbone):
             pretrained: start from the published weights (from ``weights_file``, timm's cache or the network).
             weights_file: ``.pth`` or ``.safetensors`` with the names of timm's full model; loaded whenever given.
                 A classifier in it is left out.
-            batch_norm: what of batch norm is frozen, see ``Backbone``.
-            out_indices: timm's numbers of the stages whose maps are returned, ascending; None: the last map alone.
+            batch_norm: what of batch norm is frozen, see ``Backbone``; a network without it has nothing to freeze.
+            out_indices: timm's numbers of the stages (of ViTs: blocks) whose maps are returned, ascending, after the
+                final norm where it fits. None: the last map alone.
+            image_size: side, or height and width, that position embeddings are resampled to once. None: as the weights
+                have them. ViT, DINOv2, CLIP, EVA and Swin take other sizes as well, resampling in every step.
+            pad_images: fill images up to whole patches at the bottom and the right with the mean color; without it,
+                other sizes are an error.
 
         Raises:
-            ConfigError: unknown model, weights that cannot be had, stages that the model has not.
+            ConfigError: unknown model, weights that cannot be had, stages or an image size that the model has not.
         """
         model = _create(name, pretrained=pretrained and weights_file is None)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
         super().__init__(channels, mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
+        self.native_channels = int(getattr(model, "head_hidden_size", model.num_features))
         self._name = name
+        self._pad_images = pad_images
         self._out_indices = None if out_indices is None else list(out_indices)
         self.model = model
         if weights_file is not None:
             load_weights(model, weights_file, ignore=_classifier_prefixes(model))
+        if image_size is not None:
+            # After the weights: a file has the position embeddings of the size that it was trained on.
+            set_image_size(model, image_size, name=name, pad=pad_images)
         self.freeze_batch_norm(batch_norm)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         if self._out_indices is None:
-            maps = (self.model.forward_features(images),)
+            output = features(self.model, images, name=self._name)
+            maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
             maps = tuple(
                 self.model.forward_intermediates(
-                    images, indices=self._out_indices, intermediates_only=True, output_fmt="NCHW"
+                    images, indices=self._out_indices, norm=True, intermediates_only=True, output_fmt="NCHW"
                 )
             )
         for level, channels in zip(maps, self.channels, strict=True):
             if level.ndim != 4 or level.shape[1] != channels:
                 raise ConfigError(
                     f"backbone '{self._name}' returns {tuple(level.shape)} instead of a map [B, {channels}, H, W]; "
-                    "choose a convolutional network, whose features are maps"
+                    "choose another network of timm"
                 )
         return maps
 
+    def native(self, images: Tensor) -> Tensor:
+        images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
+        vector = self.model.forward_head(features(self.model, images, name=self._name), pre_logits=True)
+        if not isinstance(vector, Tensor) or vector.shape != (len(images), self.native_channels):
+            raise ConfigError(
+                f"timm's own pooling of '{self._name}' returns {getattr(vector, 'shape', type(vector).__name__)} "
+                f"instead of one vector of {self.native_channels} per image; choose another pooling than native"
+            )
+        return vector
+
+    def leave_native_out(self) -> None:
+        for name in _AFTER_THE_MAP:
+            part = getattr(self.model, name, None)
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False)
+
 
 def _create(name: str, *, pretrained: bool) -> Any:
-    """timm's model without its classifier, with published weights if asked."""
+    """timm's model without its classifier but with its own pooling, and with published weights if asked."""
     import timm  # takes a second or two to import: only where it is used
 
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(f"timm {timm.__version__} has no model '{name}'; {hint}timm.list_models() lists all")
-    options: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
+    options: dict[str, Any] = {"num_classes": 0, "pretrained": pretrained}
     try:
         config = timm.get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError as error:
@@ -216,67 +264,24 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if config is None or not (config.hf_hub_id or config.url or config.file):
             raise ConfigError(f"timm publishes no weights for '{name}'; give weights_file=<path> or pretrained=false")
         url = config.url if isinstance(config.url, str) else None
-        cached = _cached_file(config.hf_hub_id, url)
+        cached = cached_file(config.hf_hub_id, url)
         if cached is not None:
             # By path: a name would ask the network for a newer version first, and wait where there is none.
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
-        elif not _reachable(config.hf_hub_id, url):
-            raise _no_weights(name, config, "there is no cached copy and no connection to the server")
+        elif not reachable(config.hf_hub_id, url):
+            raise missing_weights(name, config, "there is no cached copy and no connection to the server")
     try:
-        return timm.create_model(name, pretrained=pretrained, **options)
+        try:
+            return timm.create_model(name, dynamic_img_size=True, **options)
+        except TypeError as error:
+            if "dynamic_img_size" not in str(error):
+                raise
+            return timm.create_model(name, **options)  # a network without this choice: any size, or one alone
     except Exception as error:
         if not pretrained:
             raise
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
-        raise _no_weights(name, config, str(error) or type(error).__name__) from error
-
-
-def _no_weights(name: str, config: Any, reason: str) -> ConfigError:
-    sources = " or ".join(
-        source
-        for source in (
-            f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else "",
-            str(config.url or ""),
-        )
-        if source
-    )
-    return ConfigError(
-        f"the pretrained weights '{name}' cannot be had: {reason}. Download {sources} on a connected machine and "
-        "set weights_file=<path of the file>, or ask for pretrained=false"
-    )
-
-
-def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
-    """The published weights, where an earlier run has left them in the caches that timm uses."""
-    if hub_id:
-        from huggingface_hub import try_to_load_from_cache
-
-        for filename in ("model.safetensors", "pytorch_model.bin"):
-            found = try_to_load_from_cache(hub_id, filename)
-            if isinstance(found, str):
-                return Path(found)
-    if url:
-        path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
-        if path.is_file():
-            return path
-    return None
-
-
-def _reachable(hub_id: str | None, url: str | None) -> bool:
-    """Ask the server once: timm's own client retries each of its files for half a minute."""
-    if hub_id:
-        from huggingface_hub import constants
-
-        if constants.HF_HUB_OFFLINE:
-            return False
-    address = constants.ENDPOINT if hub_id else cast(str, url)
-    try:
-        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True  # the server is there and refuses a HEAD of its front page
-    except OSError:
-        return False
-    return True
+        raise missing_weights(name, config, str(error) or type(error).__name__) from error
 
 
 def _stage_channels(model: Any, name: str, out_indices: Sequence[int]) -> list[int]:

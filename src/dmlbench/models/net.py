@@ -10,6 +10,11 @@ from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, ModelOutput
 
 
+def pooled_channels(backbone: Backbone, pooling: Pooling) -> int:
+    """Channels of what the pooling works on: the last map, or the vector of the backbone's own pooling."""
+    return backbone.native_channels if pooling.needs == "native" else backbone.channels[-1]
+
+
 class MetricModel(nn.Module):
     """Images [B, 3, H, W] to embeddings [B, D] that ``distance`` compares.
 
@@ -26,20 +31,25 @@ class MetricModel(nn.Module):
     ) -> None:
         """
         Args:
-            backbone: its last map is pooled.
+            backbone: its last map is pooled, or its own pooling is used where ``pooling`` needs that; else the
+                parameters of its own pooling are fixed.
             pooling: see ``Pooling``.
-            projection: from the last map's channels to what the pooling wants.
+            projection: from ``pooled_channels`` to what the pooling wants.
             distance: of pytorch-metric-learning; None is the Euclidean distance of normalized embeddings.
 
         Raises:
             ConfigError: widths that do not fit together.
         """
         super().__init__()
-        if projection.in_features != backbone.channels[-1]:
+        channels = pooled_channels(backbone, pooling)
+        if projection.in_features != channels:
+            given = "own pooling gives" if pooling.needs == "native" else "last map has"
             raise ConfigError(
-                f"the projection takes {projection.in_features} channels, but the backbone's last map has "
-                f"{backbone.channels[-1]}; set the projection's in_features to it"
+                f"the projection takes {projection.in_features} channels, but the backbone's {given} {channels}; "
+                "set the projection's in_features to it"
             )
+        if pooling.needs != "native":
+            backbone.leave_native_out()
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection
@@ -54,14 +64,20 @@ class MetricModel(nn.Module):
         Returns:
             Embedding in float32, not normalized, and the pooling's side outputs.
         """
-        maps = self.backbone(self.backbone.preprocess(images))
-        pooled: Pooled = self.pooling(maps[-1], self.projection)
+        pooled: Pooled = self.pooling(self._features(images), self.projection)
         return ModelOutput(pooled.embedding.to(torch.float32), pooled.side)
+
+    def _features(self, images: Tensor) -> Tensor:
+        """What the pooling works on: [B, C, H, W], or the backbone's own vector as [B, C, 1, 1]."""
+        images = self.backbone.preprocess(images)
+        if self.pooling.needs == "native":
+            return self.backbone.native(images)[:, :, None, None]
+        return self.backbone(images)[-1]
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What the pooling looks at: contributions [B, H, W] and dominant prototypes [B, H, W] (see ``Pooling``)."""
-        x = self.backbone(self.backbone.preprocess(images))[-1]
+        x = self._features(images)
         return self.pooling.contributions(x, self.projection), self.pooling.nearest_prototypes(x, self.projection)
 
     def observe(self, output: ModelOutput, *, step: int) -> None:

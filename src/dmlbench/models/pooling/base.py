@@ -1,7 +1,7 @@
 """What a pooling is: the contract that every module of this folder fulfils."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -27,9 +27,11 @@ class Pooling(nn.Module):
     Attributes:
         provides: names of the side outputs that ``forward`` gives once the pooling has started; regularizers that
             require a name can be checked against it before a run.
+        needs: "map", or "native" for a pooling that takes what the backbone's own pooling returns, as a 1 x 1 map.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[Literal["map", "native"]] = "map"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         """Pool a map.

@@ -1,0 +1,147 @@
+"""Multi-head attention to the pixels of a map, and the pooling by learned queries that it gives."""
+
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+Merge = Literal["concatenate", "mean"]
+
+LAYER_NORM_EPSILON = 1e-6  # of vision transformers (public code of Dosovitskiy et al. 2021)
+
+
+def check_heads(width: int, num_heads: int, *, owner: str) -> None:
+    """
+    Raises:
+        ConfigError: ``width`` features cannot be split among ``num_heads`` heads.
+    """
+    if width < 1 or num_heads < 1 or width % num_heads:
+        raise ConfigError(
+            f"{owner} cannot split {width} features among {num_heads} heads; set num_heads to a divisor of {width}"
+        )
+
+
+def check_map_channels(x: Tensor, num_channels: int, *, owner: str) -> None:
+    """
+    Raises:
+        ConfigError: the map has another number of channels than the layers were built for.
+    """
+    if x.shape[1] != num_channels:
+        raise ConfigError(
+            f"{owner} was built for {num_channels} channels, but the map has {x.shape[1]}; "
+            "set num_channels to the backbone's"
+        )
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Multi-head attention: per head h, out_qh = sum_n a_qhn v_nh with a_qh = softmax_n(q_qh . k_nh / sqrt(d)).
+
+    Args:
+        queries: [B, Q, W], or [1, Q, W] for the same in every image; W = num_heads d.
+        keys: [B, N, W].
+        values: [B, N, V], V a multiple of ``num_heads``.
+        num_heads: number of parts that queries, keys and values are split into.
+
+    Returns:
+        [B, Q, V], the heads side by side, and log a [B, num_heads, Q, N].
+
+    Source: Vaswani et al., Attention Is All You Need, 2017, equation 1 and section 3.2.2.
+    """
+    q, k, v = (rows.unflatten(2, (num_heads, -1)).transpose(1, 2) for rows in (queries, keys, values))
+    log_weights = F.log_softmax((q * q.shape[-1] ** -0.5) @ k.transpose(2, 3), dim=-1)  # [B, heads, Q, N]
+    return (log_weights.exp() @ v).transpose(1, 2).flatten(2), log_weights
+
+
+def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
+    """Attention [B, heads, Q, >= HW], logarithms, to what heads and queries give each pixel on average: [B, H, W].
+
+    What they give to other tokens, in front of the pixels, is left out and the rest scaled to sum 1; in logarithms, so
+    that nothing is divided by 0 where all attention goes to the others.
+    """
+    pixels = log_weights[..., -height * width :].flatten(1, 2)  # [B, heads Q, HW]
+    return pixels.logsumexp(dim=1).softmax(dim=1).view(-1, height, width)
+
+
+class AttentionPool(Pooling):
+    """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
+
+    Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
+    are parameters, the same for all images, so no linear layer precedes them; nor does the usual output layer follow,
+    which would only be multiplied into the projection.
+
+    ``concatenate``: every query is projected to D / num_queries dimensions by the same projection and the parts stand
+    side by side, query after query. ``mean``: the mean over queries is projected to D.
+
+    All in float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and
+    queries; rows sum to 1.
+
+    Source: Lee et al., Set Transformer, 2019, section 3.2 (learned seeds; without their residual and feed-forward
+    layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
+        """
+        Args:
+            num_channels: C, the backbone's width.
+            num_queries: number of learned queries, at least 1.
+            num_heads: a divisor of C.
+            merge: ``concatenate`` or ``mean`` over queries.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        check_heads(num_channels, num_heads, owner="attention_pool")
+        if num_queries < 1:
+            raise ConfigError(f"num_queries ({num_queries}) of attention_pool must be at least 1")
+        if merge not in get_args(Merge):
+            raise ConfigError(f"merge '{merge}' of attention_pool is unknown; choose {' or '.join(get_args(Merge))}")
+        self.num_channels = num_channels
+        self.num_queries = num_queries
+        self.num_heads = num_heads
+        self.merge: Merge = merge
+        self.queries = nn.Parameter(torch.empty(num_queries, num_channels))
+        nn.init.trunc_normal_(self.queries, std=0.02)
+        self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
+        self.key = nn.Linear(num_channels, num_channels)
+        self.value = nn.Linear(num_channels, num_channels)
+        for layer in (self.key, self.value):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        check_map_channels(x, self.num_channels, owner="attention_pool")
+        with torch.autocast(x.device.type, enabled=False):
+            pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
+            pooled, log_weights = attend(
+                self.queries[None], self.key(pixels), self.value(pixels), num_heads=self.num_heads
+            )  # [B, Q, C]
+            weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
+        if self.merge == "mean":
+            return Pooled(project(pooled.mean(dim=1)), {"weights": weights})
+        parts = project(pooled.flatten(0, 1))  # [B Q, D / Q]
+        return Pooled(parts.view(len(x), -1), {"weights": weights})
+
+    def input_width(self, embedding_size: int) -> int:
+        """
+        Raises:
+            ConfigError: queries to be concatenated do not divide the embedding.
+        """
+        if self.merge == "mean":
+            return embedding_size
+        if embedding_size % self.num_queries:
+            raise ConfigError(
+                f"an embedding of {embedding_size} dimensions is no concatenation of {self.num_queries} queries; set "
+                f"num_queries to a divisor of {embedding_size}, or merge to mean"
+            )
+        return embedding_size // self.num_queries
+
+    def output_width(self, projected_size: int) -> int:
+        return projected_size if self.merge == "mean" else projected_size * self.num_queries

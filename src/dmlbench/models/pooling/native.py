@@ -1,0 +1,35 @@
+"""The pooling that the backbone was trained with: class token, attention pooling, or the average."""
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+class Native(Pooling):
+    """project(v) of the vector v that the backbone's own pooling makes of the image (see ``Backbone.native``).
+
+    ViT, DINOv2 and CLIP of timm: the class token after the final norm (SigLIP: its attention pooling); convolutional
+    networks: mostly the average, and the layers, if any, between it and the classifier.
+    """
+
+    needs: ClassVar[Literal["map", "native"]] = "native"
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        """
+        Args:
+            x: [B, C, 1, 1], the vector as a map of one pixel.
+            project: C to D.
+
+        Raises:
+            ConfigError: a larger map.
+        """
+        if x.shape[2:] != (1, 1):
+            raise ConfigError(
+                f"the native pooling takes the backbone's own vector, [B, C, 1, 1], but was given {tuple(x.shape)}; "
+                "pool maps by another pooling, such as gap"
+            )
+        return Pooled(project(x.flatten(1)))

@@ -1,0 +1,79 @@
+"""SimPool: the average of an image asks its pixels, and their answer is a generalized mean."""
+
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_map_channels, mean_weights
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+Variant = Literal["paper", "official"]
+
+
+class SimPool(Pooling):
+    """project(u) with u = (sum_j a_j (y_j - min y + epsilon)^power)^(1 / power), per channel.
+
+    y_j = norm(x_j) is the affine layer norm of a pixel over its channels, and
+    a = softmax_j((W_q mean_i x_i) . (W_k y_j) / sqrt(C)) with a single head; the query is the average of the features
+    before the norm, and the values y have no layer of their own. The minimum makes the powers real. Without a power,
+    u = sum_j a_j y_j.
+
+    The variants differ in min y, one number for all channels. ``paper``: of each image. ``official``, as in the public
+    code: of the whole batch, so that an embedding depends on the images that it shares a batch with, in training and in
+    evaluation. The code's epsilon, which keeps the root's gradient finite at 0, is in both.
+
+    All in float32, also under autocast. Side output: "weights" [B, H, W], the attention a; rows sum to 1.
+
+    Source: Psomas et al., Keep It SimPool: Who Said Supervised Transformers Suffer from Attention Deficit?, ICCV 2023,
+    equations 12 to 17, with power for the paper's gamma = (1 - alpha) / 2; public code billpsomas/simpool, sp.py.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(
+        self, num_channels: int, *, power: float | None = 2.0, epsilon: float = 1e-6, variant: Variant = "paper"
+    ) -> None:
+        """
+        Args:
+            num_channels: C, the backbone's width.
+            power: of the generalized mean, above 0 (authors: 2 for convolutional networks, 1.25 for transformers);
+                None: the plain average.
+            epsilon: added to the values, above 0 (public code: 1e-6).
+            variant: ``paper`` or ``official``.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        if num_channels < 1:
+            raise ConfigError(f"num_channels ({num_channels}) of simpool must be at least 1")
+        if (power is not None and power <= 0) or epsilon <= 0:
+            raise ConfigError(f"simpool needs a positive power ({power}), or none, and a positive epsilon ({epsilon})")
+        if variant not in get_args(Variant):
+            raise ConfigError(f"variant '{variant}' of simpool is unknown; choose {' or '.join(get_args(Variant))}")
+        self.num_channels = num_channels
+        self.power = power
+        self.epsilon = epsilon
+        self.variant: Variant = variant
+        self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
+        self.query = nn.Linear(num_channels, num_channels, bias=False)
+        self.key = nn.Linear(num_channels, num_channels, bias=False)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        check_map_channels(x, self.num_channels, owner="simpool")
+        with torch.autocast(x.device.type, enabled=False):
+            pixels = x.to(self.query.weight.dtype).flatten(2).transpose(1, 2)  # [B, HW, C]
+            query = self.query(pixels.mean(dim=1, keepdim=True))  # [B, 1, C]
+            normed = self.norm(pixels)
+            values = normed
+            if self.power is not None:
+                smallest = normed.amin(dim=(1, 2) if self.variant == "paper" else (0, 1, 2), keepdim=True)
+                values = (normed - smallest + self.epsilon).pow(self.power)
+            pooled, log_weights = attend(query, self.key(normed), values, num_heads=1)  # [B, 1, C]
+            if self.power is not None:
+                pooled = pooled.pow(1.0 / self.power)
+            weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
+        return Pooled(project(pooled[:, 0]), {"weights": weights})

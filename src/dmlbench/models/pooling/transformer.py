@@ -1,0 +1,175 @@
+"""A transformer encoder as pooling: a class token that attends to the pixels in every layer."""
+
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_heads, mean_weights
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+Position = Literal["none", "sine"]
+
+_WAVELENGTHS = 10_000.0  # Vaswani et al. 2017, section 3.5
+
+
+def sine_positions(height: int, width: int, features: int, *, device: torch.device | None = None) -> Tensor:
+    """[height width, features]: sine and cosine of the row in the first half of the features, of the column next.
+
+    Pixel i has sin(i w_k) in the first quarter and cos(i w_k) in the second, w_k = 10000^(-k / (features / 4)).
+
+    Source: Vaswani et al. 2017, section 3.5, for two axes as in the baselines of vision transformers (Beyer et al.,
+    Better plain ViT baselines for ImageNet-1k, 2022).
+
+    Raises:
+        ConfigError: ``features`` is not a multiple of 4.
+    """
+    if features % 4:
+        raise ConfigError(f"sine positions need a width that is a multiple of 4, but it is {features}")
+    steps = torch.arange(features // 4, dtype=torch.float64, device=device)
+    frequencies = _WAVELENGTHS ** (-4.0 * steps / features)
+    halves = []
+    for length in (height, width):
+        angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies
+        halves.append(torch.cat([angles.sin(), angles.cos()], dim=1))  # [length, features / 2]
+    rows = halves[0][:, None].expand(-1, width, -1)
+    columns = halves[1][None].expand(height, -1, -1)
+    return torch.cat([rows, columns], dim=2).flatten(0, 1)
+
+
+class EncoderLayer(nn.Module):
+    """z' = z + W_o attention(norm(z)), z'' = z' + W_2 gelu(W_1 norm(z')), for the first tokens or for all.
+
+    Source: Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 2 and 3.
+    """
+
+    def __init__(self, width: int, *, num_heads: int, mlp_ratio: float) -> None:
+        super().__init__()
+        hidden = round(width * mlp_ratio)
+        self.num_heads = num_heads
+        self.norm_attention = nn.LayerNorm(width, eps=LAYER_NORM_EPSILON)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width, eps=LAYER_NORM_EPSILON)
+        self.expand = nn.Linear(width, hidden)
+        self.contract = nn.Linear(hidden, width)
+        for layer in (self.query, self.key, self.value, self.out, self.expand, self.contract):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, tokens: Tensor, *, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            tokens: [B, N, width].
+            first: number of tokens, from the front, that are renewed; the others are only attended to. None: all.
+
+        Returns:
+            [B, first, width], and the logarithms of the attention [B, num_heads, first, N].
+        """
+        normed = self.norm_attention(tokens)
+        attended, log_weights = attend(
+            self.query(normed[:, :first]), self.key(normed), self.value(normed), num_heads=self.num_heads
+        )
+        renewed = tokens[:, :first] + self.out(attended)
+        return renewed + self.contract(F.gelu(self.expand(self.norm_mlp(renewed)))), log_weights
+
+
+class Transformer(Pooling):
+    """norm(z_L) of the class token, after L encoder layers over [class token; project(x)_1, ..., project(x)_HW].
+
+    The GSP study puts 1, 2, 4 or 8 layers of ViT with a class token in GAP's place and says no more; its public code
+    has none. What it leaves open is chosen here: pixels are projected first, as by its GAP and GSP, so that the layers
+    work on the embedding's D dimensions (or on ``width``, and a linear layer without bias leads to D). As in ViT: norms
+    before attention and feed-forward part and at the end, GELU, a feed-forward part of 4 times the width; but no
+    dropout, and no position encoding, so that the order of the pixels does not count, as in the other poolings.
+    In the last layer only the class token is renewed: nothing uses the others.
+
+    All in float32, also under autocast. Side output: "weights" [B, H, W], what the class token gives the pixels in the
+    last layer, averaged over heads and scaled to sum 1 (it attends to itself, too).
+
+    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, supplement 1.3 (TFM-1 to TFM-8);
+    Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def __init__(
+        self,
+        embedding_size: int,
+        *,
+        num_layers: int = 1,
+        num_heads: int = 2,
+        width: int | None = None,
+        mlp_ratio: float = 4.0,
+        position: Position = "none",
+    ) -> None:
+        """
+        Args:
+            embedding_size: D.
+            num_layers: L (GSP study: 1, 2, 4, 8).
+            num_heads: a divisor of the width (ViT: one for 64 features).
+            width: features of the tokens; None: D.
+            mlp_ratio: width of the feed-forward part over that of the tokens (ViT: 4).
+            position: ``none``, or ``sine``, added to the projected pixels; needs a width that is a multiple of 4.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        width = embedding_size if width is None else width
+        if embedding_size < 1 or num_layers < 1 or mlp_ratio * width < 1:
+            raise ConfigError(
+                f"embedding_size ({embedding_size}), num_layers ({num_layers}) and mlp_ratio ({mlp_ratio}) times the "
+                f"width ({width}) of transformer must be at least 1"
+            )
+        check_heads(width, num_heads, owner="transformer")
+        if position not in get_args(Position):
+            raise ConfigError(
+                f"position '{position}' of transformer is unknown; choose {' or '.join(get_args(Position))}"
+            )
+        if position == "sine":
+            sine_positions(1, 1, width)
+        self.embedding_size = embedding_size
+        self.width = width
+        self.position: Position = position
+        self.class_token = nn.Parameter(torch.empty(width))
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        self.layers = nn.ModuleList(
+            EncoderLayer(width, num_heads=num_heads, mlp_ratio=mlp_ratio) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPSILON)
+        self.head = None if width == embedding_size else nn.Linear(width, embedding_size, bias=False)
+        if self.head is not None:
+            nn.init.xavier_uniform_(self.head.weight)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        pixels = project(x).flatten(2).transpose(1, 2)  # [B, HW, width]
+        if pixels.shape[2] != self.width:
+            raise ConfigError(
+                f"transformer has a width of {self.width}, but the projection gives {pixels.shape[2]}; "
+                "set the projection's out_features to it"
+            )
+        height, width = x.shape[2:]
+        with torch.autocast(x.device.type, enabled=False):
+            if self.position == "sine":
+                pixels = pixels + sine_positions(height, width, self.width, device=x.device).to(pixels.dtype)
+            tokens = torch.cat([self.class_token.expand(len(x), 1, -1), pixels], dim=1)  # [B, 1 + HW, width]
+            for layer in self.layers[:-1]:
+                tokens, _ = layer(tokens)
+            last, log_weights = self.layers[-1](tokens, first=1)
+            pooled = self.norm(last[:, 0])
+            if self.head is not None:
+                pooled = self.head(pooled)
+            weights = mean_weights(log_weights, height=height, width=width)
+        return Pooled(pooled, {"weights": weights})
+
+    def input_width(self, embedding_size: int) -> int:
+        return self.width
+
+    def output_width(self, projected_size: int) -> int:
+        return self.embedding_size

@@ -1,0 +1,159 @@
+"""Networks of patches: which image sizes they take, and how their tokens become a map."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError
+
+
+def _patch_embedding(model: nn.Module) -> Any:
+    """timm's layer that cuts images into patches, or None for a network that has none or checks its input itself."""
+    for name in ("patch_embed", "stem"):
+        layer: Any = getattr(model, name, None)
+        if hasattr(layer, "feat_ratio") and hasattr(layer, "strict_img_size") and layer.img_size is not None:
+            return layer
+    return None
+
+
+def _multiples(size: Sequence[int], patch: Sequence[int], *, up: bool) -> tuple[int, int]:
+    """Nearest height and width in whole patches, at least one."""
+    rounded = math.ceil if up else math.floor
+    height, width = (max(1, rounded(s / p)) * p for s, p in zip(size, patch, strict=True))
+    return height, width
+
+
+def _in_words(size: Sequence[int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Tensor:
+    """Images as the network takes them: of its one size where it has one, else of whole patches.
+
+    Args:
+        images: [B, 3, H, W], normalized.
+        name: the network's name, for messages.
+        model: of timm.
+        pad: fill the bottom and the right up to whole patches with zeros, the mean color of normalized images.
+
+    Raises:
+        ConfigError: images of another size.
+    """
+    embedding = _patch_embedding(model)
+    if embedding is None:
+        return images
+    size = (images.shape[2], images.shape[3])
+    if embedding.strict_img_size:
+        expected = tuple(embedding.img_size)
+        if size != expected:
+            raise _wrong_size(model, name, size, expected)
+        return images
+    patch = tuple(embedding.feat_ratio(as_scalar=False))
+    if size[0] % patch[0] == 0 and size[1] % patch[1] == 0:
+        return images
+    larger = _multiples(size, patch, up=True)
+    if pad:
+        return F.pad(images, (0, larger[1] - size[1], 0, larger[0] - size[0]))
+    raise ConfigError(
+        f"backbone '{name}' cuts images into patches of {_in_words(patch)} pixels, which {_in_words(size)} is not a "
+        f"multiple of; crop to {_in_words(_multiples(size, patch, up=False))} or {_in_words(larger)} (the transform's "
+        "crop, for training and for testing), or set the backbone's pad_images=true"
+    )
+
+
+def _wrong_size(model: nn.Module, name: str, size: Sequence[int], expected: Sequence[int]) -> ConfigError:
+    choice = ", or set the backbone's image_size to the size of the crop" if hasattr(model, "set_input_size") else ""
+    return ConfigError(
+        f"backbone '{name}' takes images of {_in_words(expected)} pixels, but was given {_in_words(size)}; "
+        f"crop to {_in_words(expected)}{choice}"
+    )
+
+
+def features(model: Any, images: Tensor, *, name: str) -> Any:
+    """``forward_features`` of a network of timm.
+
+    Raises:
+        ConfigError: the network was made for one size of images, was given another and could not work with it.
+    """
+    try:
+        return model.forward_features(images)
+    except (AssertionError, IndexError, RuntimeError) as error:
+        # Networks without patches to check beforehand find the size out by a mismatch somewhere inside.
+        config, size = model.pretrained_cfg, tuple(images.shape[2:])
+        expected = tuple(config["input_size"][1:])
+        if isinstance(error, torch.OutOfMemoryError) or not config.get("fixed_input_size") or size == expected:
+            raise
+        raise _wrong_size(model, name, size, expected) from error
+
+
+def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pad: bool) -> None:
+    """Resample the position embeddings, or whatever else depends on it, to another image size, once and for all.
+
+    Raises:
+        ConfigError: the network cannot, or the size is not positive or not one of whole patches.
+    """
+    size = (image_size, image_size) if isinstance(image_size, int) else tuple(int(side) for side in image_size)
+    if len(size) != 2 or min(size) < 1:
+        raise ConfigError(f"image_size {image_size} must be one positive number of pixels, or height and width")
+    if not hasattr(model, "set_input_size"):
+        raise ConfigError(
+            f"timm's '{name}' has no image size that could be set (most convolutional networks take any); "
+            "leave image_size at null"
+        )
+    embedding = _patch_embedding(model)
+    if embedding is not None:
+        patch = tuple(embedding.feat_ratio(as_scalar=False))
+        larger = _multiples(size, patch, up=True)
+        if larger != size and not pad:
+            raise ConfigError(
+                f"image_size {_in_words(size)} of backbone '{name}' is not a multiple of its patches of "
+                f"{_in_words(patch)} pixels; set it to {_in_words(_multiples(size, patch, up=False))} or "
+                f"{_in_words(larger)}"
+            )
+        size = larger
+    model.set_input_size(img_size=size)
+
+
+def as_map(output: Any, *, name: str, model: Any, size: Sequence[int]) -> Tensor:
+    """What a network of timm returns as a map [B, C, h, w].
+
+    Maps stay, channels last in shape become channels first, and tokens [B, prefix + h w, C] lose their prefix (class,
+    distillation and register tokens) and are laid out row by row.
+
+    Args:
+        output: of ``forward_features``.
+        name: the network's name, for messages.
+        model: of timm.
+        size: height and width of the images that it was given.
+
+    Raises:
+        ConfigError: the features are neither a map nor tokens on a grid.
+    """
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if isinstance(output, Tensor) and output.ndim == 4:
+        return output.permute(0, 3, 1, 2) if getattr(model, "output_fmt", "NCHW") == "NHWC" else output
+    if isinstance(output, Tensor) and output.ndim == 3:
+        patches = output[:, getattr(model, "num_prefix_tokens", 0) or 0 :]  # [B, hw, C]
+        for height, width in _grids(model, size):
+            if patches.shape[1] == height * width:
+                return patches.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+    raise ConfigError(
+        f"backbone '{name}' returns {shape} for images of {_in_words(size)} pixels, which is neither a map nor tokens "
+        "on a grid; choose another network of timm"
+    )
+
+
+def _grids(model: Any, size: Sequence[int]) -> list[tuple[int, int]]:
+    """Height and width that the map may have: strided layers round up where they pad, and down where they do not."""
+    levels = getattr(model, "feature_info", None)
+    if not levels:
+        return []
+    reduction = levels[-1]["reduction"]
+    return [
+        (math.floor(size[0] / reduction), math.floor(size[1] / reduction)),
+        (math.ceil(size[0] / reduction), math.ceil(size[1] / reduction)),
+    ]
