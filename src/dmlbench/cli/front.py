@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,11 +33,35 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
     register_schemas()
     flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    sys.argv = [f"dmlbench {name}", *flags, *(a for a in arguments if a not in flags)]
+    others = [a for a in arguments if a not in flags]
+    sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
     hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(task)()
+
+
+def _of_each_job(arguments: Sequence[str]) -> list[str]:
+    """Values inside of a group that is swept over, as sweeps over one value.
+
+    Hydra applies what is not swept to the configuration before the sweep, too, where the group has its default option,
+    which need not know the key.
+    """
+    parser = OverridesParser.create()
+    try:
+        parsed = [parser.parse_override(a) if "=" in a and not a.startswith("-") else None for a in arguments]
+    except OverrideParseException:
+        return list(arguments)  # Hydra says what is wrong with them
+    swept = {override.key_or_group for override in parsed if override is not None and override.is_sweep_override()}
+    return [
+        f"{override.get_key_element()}=choice({override.get_value_element_as_str()})"
+        if override is not None
+        and not override.is_sweep_override()
+        and not override.is_delete()
+        and any(override.key_or_group.startswith(f"{group}.") for group in swept)
+        else argument
+        for argument, override in zip(arguments, parsed, strict=True)
+    ]
 
 
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
