@@ -74,7 +74,7 @@ def test_every_option_instantiates(group: str) -> None:
         if group in ("pooling", "loss", "miner"):
             model.eval()
             output = model(torch.randint(0, 256, (12, 3, 64, 64), dtype=torch.uint8))
-            assert output.embedding.shape == (12, cfg.head.out_features)
+            assert output.embedding.shape == (12, model.embedding_size)
             value = objective(ModelOutput(output.embedding), torch.arange(12) % 6, step=1)["loss"]
             assert torch.isfinite(value)
 

@@ -8,6 +8,12 @@ from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
 
+def generalized_mean(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
+    """(mean_j max(x_j, epsilon)^power)^(1 / power) per channel: x [B, C, H, W] to [B, C]; power [1 or C, 1, 1]."""
+    mean = x.clamp(min=epsilon).pow(power).mean(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
+    return mean.pow(1.0 / power).flatten(1)
+
+
 class Gem(Pooling):
     """project((mean_j max(x_j, epsilon)^power)^(1 / power)), per channel, in float32.
 
@@ -47,10 +53,8 @@ class Gem(Pooling):
         if self.power.shape[0] not in (1, x.shape[1]):
             raise ConfigError(f"gem has {self.power.shape[0]} powers, but the map has {x.shape[1]} channels")
         with torch.autocast(x.device.type, enabled=False):
-            features = x.to(self.power.dtype).clamp(min=self.epsilon)
-            mean = features.pow(self.power).mean(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
-            pooled = mean.pow(1.0 / self.power)
-        return Pooled(project(pooled.flatten(1)))
+            pooled = generalized_mean(x.to(self.power.dtype), self.power, self.epsilon)
+        return Pooled(project(pooled))
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
         """The share of each location in a channel's sum of powers, on average over the channels."""

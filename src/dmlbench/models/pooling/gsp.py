@@ -1,60 +1,43 @@
 """Generalized sum pooling (GSP): an average over the pixels that optimal transport matches to learned prototypes."""
 
-import logging
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.gem import generalized_mean
+from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.projection import Projection
-from dmlbench.models.transport import Solver, check_transport, clip_norm, prototype_cost, transport_weights
+from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
 from dmlbench.types import ConfigError
 
-logger = logging.getLogger(__name__)
+Weighting = Literal["transported", "residual"]
+Combination = Literal["gmp", "gem"]
 
 
-def greedy_k_center(initial: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Pick the candidate that is farthest from everything initial or picked, ``count`` times.
-
-    Ties go to the smaller row. Nothing waits for the device.
-
-    Args:
-        initial: [I, D] points that are covered from the start and not returned.
-        candidates: [N, D].
-        count: number of picks; beyond the distinct candidates they repeat.
-
-    Returns:
-        [count, D] in the order of the picks.
-    """
-    nearest = torch.cdist(candidates, initial, compute_mode="donot_use_mm_for_euclid_dist").amin(dim=1)  # [N]
-    picks = []
-    for _ in range(count):
-        pick = candidates.index_select(0, nearest.argmax().view(1))  # [1, D]
-        picks.append(pick)
-        nearest = torch.minimum(nearest, torch.linalg.vector_norm(candidates - pick, dim=1))
-    return torch.cat(picks)
-
-
-class Gsp(Pooling):
+class Gsp(PrototypePooling):
     """sum_j p_j project(x)_j, with the transport's weights p over the pixels (see ``models.transport``).
 
-    Until its prototypes have started it pools as GAP, and gives no "histogram". They start from the embeddings of the
-    first training batches after ``start_step``: ``observe`` copies them, u / max(1, |u|), into a memory; with the batch
-    that fills it the prototypes are set, in place, by greedy k-center from the memory's first m rows as initial set
-    over its other rows as candidates. The batch that fills the memory takes its last rows, over older ones if need be.
+    Until its prototypes have started (see ``PrototypePooling``) it pools as GAP, and gives no "histogram".
 
-    Side outputs: "pooled" [B, D] (the embedding), "weights" [B, H, W] (rows sum to 1), "histogram" [B, m] (the share
-    of every prototype; rows sum to 1).
+    ``weighting: residual`` takes the prototypes for the background: the pixels are weighted by the mass that stays
+    where it is, rho_j / (1 - mu) = (1/n - mu p_j) / (1 - mu), instead of the mass that is moved.
 
-    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4; start of the
-    prototypes as in the authors' TensorFlow code (yetigurbuz/generalized-sum-pooling).
+    ``combine`` joins it with another pooling, p the weights (n p_j has mean 1):
+
+        gmp:  sum_j p_j project(x)_j + project(max_j x_j)
+        gem:  project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), the power learned; GAP until the start
+
+    Side outputs: "pooled" [B, D] (the embedding; without the maximum's part with ``gmp``), "weights" [B, H, W] (rows
+    sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1).
+
+    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
+    appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
+    TensorFlow code (yetigurbuz/generalized-sum-pooling).
     """
 
     provides: ClassVar[tuple[str, ...]] = ("histogram", "weights", "pooled")
-    memory: Tensor
-    filled: Tensor
-    prototypes_started: Tensor
 
     def __init__(
         self,
@@ -67,6 +50,10 @@ class Gsp(Pooling):
         iterations: int = 100,
         memory_rows: int = 1024,
         start_step: int = 0,
+        weighting: Weighting = "transported",
+        combine: Combination | None = None,
+        power: float = 3.0,
+        epsilon: float = 1e-6,
     ) -> None:
         """
         Args:
@@ -78,43 +65,42 @@ class Gsp(Pooling):
             iterations: of ``fixed_point`` (paper: 100).
             memory_rows: embeddings that the prototypes are chosen from (paper's code: 1,024), at least 2 m.
             start_step: training steps before the memory begins to fill (warm-up of proxy losses).
+            weighting: ``transported``, or ``residual`` for prototypes of the background (transport_ratio below 1).
+            combine: None, ``gmp`` or ``gem``.
+            power: where the power of ``gem`` starts, above 0 (code: 3).
+            epsilon: smallest value that ``gem`` takes a weighted feature for, above 0 (code: 1e-6).
 
         Raises:
             ConfigError: an argument outside its range.
         """
-        super().__init__()
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
         if embedding_size < 1 or num_prototypes < 1:
             raise ConfigError(
                 f"embedding_size ({embedding_size}) and num_prototypes ({num_prototypes}) must be positive"
             )
-        if memory_rows < 2 * num_prototypes:
+        if weighting not in get_args(Weighting):
+            raise ConfigError(f"weighting '{weighting}' is unknown; choose one of {', '.join(get_args(Weighting))}")
+        if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(
-                f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}): as many rows "
-                "begin the choice as are chosen; raise memory_rows or lower num_prototypes"
+                f"weighting=residual needs a transport_ratio below 1 (is {transport_ratio}): nothing would remain"
             )
-        if start_step < 0:
-            raise ConfigError(f"start_step ({start_step}) must not be negative")
+        if combine is not None and combine not in get_args(Combination):
+            raise ConfigError(
+                f"combine '{combine}' is unknown; choose null or one of {', '.join(get_args(Combination))}"
+            )
+        if power <= 0 or epsilon <= 0:
+            raise ConfigError(f"gsp needs a positive power ({power}) and a positive epsilon ({epsilon})")
+        super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.embedding_size = embedding_size
-        self.num_prototypes = num_prototypes
         self.transport_ratio = transport_ratio
         self.smoothing = smoothing
         self.solver: Solver = solver
         self.iterations = iterations
-        self.start_step = start_step
-        # Never replaced by another tensor: the optimizer was built with this one.
-        self.prototypes = nn.Parameter(torch.empty(num_prototypes, embedding_size))
-        nn.init.kaiming_normal_(self.prototypes)
-        self.register_buffer("memory", torch.zeros(memory_rows, embedding_size))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("prototypes_started", torch.zeros((), dtype=torch.bool))
-        # The same two facts as Python values: reading a buffer on a GPU in every step would wait for it.
-        self._filled = 0
-        self._started = False
-
-    @property
-    def started(self) -> bool:
-        return self._started
+        self.weighting = weighting
+        self.combine = combine
+        self.epsilon = epsilon
+        if combine == "gem":
+            self.power = nn.Parameter(torch.full((1, 1, 1), float(power)))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
@@ -125,21 +111,33 @@ class Gsp(Pooling):
             )
         batch, _, height, width = features.shape
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
-        if not self._started:
+        side: dict[str, Tensor] = {}
+        if self._started:
+            plan = transport_weights(
+                prototype_cost(rows, self.prototypes),
+                transport_ratio=self.transport_ratio,
+                smoothing=self.smoothing,
+                solver=self.solver,
+                iterations=self.iterations,
+            )
+            side["histogram"] = plan.histogram
+            pixel_weights = plan.weights
+            if self.weighting == "residual":
+                stays = 1.0 / (height * width) - self.transport_ratio * plan.weights
+                pixel_weights = stays / (1 - self.transport_ratio)
+            with torch.autocast(x.device.type, enabled=False):
+                if self.combine == "gem":
+                    relative = pixel_weights.view(batch, 1, height, width) * (height * width)
+                    pooled = project(generalized_mean(x.to(relative.dtype) * relative, self.power, self.epsilon))
+                else:
+                    pooled = torch.bmm(pixel_weights[:, None, :], rows.to(pixel_weights.dtype))[:, 0]  # [B, D]
+            side["weights"] = pixel_weights.view(batch, height, width)
+        else:
             pooled = rows.mean(dim=1)
-            uniform = rows.new_full((batch, height, width), 1.0 / (height * width))
-            return Pooled(pooled, {"pooled": pooled, "weights": uniform})
-        plan = transport_weights(
-            prototype_cost(rows, self.prototypes),
-            transport_ratio=self.transport_ratio,
-            smoothing=self.smoothing,
-            solver=self.solver,
-            iterations=self.iterations,
-        )
-        with torch.autocast(x.device.type, enabled=False):
-            pooled = torch.bmm(plan.weights[:, None, :], rows.to(plan.weights.dtype))[:, 0]  # [B, D]
-        weights = plan.weights.view(batch, height, width)
-        return Pooled(pooled, {"pooled": pooled, "weights": weights, "histogram": plan.histogram})
+            side["weights"] = rows.new_full((batch, height, width), 1.0 / (height * width))
+        side["pooled"] = pooled
+        embedding = pooled + project(x.amax(dim=(2, 3))) if self.combine == "gmp" else pooled
+        return Pooled(embedding, side)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
         """The prototype that takes the largest part of each location's mass: the nearest one. None before the start."""
@@ -147,25 +145,3 @@ class Gsp(Pooling):
             return None
         rows = project(x).flatten(2).transpose(1, 2)
         return prototype_cost(rows, self.prototypes).argmin(dim=1).view(x.shape[0], *x.shape[2:])
-
-    @torch.no_grad()
-    def observe(self, pooled: Pooled, *, step: int) -> None:
-        if self._started or step <= self.start_step:
-            return
-        capacity = self.memory.shape[0]
-        rows = clip_norm(pooled.embedding.detach().to(self.memory.dtype))[-capacity:]
-        end = min(self._filled + len(rows), capacity)
-        self.memory[end - len(rows) : end].copy_(rows)
-        self._filled = end
-        self.filled.fill_(end)
-        if end == capacity:
-            first = self.num_prototypes
-            self.prototypes.copy_(greedy_k_center(self.memory[:first], self.memory[first:], first))
-            self._started = True
-            self.prototypes_started.fill_(True)
-            logger.info("step %d: %d prototypes start from %d embeddings", step, self.num_prototypes, capacity)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call, unused-ignore]
-        self._filled = int(self.filled)
-        self._started = bool(self.prototypes_started)

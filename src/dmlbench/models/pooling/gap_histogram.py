@@ -1,0 +1,71 @@
+"""Average pooling with a histogram over prototypes beside it: what cross-batch metric learning (XML) regularizes."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.projection import Projection
+from dmlbench.models.transport import clip_norm
+from dmlbench.types import ConfigError
+
+
+class GapHistogram(Pooling):
+    """y = mean_j f_j of the projected pixels f = project(x), and the histogram z of their nearest prototypes:
+
+        z_i = mean_j softmax_i(smoothing nu_i' g_j)
+
+    with g_j = f_j / max(1, |f_j|) in the variant ``official`` (the code that the published numbers come from) and
+    g_j = f_j in the variant ``paper``. The embedding is y alone; the prototypes learn through the regularizer.
+
+    Side outputs: "pooled" [B, D] (the embedding) and "histogram" [B, m] (rows sum to 1).
+
+    Source: Gürbüz & Alatan, Cross-batch Metric Learning (XML), equation 2.4; the variant ``official`` as in
+    yetigurbuz/generalized-sum-pooling (MetaGlobalPooling), which also starts the prototypes Glorot uniform.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+
+    def __init__(
+        self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"
+    ) -> None:
+        """
+        Args:
+            embedding_size: D, the width of the projection.
+            num_prototypes: m (paper: 64; 128 for SOP and In-shop).
+            smoothing: epsilon > 0, sharpness of the assignment (paper: 10).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        if embedding_size < 1 or num_prototypes < 1:
+            raise ConfigError(
+                f"embedding_size ({embedding_size}) and num_prototypes ({num_prototypes}) must be positive"
+            )
+        if not smoothing > 0:
+            raise ConfigError(f"smoothing ({smoothing}) of gap_histogram must be above 0; the paper uses 10")
+        check_variant(variant, pooling="gap_histogram")
+        self.embedding_size = embedding_size
+        self.smoothing = smoothing
+        self.variant = variant
+        self.prototypes = nn.Parameter(torch.empty(num_prototypes, embedding_size))
+        nn.init.xavier_uniform_(self.prototypes)
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        features = project(x)  # [B, D, H, W]
+        if features.shape[1] != self.embedding_size:
+            raise ConfigError(
+                f"gap_histogram has embedding_size {self.embedding_size}, but the projection gives "
+                f"{features.shape[1]}; set both to the same"
+            )
+        rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
+        pooled = rows.mean(dim=1)
+        with torch.autocast(x.device.type, enabled=False):
+            points = clip_norm(rows) if self.variant == "official" else rows
+            scores = self.smoothing * points @ self.prototypes.T  # [B, HW, m]
+            histogram = scores.softmax(dim=2).mean(dim=1)
+        return Pooled(pooled, {"pooled": pooled, "histogram": histogram})

@@ -1,0 +1,75 @@
+"""NetVLAD: residuals of the pixels to learned centers, summed by soft assignment, one vector per center."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """v / max(|v|, 1e-6) along the last dimension, with a finite gradient at 0."""
+    return rows * rows.square().sum(dim=-1, keepdim=True).clamp(min=1e-12).rsqrt()
+
+
+class NetVlad(Pooling):
+    """[v_1 | ... | v_K] of unit vectors v_k, over the projected pixels f = project(x) with d dimensions:
+
+        a_jk = softmax_k(w_k' f_j + b_k)        v_k = unit(sum_j a_jk (f_j - c_k))
+
+    The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
+    Neither starts from a clustering, as the paper does: centers and w start Glorot uniform, b at 0.
+
+    It wants a projection of width d, whatever the head's ``out_features``, and returns K d dimensions.
+
+    Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
+    """
+
+    def __init__(self, *, num_centers: int = 8, feature_size: int = 16, variant: Variant = "official") -> None:
+        """
+        Args:
+            num_centers: K (GSP supplement: 8, or 64 for the large one).
+            feature_size: d (GSP supplement: 16, or 128 for the large one).
+            variant: ``official`` or ``paper``.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        if num_centers < 1 or feature_size < 1:
+            raise ConfigError(f"num_centers ({num_centers}) and feature_size ({feature_size}) must be positive")
+        check_variant(variant, pooling="netvlad")
+        self.num_centers = num_centers
+        self.feature_size = feature_size
+        self.variant = variant
+        self.centers = nn.Parameter(torch.empty(num_centers, feature_size))
+        self.assignment_weight = nn.Parameter(torch.empty(num_centers, feature_size))
+        self.assignment_bias = nn.Parameter(torch.zeros(num_centers))
+        nn.init.xavier_uniform_(self.centers)
+        nn.init.xavier_uniform_(self.assignment_weight)
+
+    def input_width(self, embedding_size: int) -> int:
+        return self.feature_size
+
+    def output_width(self, projected_size: int) -> int:
+        return self.num_centers * self.feature_size
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        features = project(x)  # [B, d, H, W]
+        if features.shape[1] != self.feature_size:
+            raise ConfigError(
+                f"netvlad has feature_size {self.feature_size}, but the projection gives {features.shape[1]}; "
+                "give the projection the pooling's input_width"
+            )
+        rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
+        with torch.autocast(x.device.type, enabled=False):
+            assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]
+            # sum_j a_jk (f_j - c_k) without the [B, HW, K, d] differences.
+            residual = assignment.transpose(1, 2) @ rows - assignment.sum(dim=1)[:, :, None] * self.centers
+            embedding = _unit(residual).flatten(1)  # [B, K d]
+            if self.variant == "paper":
+                embedding = _unit(embedding)
+        return Pooled(embedding)

@@ -1,0 +1,108 @@
+"""Optimal transport pooling (OTP): one transported average of the pixels per prototype, side by side."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.prototypes import PrototypePooling
+from dmlbench.models.projection import Projection
+from dmlbench.models.transport import prototype_cost
+from dmlbench.types import ConfigError
+
+
+def balanced_plan(cost: Tensor, *, smoothing: float, iterations: int) -> Tensor:
+    """Entropic transport plan pi_ij = exp(f_i + g_j - smoothing c_ij) between two uniform distributions.
+
+    Sinkhorn's iteration in the log domain from f = 0: g makes the columns sum to 1/n, f the rows to 1/m, and g is
+    renewed at the end, so that the columns are exact and the rows near.
+
+    Args:
+        cost: [B, m, n].
+        smoothing: above 0.
+        iterations: at least 1.
+
+    Returns:
+        [B, m, n].
+    """
+    scores = -smoothing * cost
+    log_row, log_column = -math.log(cost.shape[1]), -math.log(cost.shape[2])
+    f = scores.new_zeros(*cost.shape[:2], 1)  # [B, m, 1]
+    for _ in range(iterations):
+        g = log_column - (scores + f).logsumexp(dim=1, keepdim=True)  # [B, 1, n]
+        f = log_row - (scores + g).logsumexp(dim=2, keepdim=True)
+    g = log_column - (scores + f).logsumexp(dim=1, keepdim=True)
+    return torch.exp(scores + f + g)
+
+
+class Otp(PrototypePooling):
+    """sqrt(m) [sum_j pi_1j f_j | ... | sum_j pi_mj f_j] over the projected pixels f = project(x) with d dimensions.
+
+    pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (see
+    ``models.transport.prototype_cost``). Until its prototypes have started (see ``PrototypePooling``) the embedding is
+    the average of the pixels followed by zeros.
+
+    It wants a projection of width d, whatever the head's ``out_features``, and returns m d dimensions.
+
+    Source: Mialon et al., A Trainable Optimal Transport Embedding for Feature Aggregation, ICLR 2021, in the form of
+    GSP's appendix B.1; smoothing, iterations and start as in yetigurbuz/generalized-sum-pooling.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_prototypes: int = 8,
+        feature_size: int = 16,
+        smoothing: float = 2.0,
+        iterations: int = 10,
+        memory_rows: int = 1024,
+        start_step: int = 0,
+    ) -> None:
+        """
+        Args:
+            num_prototypes: m (GSP supplement: 8, or 64 for the large one).
+            feature_size: d (GSP supplement: 16, or 128 for the large one).
+            smoothing: above 0 (code: 2).
+            iterations: of Sinkhorn's algorithm, at least 1 (code: 10).
+            memory_rows: embeddings that the prototypes are chosen from (code: 1,024), at least 2 m.
+            start_step: training steps before the memory begins to fill.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        if num_prototypes < 1 or feature_size < 1:
+            raise ConfigError(f"num_prototypes ({num_prototypes}) and feature_size ({feature_size}) must be positive")
+        if not (smoothing > 0 and math.isfinite(smoothing)) or iterations < 1:
+            raise ConfigError(
+                f"otp needs a positive, finite smoothing ({smoothing}) and at least one of iterations ({iterations}); "
+                "the public code has 2.0 and 10"
+            )
+        super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
+        self.feature_size = feature_size
+        self.smoothing = smoothing
+        self.iterations = iterations
+
+    def input_width(self, embedding_size: int) -> int:
+        return self.feature_size
+
+    def output_width(self, projected_size: int) -> int:
+        return self.num_prototypes * self.feature_size
+
+    def forward(self, x: Tensor, project: Projection) -> Pooled:
+        features = project(x)  # [B, d, H, W]
+        if features.shape[1] != self.feature_size:
+            raise ConfigError(
+                f"otp has feature_size {self.feature_size}, but the projection gives {features.shape[1]}; "
+                "give the projection the pooling's input_width"
+            )
+        rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
+        if not self._started:
+            average = rows.mean(dim=1)
+            rest = average.new_zeros(len(average), (self.num_prototypes - 1) * self.feature_size)
+            return Pooled(torch.cat([average, rest], dim=1))
+        cost = prototype_cost(rows, self.prototypes)  # [B, m, HW]
+        with torch.autocast(x.device.type, enabled=False):
+            plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)
+            sets = plan @ rows.to(plan.dtype)  # [B, m, d]
+        return Pooled(math.sqrt(self.num_prototypes) * sets.flatten(1))

@@ -1,0 +1,110 @@
+"""Prototypes that start from the training's first embeddings: the state that transport poolings share."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.transport import clip_norm
+from dmlbench.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def greedy_k_center(initial: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """Pick the candidate that is farthest from everything initial or picked, ``count`` times.
+
+    Ties go to the smaller row. Nothing waits for the device.
+
+    Args:
+        initial: [I, D] points that are covered from the start and not returned.
+        candidates: [N, D].
+        count: number of picks; beyond the distinct candidates they repeat.
+
+    Returns:
+        [count, D] in the order of the picks.
+    """
+    nearest = torch.cdist(candidates, initial, compute_mode="donot_use_mm_for_euclid_dist").amin(dim=1)  # [N]
+    picks = []
+    for _ in range(count):
+        pick = candidates.index_select(0, nearest.argmax().view(1))  # [1, D]
+        picks.append(pick)
+        nearest = torch.minimum(nearest, torch.linalg.vector_norm(candidates - pick, dim=1))
+    return torch.cat(picks)
+
+
+class PrototypePooling(Pooling):
+    """A pooling with m prototypes in the space of the projection; subclasses implement ``forward``.
+
+    The prototypes start from the average-pooled embeddings of the first training batches after ``start_step``:
+    ``observe`` copies them, u / max(1, |u|), into a memory; with the batch that fills it the prototypes are set, in
+    place, by greedy k-center from the memory's first m rows as initial set over its other rows as candidates. The batch
+    that fills the memory takes its last rows, over older ones if need be. What is copied is the side output "pooled",
+    or the embedding where there is none.
+
+    Source: the authors' TensorFlow code of GSP (yetigurbuz/generalized-sum-pooling).
+    """
+
+    memory: Tensor
+    filled: Tensor
+    prototypes_started: Tensor
+
+    def __init__(self, width: int, num_prototypes: int, *, memory_rows: int, start_step: int) -> None:
+        """
+        Args:
+            width: D, dimensions of a projected pixel and of a prototype.
+            num_prototypes: m.
+            memory_rows: embeddings that the prototypes are chosen from, at least 2 m.
+            start_step: training steps before the memory begins to fill.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__()
+        if memory_rows < 2 * num_prototypes:
+            raise ConfigError(
+                f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}): as many rows "
+                "begin the choice as are chosen; raise memory_rows or lower num_prototypes"
+            )
+        if start_step < 0:
+            raise ConfigError(f"start_step ({start_step}) must not be negative")
+        self.num_prototypes = num_prototypes
+        self.start_step = start_step
+        # Never replaced by another tensor: the optimizer was built with this one.
+        self.prototypes = nn.Parameter(torch.empty(num_prototypes, width))
+        nn.init.kaiming_normal_(self.prototypes)
+        self.register_buffer("memory", torch.zeros(memory_rows, width))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("prototypes_started", torch.zeros((), dtype=torch.bool))
+        # The same two facts as Python values: reading a buffer on a GPU in every step would wait for it.
+        self._filled = 0
+        self._started = False
+
+    @property
+    def started(self) -> bool:
+        return self._started
+
+    @torch.no_grad()
+    def observe(self, pooled: Pooled, *, step: int) -> None:
+        if self._started or step <= self.start_step:
+            return
+        capacity, width = self.memory.shape
+        averages = pooled.side.get("pooled", pooled.embedding)[:, :width]
+        rows = clip_norm(averages.detach().to(self.memory.dtype))[-capacity:]
+        end = min(self._filled + len(rows), capacity)
+        self.memory[end - len(rows) : end].copy_(rows)
+        self._filled = end
+        self.filled.fill_(end)
+        if end == capacity:
+            first = self.num_prototypes
+            self.prototypes.copy_(greedy_k_center(self.memory[:first], self.memory[first:], first))
+            self._started = True
+            self.prototypes_started.fill_(True)
+            logger.info("step %d: %d prototypes start from %d embeddings", step, self.num_prototypes, capacity)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call, unused-ignore]
+        self._filled = int(self.filled)
+        self._started = bool(self.prototypes_started)

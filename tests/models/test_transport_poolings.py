@@ -1,0 +1,414 @@
+"""GSP's combinations, histogram, codebook and sliced Wasserstein poolings against public code and naive loops."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.gap_histogram import GapHistogram
+from dmlbench.models.pooling.global_pooling import Gap, Gmp
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.netvlad import NetVlad
+from dmlbench.models.pooling.otp import Otp, balanced_plan
+from dmlbench.models.pooling.prototypes import PrototypePooling
+from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+
+def start(pooling: Pooling) -> Pooling:
+    """Let the prototypes start from a batch of random rows that fills the memory."""
+    if isinstance(pooling, PrototypePooling):
+        rows, width = pooling.memory.shape
+        pooling.observe(Pooled(torch.randn(rows, width, generator=torch.Generator().manual_seed(7))), step=1)
+        assert pooling.started
+    return pooling
+
+
+MAKERS: dict[str, Callable[[], Pooling]] = {
+    "gsp": lambda: Gsp(6, 5, memory_rows=10),
+    "gsp_residual": lambda: Gsp(6, 5, memory_rows=10, weighting="residual"),
+    "gmp_gsp": lambda: Gsp(6, 5, memory_rows=10, combine="gmp"),
+    "gem_gsp": lambda: Gsp(6, 5, memory_rows=10, combine="gem"),
+    "gap_histogram": lambda: GapHistogram(6, 5),
+    "gap_histogram_paper": lambda: GapHistogram(6, 5, variant="paper"),
+    "netvlad": lambda: NetVlad(num_centers=3, feature_size=2),
+    "netvlad_paper": lambda: NetVlad(num_centers=3, feature_size=2, variant="paper"),
+    "otp": lambda: Otp(num_prototypes=3, feature_size=2, memory_rows=6),
+    "sliced_wasserstein": lambda: SlicedWasserstein(6, num_references=3, num_slices=4),
+}
+
+
+def make(name: str) -> tuple[Pooling, Projection]:
+    torch.manual_seed(0)
+    pooling = start(MAKERS[name]())
+    return pooling, Projection(8, pooling.input_width(6))
+
+
+def outputs(pooled: Pooled) -> Tensor:
+    return torch.cat([pooled.embedding] + [pooled.side[k] for k in ("histogram",) if k in pooled.side], dim=1)
+
+
+# Values recorded from public code -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def golden(shared_dir: Path) -> dict[str, Tensor]:
+    with np.load(shared_dir / "golden" / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
+
+
+def as_recorded(pooling: Pooling) -> Pooling:
+    if isinstance(pooling, PrototypePooling):
+        state = pooling.state_dict() | {"prototypes_started": torch.tensor(True)}
+        pooling.load_state_dict(state)
+    return pooling
+
+
+# Recorded name, pooling, kernel of the projection, and where the other recorded weights go (transposed where "T").
+RECORDED: list[tuple[str, Callable[[], Pooling], str, dict[str, str]]] = [
+    ("gsp_tf_maxaug", lambda: Gsp(6, 5, memory_rows=10, combine="gmp"), "w0", {"w1": "prototypes"}),
+    (
+        "gsp_tf_gemean",
+        lambda: Gsp(6, 5, memory_rows=10, smoothing=0.5, combine="gem"),
+        "w1",
+        {"w0": "power", "w2": "prototypes"},
+    ),
+    ("metagap_histogram", lambda: GapHistogram(6, 5), "w0", {"w1": "prototypes T"}),
+    (
+        "vlad",
+        lambda: NetVlad(num_centers=3, feature_size=2),
+        "w1",
+        {"w0": "centers", "w2": "assignment_weight T", "w3": "assignment_bias"},
+    ),
+    ("otp", lambda: Otp(num_prototypes=3, feature_size=2, memory_rows=6), "w0", {"w1": "prototypes"}),
+]
+
+
+@pytest.mark.parametrize("kind", ["signed", "nonneg"])
+@pytest.mark.parametrize(("name", "maker", "kernel", "places"), RECORDED, ids=[case[0] for case in RECORDED])
+def test_values_and_gradients_equal_recorded_ones(
+    golden: dict[str, Tensor],
+    name: str,
+    maker: Callable[[], Pooling],
+    kernel: str,
+    places: dict[str, str],
+    kind: str,
+) -> None:
+    pooling = as_recorded(maker())
+    parameters = dict(pooling.named_parameters())
+    for recorded, place in places.items():
+        value, target = golden[f"{name}_{recorded}"], parameters.pop(place.removesuffix(" T"))
+        with torch.no_grad():
+            target.copy_((value.T if place.endswith(" T") else value).reshape(target.shape))
+    assert not parameters, "every weight is recorded"
+    weight = golden[f"{name}_{kernel}"]
+    project = Projection(*weight.shape[-2:])
+    with torch.no_grad():
+        project.weight.copy_(weight.reshape(weight.shape[-2:]).T)
+    x = golden[f"features_{kind}"].permute(0, 3, 1, 2).clone().requires_grad_()
+    out = outputs(pooling(x, project))
+    torch.testing.assert_close(out, golden[f"{name}_{kind}_out"], atol=1e-5, rtol=1e-5)
+    (out * golden["grad_out"][:, : out.shape[1]]).sum().backward()
+    assert x.grad is not None and project.weight.grad is not None
+    expected = golden[f"{name}_{kind}_grad_features"].permute(0, 3, 1, 2)
+    torch.testing.assert_close(x.grad, expected, atol=1e-5, rtol=1e-4)
+    expected = golden[f"{name}_{kind}_grad_{kernel}"]
+    torch.testing.assert_close(project.weight.grad.T.reshape(expected.shape), expected, atol=1e-5, rtol=1e-4)
+    for recorded, place in places.items():
+        gradient = pooling.get_parameter(place.removesuffix(" T")).grad
+        assert gradient is not None
+        expected = golden[f"{name}_{kind}_grad_{recorded}"]
+        gradient = gradient.T if place.endswith(" T") else gradient
+        torch.testing.assert_close(gradient.reshape(expected.shape), expected, atol=1e-5, rtol=1e-4)
+
+
+# Naive loops --------------------------------------------------------------------------------------------------------
+
+
+def clip(v: Tensor) -> Tensor:
+    return v / v.norm().clamp(min=1)
+
+
+def naive_transport(pixels: Tensor, prototypes: Tensor, ratio: float, smoothing: float) -> tuple[Tensor, Tensor]:
+    """rho [n] and plan [m, n] of the paper's iteration for one image."""
+    cost = torch.stack([torch.stack([(clip(p) - clip(f)).norm() for f in pixels]) for p in prototypes])
+    kernel, n = torch.exp(-smoothing * cost), len(pixels)
+    scale = torch.ones((), dtype=pixels.dtype)
+    for _ in range(200):
+        rho = 1 / n / (1 + scale * kernel.sum(dim=0))
+        scale = ratio / (kernel @ rho).sum()
+    return rho, scale * kernel * rho
+
+
+def naive_gsp(pooling: Gsp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    """``image`` [HW, C] and its projected ``pixels`` [HW, D]; embedding, then histogram."""
+    n = len(pixels)
+    rho, plan = naive_transport(pixels, pooling.prototypes, pooling.transport_ratio, pooling.smoothing)
+    mass = rho / (1 - 0.3) if pooling.weighting == "residual" else (1 / n - rho) / 0.3
+    if pooling.combine == "gem":
+        power = pooling.power.flatten()
+        powers = torch.stack([(n * mass[j] * image[j]).clamp(min=1e-6) ** power for j in range(n)])
+        pooled = weight @ powers.mean(dim=0) ** (1 / power)
+    else:
+        pooled = torch.stack([mass[j] * pixels[j] for j in range(n)]).sum(dim=0)
+    if pooling.combine == "gmp":
+        pooled = pooled + weight @ image.amax(dim=0)
+    return torch.cat([pooled, plan.sum(dim=1) / 0.3])
+
+
+def naive_histogram(pooling: GapHistogram, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    points = [clip(f) if pooling.variant == "official" else f for f in pixels]
+    shares = [torch.softmax(torch.stack([10 * nu @ g for nu in pooling.prototypes]), dim=0) for g in points]
+    return torch.cat([weight @ image.mean(dim=0), torch.stack(shares).mean(dim=0)])
+
+
+def naive_vlad(pooling: NetVlad, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    parts = []
+    for k, center in enumerate(pooling.centers):
+        total = torch.zeros_like(center)
+        for f in pixels:
+            scores = torch.stack(
+                [w @ f + b for w, b in zip(pooling.assignment_weight, pooling.assignment_bias, strict=True)]
+            )
+            total = total + torch.softmax(scores, dim=0)[k] * (f - center)
+        parts.append(total / total.norm())
+    whole = torch.cat(parts)
+    return whole / whole.norm() if pooling.variant == "paper" else whole
+
+
+def naive_otp(pooling: Otp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    m, n = len(pooling.prototypes), len(pixels)
+    cost = torch.stack([torch.stack([(clip(p) - clip(f)).norm() for f in pixels]) for p in pooling.prototypes])
+    kernel = torch.exp(-pooling.smoothing * cost)
+    u = torch.ones(m, dtype=pixels.dtype)
+    for _ in range(pooling.iterations):
+        v = 1 / n / (kernel.T @ u)
+        u = 1 / m / (kernel @ v)
+    plan = u[:, None] * kernel * (1 / n / (kernel.T @ u))
+    return m**0.5 * torch.cat([sum((plan[i, j] * pixels[j] for j in range(n)), torch.zeros(2)) for i in range(m)])
+
+
+def naive_sliced(pooling: SlicedWasserstein, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    out, n = [], len(pixels)
+    for theta, references in zip(pooling.slices, pooling.references, strict=True):
+        values = sorted((f @ (theta / theta.norm()) for f in pixels), key=lambda value: value.item())
+        m = len(references)
+        for r in references:
+            rank = sum(other.item() < r.item() for other in references)
+            at = min(max((rank + 1) / (m + 1) * (n + 1) - 1, 0), n - 1)
+            low = min(int(at + 1e-9), n - 1)
+            high = min(low + 1, n - 1)
+            out.append(values[low] + (at - low) * (values[high] - values[low]) - r)
+    return torch.stack(out)
+
+
+ORACLES: dict[type[Pooling], Callable[..., Tensor]] = {
+    Gsp: naive_gsp,
+    GapHistogram: naive_histogram,
+    NetVlad: naive_vlad,
+    Otp: naive_otp,
+    SlicedWasserstein: naive_sliced,
+}
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize(("height", "width"), [(3, 4), (1, 1), (1, 2)])
+def test_values_and_gradients_equal_a_naive_loop(name: str, height: int, width: int) -> None:
+    pooling, project = make(name)
+    pooling, project = pooling.double(), project.double()
+    if isinstance(pooling, SlicedWasserstein):  # references that are out of order
+        with torch.no_grad():
+            pooling.references.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 8, height, width, dtype=torch.float64, generator=generator).requires_grad_()
+    names = [n for n, _ in pooling.named_parameters()]
+    inputs = [x, project.weight, *pooling.parameters()]
+    out = outputs(pooling(x, project))
+    naive = []
+    for image in x.flatten(2).transpose(1, 2):
+        naive.append(ORACLES[type(pooling)](pooling, image, image @ project.weight.T, project.weight))
+    expected = torch.stack(naive)
+    assert (out - expected).abs().max() < 1e-9
+    direction = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    actual = torch.autograd.grad((out * direction).sum(), inputs, allow_unused=True)
+    wanted = torch.autograd.grad((expected * direction).sum(), inputs, allow_unused=True)
+    for label, one, other in zip(["x", "projection", *names], actual, wanted, strict=True):
+        if one is None or other is None:
+            assert (one is None or not one.any()) and (other is None or not other.any()), label
+        else:
+            assert (one - other).abs().max() < 1e-8, label
+
+
+# Form, precision and bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (1, 8, 4, 4), (3, 8, 2, 5)])
+def test_maps_of_any_form_memory_format_and_precision_are_pooled(name: str, shape: tuple[int, ...]) -> None:
+    pooling, project = make(name)
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(3))
+    expected = pooling(x, project)
+    assert expected.embedding.shape == (shape[0], pooling.output_width(project.out_features))
+    last = pooling(x.contiguous(memory_format=torch.channels_last), project)
+    assert torch.allclose(last.embedding, expected.embedding, atol=1e-5)
+    narrow = x.bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pooled = pooling(narrow, project)
+    exact = pooling(x.bfloat16().float(), project)
+    assert set(pooled.side) == set(expected.side) and set(pooling.provides) <= set(pooled.side)
+    for one, other in zip(
+        [pooled.embedding, *pooled.side.values()], [exact.embedding, *exact.side.values()], strict=True
+    ):
+        assert one.dtype == torch.float32
+        assert torch.allclose(one, other, atol=1e-5)
+    (pooled.embedding.square().sum() + sum(side.square().sum() for side in pooled.side.values())).backward()
+    assert narrow.grad is not None and bool(narrow.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize("value", [0.0, 0.7, -300.0])
+def test_equal_features_give_finite_values_and_gradients(name: str, value: float) -> None:
+    pooling, project = make(name)
+    x = torch.full((2, 8, 3, 3), value).requires_grad_()
+    pooled = pooling(x, project)
+    assert all(bool(part.isfinite().all()) for part in (pooled.embedding, *pooled.side.values()))
+    for weights in (pooled.side[k] for k in ("weights",) if k in pooled.side):
+        assert torch.allclose(weights, torch.full_like(weights, 1 / 9))
+    (pooled.embedding.sum() + sum(side.square().sum() for side in pooled.side.values())).backward()
+    gradients = [x.grad, *(parameter.grad for parameter in pooling.parameters())]
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_nan_in_a_map_reaches_its_embedding_and_no_other(name: str) -> None:
+    pooling, project = make(name)
+    x = torch.rand(3, 8, 3, 3, generator=torch.Generator().manual_seed(4))
+    x[1, 2, 0, 1] = torch.nan
+    pooled = pooling(x, project)
+    for part in (pooled.embedding, *pooled.side.values()):
+        assert bool(part[[0, 2]].isfinite().all())
+        assert not bool(part[1].isfinite().all())
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if not name.endswith("_paper")])
+def test_projection_of_another_width_is_named(name: str) -> None:
+    pooling, project = make(name)
+    with pytest.raises(ConfigError, match=rf"{project.out_features}, but the projection gives 7"):
+        pooling(torch.rand(1, 8, 2, 2), Projection(8, 7))
+
+
+# What the poolings are ----------------------------------------------------------------------------------------------
+
+
+class Identity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_transported_and_residual_weights_are_two_shares_of_one_mass() -> None:
+    gsp, project = make("gsp")
+    background, _ = make("gsp_residual")
+    x = torch.rand(2, 8, 3, 4, generator=torch.Generator().manual_seed(5))
+    moved, left = gsp(x, project).side["weights"], background(x, project).side["weights"]
+    assert torch.allclose(left.sum(dim=(1, 2)), torch.ones(2), atol=1e-6)
+    assert torch.allclose(0.3 * moved + 0.7 * left, torch.full((2, 3, 4), 1 / 12), atol=1e-7)
+
+
+def test_gmp_gsp_is_the_sum_of_both_before_and_after_its_start() -> None:
+    both, project = Gsp(6, 5, memory_rows=10, combine="gmp"), Projection(8, 6)
+    x = torch.rand(10, 8, 3, 4, generator=torch.Generator().manual_seed(6))
+    pooled = both(x, project)
+    average = Gap()(x, project).embedding
+    assert torch.allclose(pooled.embedding, average + Gmp()(x, project).embedding, atol=1e-5)
+    both.observe(pooled, step=1)
+    alone = Gsp(6, 5, memory_rows=10)
+    alone.observe(Pooled(average), step=1)
+    assert both.started and torch.allclose(both.prototypes, alone.prototypes, atol=1e-5)  # the maximum stays out
+    expected = alone(x, project).embedding + Gmp()(x, project).embedding
+    assert torch.allclose(both(x, project).embedding, expected, atol=1e-5)
+
+
+def test_gem_gsp_pools_as_gap_until_it_has_started_and_learns_its_power() -> None:
+    torch.manual_seed(0)
+    gsp, project = Gsp(6, 5, memory_rows=10, combine="gem"), Projection(8, 6)
+    x = torch.rand(4, 8, 3, 4, generator=torch.Generator().manual_seed(7))
+    assert torch.allclose(gsp(x, project).embedding, Gap()(x, project).embedding, atol=1e-6)
+    start(gsp)
+    gsp(x, project).embedding.sum().backward()
+    assert gsp.power.grad is not None and gsp.power.grad.abs() > 0
+
+
+def test_otp_gives_the_average_and_zeros_until_it_has_started_from_such_averages() -> None:
+    torch.manual_seed(0)
+    otp, project = Otp(num_prototypes=3, feature_size=2, memory_rows=6), Projection(8, 2)
+    x = torch.rand(6, 8, 3, 4, generator=torch.Generator().manual_seed(8))
+    pooled = otp(x, project)
+    average = Gap()(x, project).embedding
+    assert torch.allclose(pooled.embedding, torch.cat([average, torch.zeros(6, 4)], dim=1), atol=1e-6)
+    otp.observe(pooled, step=1)
+    assert otp.started and torch.allclose(otp.memory, average / average.norm(dim=1, keepdim=True).clamp(min=1))
+
+
+@pytest.mark.parametrize("smoothing", [2.0, 100.0])
+def test_balanced_plan_meets_both_marginals(smoothing: float) -> None:
+    cost = torch.rand(2, 4, 9, generator=torch.Generator().manual_seed(9))
+    plan = balanced_plan(cost, smoothing=smoothing, iterations=2000)
+    assert torch.allclose(plan.sum(dim=1), torch.full((2, 9), 1 / 9), atol=1e-6)
+    assert torch.allclose(plan.sum(dim=2), torch.full((2, 4), 1 / 4), atol=1e-3)
+
+
+def test_parts_of_netvlad_are_unit_vectors_and_of_the_papers_variant_the_whole() -> None:
+    x = torch.rand(2, 8, 3, 4, generator=torch.Generator().manual_seed(10))
+    pooling, project = make("netvlad")
+    assert torch.allclose(pooling(x, project).embedding.view(2, 3, 2).norm(dim=2), torch.ones(2, 3), atol=1e-5)
+    pooling, project = make("netvlad_paper")
+    assert torch.allclose(pooling(x, project).embedding.norm(dim=1), torch.ones(2), atol=1e-5)
+
+
+def test_sliced_wasserstein_of_as_many_points_as_pixels_sorts_the_pixels() -> None:
+    pooling = SlicedWasserstein(1, num_references=12, num_slices=1)
+    with torch.no_grad():
+        pooling.slices.fill_(1)
+    x = torch.rand(2, 1, 3, 4, generator=torch.Generator().manual_seed(11))
+    moved = pooling(x, Identity()).embedding + pooling.references
+    assert torch.allclose(moved, x.flatten(1).sort(dim=1).values, atol=1e-5)
+    assert torch.equal(pooling(x, Identity()).embedding, pooling(x.flip(3), Identity()).embedding)
+
+
+def test_codebooks_declare_the_widths_of_the_study() -> None:
+    pairs: list[tuple[Pooling, Pooling]] = [
+        (NetVlad(), NetVlad(num_centers=64, feature_size=128)),
+        (Otp(), Otp(num_prototypes=64, feature_size=128)),
+    ]
+    for small, large in pairs:
+        assert (small.input_width(128), small.output_width(16)) == (16, 128)
+        assert (large.input_width(128), large.output_width(128)) == (128, 8192)
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), r"transport_ratio below 1 \(is 1.0\)"),
+        (lambda: Gsp(6, weighting="all"), r"weighting 'all'.*transported, residual"),
+        (lambda: Gsp(6, combine="max"), r"combine 'max'.*gmp, gem"),
+        (lambda: Gsp(6, combine="gem", power=0.0), r"positive power \(0.0\)"),
+        (lambda: GapHistogram(0), r"embedding_size \(0\)"),
+        (lambda: GapHistogram(6, smoothing=0.0), r"smoothing \(0.0\)"),
+        (lambda: GapHistogram(6, variant="code"), r"variant 'code'.*official, paper"),
+        (lambda: NetVlad(num_centers=0), r"num_centers \(0\)"),
+        (lambda: NetVlad(variant="code"), r"variant 'code'.*official, paper"),
+        (lambda: Otp(smoothing=0.0), r"smoothing \(0.0\)"),
+        (lambda: Otp(iterations=0), r"iterations \(0\)"),
+        (lambda: Otp(num_prototypes=0), r"num_prototypes \(0\)"),
+        (lambda: Otp(memory_rows=10), r"memory_rows \(10\).*num_prototypes \(8\)"),
+        (lambda: SlicedWasserstein(6, num_slices=0), r"num_slices \(0\)"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(maker: Callable[[], Pooling], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        maker()
