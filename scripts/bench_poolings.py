@@ -1,6 +1,6 @@
 """Poolings and GSP's transport, forward and backward, timed in turns in one process on one thread; prints medians.
 
-python scripts/bench_poolings.py [--part poolings transport] [--device cpu] [--rounds 15] [--figure transport.png]
+python scripts/bench_poolings.py [--part transport step poolings] [--device cpu] [--rounds 15] [--figure transport.png]
 
 The transport's peers are written from the paper (GSP, algorithm 3 and proposition 4.3):
   hoisted k, closed form   k rounds on s_j = sum_i exp(-epsilon c_ij), which is all of the cost that a round depends on
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmlbench.build import component
 from dmlbench.cli.front import compose
+from dmlbench.models.net import MetricModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import _ExactTransport, prototype_cost, transport_weights
@@ -34,6 +35,7 @@ from dmlbench.types import DmlbenchError
 BATCH, SIZE, PROTOTYPES = 32, 128, 64
 RATIO, SMOOTHING = 0.3, 5.0
 ITERATIONS = (25, 50, 100, 1000)
+PARTS = ["transport", "step", "poolings"]
 Action = Callable[[], object]
 
 
@@ -293,9 +295,44 @@ def bench_poolings(rounds: int, device: str, maps: list[int], channels: list[int
             print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+# A training step -----------------------------------------------------------------------------------------------------
+
+
+def bench_step(rounds: int, device: str, batch: int, image_size: int) -> None:
+    """What GSP adds to a training step of ResNet50 with GAP: the difference of the poolings on that network's map.
+
+    Whole steps differ by less than their times scatter, so the poolings are timed by themselves and set against them.
+    """
+    cfg = compose("train", ["backbone=resnet50", "backbone.pretrained=false"])
+    torch.manual_seed(0)
+    backbone = component(cfg.backbone).to(device)
+    pooling, project = build_pooling("gap", backbone.channels[-1], (8, 8), device)
+    model = MetricModel(backbone, pooling, project)
+    images = torch.randint(0, 256, (batch, 3, image_size, image_size), dtype=torch.uint8, device=device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(images).embedding.square().sum().backward()
+
+    whole = in_turns({"step": step}, max(3, rounds // 5), device)["step"]
+    with torch.no_grad():
+        x = backbone(backbone.preprocess(images))[-1]
+    map_size = (x.shape[2], x.shape[3])
+    actions = {}
+    for name in ("gap", "gsp"):
+        actions[name] = training_step(*build_pooling(name, x.shape[1], map_size, device), x.detach().requires_grad_())
+    ms = in_turns(actions, rounds, device)
+    share = (ms["gsp"] - ms["gap"]) / whole
+    print(f"\nResNet50 at {image_size} px, batch {batch}, {device}, forward and backward: {whole:.0f} ms with gap;")
+    print(
+        f"on its map {x.shape[1]} x {map_size[0]} x {map_size[1]} gap takes {ms['gap']:.1f} ms and gsp "
+        f"{ms['gsp']:.1f} ms, which adds {100 * share:.2f} % to the step"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", choices=["poolings", "transport"], default=["poolings", "transport"])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--maps", type=int, nargs="+", default=[7, 8, 14, 16])
@@ -310,6 +347,8 @@ def main() -> None:
         times = bench_transport(options.rounds, options.device, options.pixels)
         if options.figure is not None:
             draw(times, options.figure)
+    if "step" in options.part:
+        bench_step(options.rounds, options.device, BATCH // 2, 227)
     if "poolings" in options.part:
         folder = Path(__file__).resolve().parents[1] / "conf" / "pooling"
         names = options.poolings or sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "native")

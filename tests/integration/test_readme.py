@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from scipy.io import savemat
 
+from dmlbench import build
+from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
 from dmlbench.data.cars196_names import NAMES as CLASS_NAMES
 from dmlbench.data.cifar import CLASSES_100
@@ -129,6 +132,9 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
     assert len(lines) > 15
     for line in lines:
         line = line.replace("$DMLBENCH_DATA", str(data)).replace("$DMLBENCH_WEIGHTS", str(tmp_path / "weights"))
+        runs = sorted((tmp_path / "outputs" / "glyphs_collage").glob("*/*/*/best.ckpt"))
+        for place, checkpoint in zip(("<run directory>", "<another>"), runs, strict=False):
+            line = line.replace(place, str(checkpoint.parent))
         program, command, *arguments = shlex.split(line, comments=True)
         assert program == "dmlbench"
         smaller: list[str] = []  # before the line's own arguments, which overrule them
@@ -166,3 +172,16 @@ def test_readme_names_the_two_commands_and_only_measured_numbers(repository) -> 
     assert "make test" in text
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (repository / picture).is_file(), picture
+
+
+def test_readme_has_a_row_for_every_pooling_with_its_parameters(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d,]+) \| [\d.]+ \|", text, flags=re.MULTILINE))
+    options = sorted(file.stem for file in (repository / "conf" / "pooling").glob("*.yaml"))
+    assert sorted(rows) == options
+    for option in options:
+        cfg = compose("train", [f"pooling={option}", "head.out_features=128"])
+        OmegaConf.update(cfg, "runtime.num_channels", 1024)
+        OmegaConf.update(cfg, "runtime.map_size", [7, 7])
+        pooling = build.component(cfg.pooling)
+        assert sum(p.numel() for p in pooling.parameters() if p.requires_grad) == int(rows[option].replace(",", ""))
