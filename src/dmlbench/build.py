@@ -1,7 +1,6 @@
 """The only wiring: from a composed configuration to checked objects."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib
@@ -83,10 +82,15 @@ def check(cfg: DictConfig) -> None:
     ):
         component(node)
     component(cfg.head, in_features=1)
-    provisional = copy.deepcopy(cfg)  # any width will do to check the others of the pooling's arguments
-    OmegaConf.update(provisional, "runtime.num_channels", 512)
-    OmegaConf.update(provisional, "runtime.map_size", [7, 7])
-    component(provisional.pooling)
+    asked = OmegaConf.to_yaml(cfg.pooling, resolve=False)
+    if "${runtime." not in asked:  # else its ranges depend on the backbone, which is built after the data are read
+        component(cfg.pooling)
+    crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
+    if "${runtime.map_size}" in asked and crops[0] != crops[1]:
+        raise ConfigError(
+            f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
+            f"transform.eval.crop ({crops[1]}) differ; set both to the same"
+        )
     known_scores = score_names(cfg.evaluation.recall_at)
     if cfg.fit.monitor not in known_scores:
         raise ConfigError(f"fit.monitor ({cfg.fit.monitor}) is no score: {closest(cfg.fit.monitor, known_scores)}")

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.cli.front import _of_each_job, compose, config_folder
 from dmlbench.config import cell_id, config_sha256
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -141,6 +141,10 @@ MISTAKES = [
     (["fold=one"], "fold: Value 'one'.*Integer"),
     (["+extra=1"], "no key 'extra'"),
     (["+pooling.transport=1"], "pooling.transport is not an argument of"),
+    (
+        ["pooling=gsop", "transform=mlrc", "transform.eval.crop=64"],
+        "transform.train.crop .227. and",
+    ),
     (["pooling=gsp", "pooling.transport_ratio=high"], "pooling.transport_ratio is 'high'.*wants float"),
     (["pooling=gsp", "pooling.transport_ratio=2"], "transport_ratio"),
     (["fit.keep=all"], "fit.keep is 'all'.*'best', 'last', 'both', 'none'"),
@@ -201,3 +205,16 @@ def test_user_configuration_folder_adds_options(tmp_path, capsys) -> None:
         main(["train", "--config-dir", str(tmp_path), "pooling=mine", "--cfg", "job"])
     assert info.value.code == 0
     assert "k: 3" in capsys.readouterr().out
+
+
+def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
+    arguments = ["pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
+    assert _of_each_job(arguments) == [
+        "pooling=gap,gsp", "pooling.memory_rows=choice(16)", "+pooling.x=choice([1,2])", "fold=0", "loss.scale=1"
+    ]  # fmt: skip
+    for left_alone in (["pooling=gap,gsp", "pooling.width=null"], ["pooling=gap,gmp", "bad==="], ["~loss", "loss.x=1"]):
+        assert _of_each_job(left_alone) == left_alone
+
+
+def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
+    build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))

@@ -136,7 +136,13 @@ def test_explain_draws_runs_side_by_side_and_says_what_it_cannot_draw(dmlbench, 
         "explain", f"run={gsp}", "images=[500]", code=2
     )
     assert "is not in glyphs_collage; did you mean" in dmlbench("explain", f"run={gsp}", "images=[U+41/01]", code=2)
-    assert "say which run" in dmlbench("explain", code=2)
+    for bad, message in (
+        ([], "say which run"),
+        ([f"run={gsp}", "images=[true]"], "neither a row nor a path"),
+        ([f"run={gsp}", "images=[]"], "images is an empty list"),
+        ([f"run={gsp}", "output=picture.txt"], "must end in .png"),
+    ):
+        assert message in dmlbench("explain", *bad, code=2)
 
 
 def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:

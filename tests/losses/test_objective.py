@@ -111,6 +111,11 @@ def test_regularizers_that_leave_nothing_to_the_loss_are_refused() -> None:
     Objective(Sum(), None, {"a": Mean(0.5), "b": Mean(0.5)}, mixing="add")
     with pytest.raises(ConfigError, match="must be above 0"):
         Mean(0.0)
+    for name in ("loss", "dml", "keys", "a.b"):
+        with pytest.raises(ConfigError, match=f"cannot be called '{name}'"):
+            Objective(Sum(), None, {name: Mean(0.5)})
+    with pytest.raises(ConfigError, match="'a' is a Sum, which is no Regularizer"):
+        Objective(Sum(), None, {"a": Sum()})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="mixing 'sum' is unknown"):
         Objective(Sum(), None, {}, mixing="sum")  # type: ignore[arg-type]
 
@@ -120,10 +125,10 @@ def test_a_regularizer_that_the_pooling_cannot_serve_is_refused_when_the_run_is_
     for pooling, message in (("gap", "needs 'histogram' of the pooling"), ("gsp_small", None)):
         cfg = compose("train", [f"pooling={pooling}"])
         OmegaConf.update(cfg, "runtime.num_classes", 4)
-        cfg.regularizer = {"mean of histograms": node, "mixing": "add"}
+        cfg.regularizer = {"mean_of_histograms": node, "mixing": "add"}
         model = build.build_model(cfg)
         if message is None:
-            assert list(build.build_objective(cfg, model).regularizers) == ["mean of histograms"]
+            assert list(build.build_objective(cfg, model).regularizers) == ["mean_of_histograms"]
         else:
             with pytest.raises(ConfigError, match=message):
                 build.build_objective(cfg, model)

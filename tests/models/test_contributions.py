@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp, share_of_largest
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Combination, Gsp
 from dmlbench.models.pooling.k_max import KMax
+from dmlbench.models.pooling.netvlad import NetVlad
+from dmlbench.models.pooling.otp import Otp
+from dmlbench.models.pooling.second_order import Solar
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 
@@ -23,7 +27,13 @@ def test_share_of_largest_counts_the_channels_that_chose_a_place(k: int) -> None
     torch.testing.assert_close(share_of_largest(x, k), expected)
 
 
-@pytest.mark.parametrize("pooling", [Gap(), Gmp(), GapGmp(), KMax(3), Gem(), Gsp(6, 4, memory_rows=8)])
+POOLINGS = (
+    *(Gap(), Gmp(), GapGmp(), KMax(3), Gem(), Gsp(6, 4, memory_rows=8), Solar(5)),
+    *(GapHistogram(6, 4), NetVlad(num_centers=3, feature_size=6), Otp(num_prototypes=3, feature_size=6)),
+)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("size", [(3, 4), (1, 1)])
 def test_contributions_are_shares(pooling: Pooling, size: tuple[int, int]) -> None:
     if isinstance(pooling, KMax) and size == (1, 1):
@@ -40,6 +50,38 @@ def test_gem_counts_powers() -> None:
     x = torch.tensor([[[[1.0, 2.0]], [[3.0, 0.0]]]])
     shares = Gem(power=2.0).contributions(x, Projection(2, 2))
     torch.testing.assert_close(shares, torch.tensor([[[(1 / 5 + 1) / 2, (4 / 5 + 0) / 2]]]))
+
+
+@pytest.mark.parametrize(("combine", "least"), [("gmp", 0.3), ("gem", 0.6)])
+def test_a_strong_pixel_counts_by_what_is_combined_with_gsp(combine: Combination, least: float) -> None:
+    torch.manual_seed(0)
+    pooling, project = Gsp(6, 4, memory_rows=8, combine=combine), Projection(5, 6)
+    pooling.observe(pooling(torch.rand(8, 5, 3, 4), project), step=1)
+    x = torch.full((1, 5, 3, 3), 0.1)
+    x[:, :, 1, 2] = 5.0
+    shares = pooling.contributions(x, project)
+    assert shares.argmax() == 5
+    assert shares[0, 1, 2] > least
+    torch.testing.assert_close(shares.sum(), torch.tensor(1.0))
+
+
+def test_prototypes_of_codebooks_are_those_of_the_largest_share() -> None:
+    torch.manual_seed(0)
+    x, project = torch.randn(2, 5, 3, 4), Projection(5, 6)
+    histogram = GapHistogram(6, 4)
+    found = histogram.nearest_prototypes(x, project)
+    one_pixel = histogram(x[:, :, 1:2, 2:3], project).side["histogram"]  # of a map of one pixel: its own shares
+    assert found[:, 1, 2].tolist() == one_pixel.argmax(dim=1).tolist()
+    vlad = NetVlad(num_centers=3, feature_size=6)
+    rows = project(x)[0, :, 1, 2].detach()
+    scores = [float((w @ rows + b).detach()) for w, b in zip(vlad.assignment_weight, vlad.assignment_bias, strict=True)]
+    assert vlad.nearest_prototypes(x, project)[0, 1, 2] == scores.index(max(scores))
+    otp = Otp(num_prototypes=3, feature_size=6, memory_rows=6)
+    assert otp.nearest_prototypes(x, project) is None
+    otp.observe(otp(torch.randn(6, 5, 3, 4), project), step=1)
+    nearest = otp.nearest_prototypes(x, project)
+    assert nearest is not None
+    assert nearest.shape == (2, 3, 4)
 
 
 def test_nearest_prototypes_by_a_loop_once_they_have_started() -> None:

@@ -156,3 +156,16 @@ def test_poolings_without_state_have_started_and_observe_nothing() -> None:
     pooling.observe(pooled, step=1)
     assert pooling.started and pooling.provides == () and pooled.side == {}
     assert pooling.input_width(128) == pooling.output_width(128) == 128
+
+
+@pytest.mark.parametrize("power", [3.0, 8.0, 40.0])
+def test_gem_of_a_dead_channel_has_finite_gradients_at_any_power(power: float) -> None:
+    x = torch.rand(2, 3, 4, 4)
+    x[:, 1] = 0
+    x.requires_grad_()
+    pooling, project = Gem(power=power), Projection(3, 2)
+    pooling(x, project).embedding.sum().backward()
+    assert x.grad is not None and pooling.power.grad is not None
+    assert torch.isfinite(x.grad).all()
+    assert torch.isfinite(pooling.power.grad).all()
+    assert (x.grad[:, [0, 2]] != 0).any()

@@ -58,6 +58,8 @@ def explain_runs(
         RunError: a run cannot be loaded, runs are of different data, or a pooling has nothing to show.
         ConfigError: an image that the data set does not have.
     """
+    if path.suffix != ".png":
+        raise ConfigError(f"output ({path}) must end in .png")
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
     if len({table.fingerprint for table in tables}) > 1:
@@ -87,6 +89,8 @@ def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) 
 
 
 def _row(table: ImageTable, image: int | str) -> int:
+    if isinstance(image, bool) or not isinstance(image, int | str):
+        raise ConfigError(f"image {image!r} is neither a row nor a path of {table.name}; give images=[3,17]")
     if isinstance(image, int):
         if not 0 <= image < len(table):
             raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
@@ -164,9 +168,13 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) ->
     )
     colors.set_label("weight over that of average pooling", fontsize=8)
     colors.ax.tick_params(labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
+    finally:
+        plt.close(figure)
 
 
 def _show(axis: Axes, image: NDArray[np.uint8], *, title: str) -> None:

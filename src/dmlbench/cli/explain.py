@@ -16,6 +16,9 @@ def task(cfg: DictConfig) -> None:
         raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
     if cfg.num_images < 1:
         raise ConfigError(f"num_images ({cfg.num_images}) must be at least 1")
+    for name, value in (("run", cfg.run), ("images", cfg.images)):
+        if isinstance(value, ListConfig) and not value:
+            raise ConfigError(f"{name} is an empty list; name at least one")
     runs = [Path(run) for run in (cfg.run if isinstance(cfg.run, ListConfig) else [cfg.run])]
     images = cfg.images
     if images is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -50,7 +50,7 @@ def _of_each_job(arguments: Sequence[str]) -> list[str]:
     parser = OverridesParser.create()
     try:
         parsed = [parser.parse_override(a) if "=" in a and not a.startswith("-") else None for a in arguments]
-    except OverrideParseException:
+    except HydraException:
         return list(arguments)  # Hydra says what is wrong with them
     swept = {override.key_or_group for override in parsed if override is not None and override.is_sweep_override()}
     return [
@@ -58,6 +58,7 @@ def _of_each_job(arguments: Sequence[str]) -> list[str]:
         if override is not None
         and not override.is_sweep_override()
         and not override.is_delete()
+        and override.value() not in (None, "")  # Hydra's sweeps know no null
         and any(override.key_or_group.startswith(f"{group}.") for group in swept)
         else argument
         for argument, override in zip(arguments, parsed, strict=True)

@@ -41,11 +41,16 @@ class Objective(nn.Module):
             mixing: how they are joined with the loss.
 
         Raises:
-            ConfigError: an unknown mixing, or weights that leave nothing to the loss.
+            ConfigError: an unknown mixing, weights that leave nothing to the loss, or a name that cannot be used.
         """
         super().__init__()
         if mixing not in get_args(Mixing):
             raise ConfigError(f"mixing '{mixing}' is unknown; {closest(mixing, get_args(Mixing))}")
+        for name, module in (regularizers or {}).items():
+            if not isinstance(module, Regularizer):
+                raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")
+            if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
+                raise ConfigError(f"a regularizer cannot be called '{name}'; choose another name for it")
         self.loss = loss
         self.miner = miner
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))

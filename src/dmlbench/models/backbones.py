@@ -15,9 +15,6 @@ from dmlbench.types import ConfigError, DataError
 
 BatchNormFreezing = Literal["none", "stats", "all"]
 
-# Where timm's networks keep what follows their last map.
-_AFTER_THE_MAP = ("attn_pool", "fc_norm", "conv_head", "norm_head", "head")
-
 
 class Backbone(nn.Module):
     """Images to feature maps. Subclasses implement ``forward``.
@@ -88,9 +85,6 @@ class Backbone(nn.Module):
         """
         last = self(images)[-1]
         return last.mean(dim=(2, 3), dtype=torch.promote_types(last.dtype, torch.float32))
-
-    def leave_native_out(self) -> None:
-        """Fix the parameters that only ``native`` uses, where another pooling works on the maps."""
 
     def preprocess(self, images: Tensor) -> Tensor:
         """Images as a data set gives them to images as this network was trained on them.
@@ -238,12 +232,6 @@ class TimmBackbone(Backbone):
                 f"instead of one vector of {self.native_channels} per image; choose another pooling than native"
             )
         return vector
-
-    def leave_native_out(self) -> None:
-        for name in _AFTER_THE_MAP:
-            part = getattr(self.model, name, None)
-            if isinstance(part, nn.Module):
-                part.requires_grad_(False)
 
 
 def _create(name: str, *, pretrained: bool) -> Any:

@@ -32,7 +32,7 @@ class MetricModel(nn.Module):
         """
         Args:
             backbone: its last map is pooled, or its own pooling is used where ``pooling`` needs that; else the
-                parameters of its own pooling are fixed.
+                parameters of its own pooling get no gradient.
             pooling: see ``Pooling``.
             projection: from ``pooled_channels`` to what the pooling wants.
             distance: of pytorch-metric-learning; None is the Euclidean distance of normalized embeddings.
@@ -48,8 +48,6 @@ class MetricModel(nn.Module):
                 f"the projection takes {projection.in_features} channels, but the backbone's {given} {channels}; "
                 "set the projection's in_features to it"
             )
-        if pooling.needs != "native":
-            backbone.leave_native_out()
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection

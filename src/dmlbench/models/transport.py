@@ -198,7 +198,7 @@ def _solve_logits(log_mass: Tensor, ratio: float) -> Tensor:
     k_above = min(max(math.floor(total + rounded) + 1, k), pixels)
     origin = _kth_largest(log_mass, k)  # [B, 1]
     relative = log_mass - origin
-    low = torch.full_like(origin, _logit((total - k + 1) / (pixels - k + 1)))
+    low = torch.full_like(origin, _logit((total - (k - 1)) / (pixels - k + 1)))
     high = torch.full_like(origin, _logit(total / k_above))
     if k_above > k:
         high = high + (origin - _kth_largest(log_mass, k_above))

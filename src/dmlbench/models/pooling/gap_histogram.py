@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, check_variant
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
@@ -69,3 +70,12 @@ class GapHistogram(Pooling):
             scores = self.smoothing * points @ self.prototypes.T  # [B, HW, m]
             histogram = scores.softmax(dim=2).mean(dim=1)
         return Pooled(pooled, {"pooled": pooled, "histogram": histogram})
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        return uniform_shares(x)
+
+    def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
+        """The prototype of the largest share at each location."""
+        rows = project(x).flatten(2).transpose(1, 2)
+        points = clip_norm(rows) if self.variant == "official" else rows
+        return (points @ self.prototypes.T).argmax(dim=2).view(x.shape[0], *x.shape[2:])

@@ -9,9 +9,22 @@ from dmlbench.types import ConfigError
 
 
 def generalized_mean(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
-    """(mean_j max(x_j, epsilon)^power)^(1 / power) per channel: x [B, C, H, W] to [B, C]; power [1 or C, 1, 1]."""
-    mean = x.clamp(min=epsilon).pow(power).mean(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
-    return mean.pow(1.0 / power).flatten(1)
+    """(mean_j max(x_j, epsilon)^power)^(1 / power) per channel: x [B, C, H, W] to [B, C]; power [1 or C, 1, 1].
+
+    Taken of the ratios to a channel's largest value, which changes nothing but the range: a large power of a small
+    value would be 0, and the root's slope there infinite.
+    """
+    x = x.clamp(min=epsilon)
+    largest = x.detach().amax(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
+    mean = (x / largest).pow(power).mean(dim=(2, 3), keepdim=True)
+    return (largest * mean.pow(1.0 / power)).flatten(1)
+
+
+def power_shares(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
+    """[B, H, W]: the share of each location in a channel's sum of powers, on average over the channels."""
+    x = x.clamp(min=epsilon)
+    powers = (x / x.amax(dim=(2, 3), keepdim=True)).pow(power)  # [B, C, H, W]
+    return (powers / powers.sum(dim=(2, 3), keepdim=True)).mean(dim=1)
 
 
 class Gem(Pooling):
@@ -57,6 +70,4 @@ class Gem(Pooling):
         return Pooled(project(pooled))
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """The share of each location in a channel's sum of powers, on average over the channels."""
-        powers = x.to(self.power.dtype).clamp(min=self.epsilon).pow(self.power)  # [B, C, H, W]
-        return (powers / powers.sum(dim=(2, 3), keepdim=True)).mean(dim=1)
+        return power_shares(x.to(self.power.dtype), self.power, self.epsilon)

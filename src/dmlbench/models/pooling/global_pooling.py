@@ -12,7 +12,7 @@ def _average(x: Tensor) -> Tensor:
     return x.mean(dim=(2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _uniform(x: Tensor) -> Tensor:
+def uniform_shares(x: Tensor) -> Tensor:
     """[B, H, W], rows sum to 1."""
     batch, _, height, width = x.shape
     return torch.full((batch, height, width), 1.0 / (height * width), device=x.device)
@@ -38,7 +38,7 @@ class Gap(Pooling):
         return Pooled(project(_average(x)))
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        return _uniform(x)
+        return uniform_shares(x)
 
 
 class Gmp(Pooling):
@@ -61,4 +61,4 @@ class GapGmp(Pooling):
         return Pooled(project(_average(x) + x.amax(dim=(2, 3))))
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        return (_uniform(x) + share_of_largest(x, 1)) / 2
+        return (uniform_shares(x) + share_of_largest(x, 1)) / 2

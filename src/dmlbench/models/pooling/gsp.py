@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled
-from dmlbench.models.pooling.gem import generalized_mean
+from dmlbench.models.pooling.gem import generalized_mean, power_shares
+from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
@@ -138,6 +139,16 @@ class Gsp(PrototypePooling):
         side["pooled"] = pooled
         embedding = pooled + project(x.amax(dim=(2, 3))) if self.combine == "gmp" else pooled
         return Pooled(embedding, side)
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        """The weights; with ``gmp`` their mean with the maximum's, with ``gem`` the shares of the weighted powers."""
+        weights = self(x, project).side["weights"]
+        if self.combine == "gmp":
+            return (weights + share_of_largest(x, 1)) / 2
+        if self.combine == "gem" and self._started:
+            relative = weights[:, None] * weights[0].numel()
+            return power_shares(x.to(relative.dtype) * relative, self.power, self.epsilon)
+        return weights
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
         """The prototype that takes the largest part of each location's mass: the nearest one. None before the start."""

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, check_variant
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
@@ -73,3 +74,13 @@ class NetVlad(Pooling):
             if self.variant == "paper":
                 embedding = _unit(embedding)
         return Pooled(embedding)
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        """Every pixel is assigned in full, so each counts the same."""
+        return uniform_shares(x)
+
+    def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
+        """The center that each location is assigned to most."""
+        rows = project(x).flatten(2).transpose(1, 2)
+        assignment = F.linear(rows, self.assignment_weight, self.assignment_bias)
+        return assignment.argmax(dim=2).view(x.shape[0], *x.shape[2:])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import prototype_cost
@@ -106,3 +107,15 @@ class Otp(PrototypePooling):
             plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)
             sets = plan @ rows.to(plan.dtype)  # [B, m, d]
         return Pooled(math.sqrt(self.num_prototypes) * sets.flatten(1))
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        """All mass is transported, 1/n from each of the n pixels."""
+        return uniform_shares(x)
+
+    def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
+        """The prototype that takes most of each location's mass; None before the start."""
+        if not self._started:
+            return None
+        cost = prototype_cost(project(x).flatten(2).transpose(1, 2), self.prototypes)
+        plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)  # [B, m, n]
+        return plan.argmax(dim=1).view(x.shape[0], *x.shape[2:])

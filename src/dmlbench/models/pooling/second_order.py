@@ -235,6 +235,15 @@ class Solar(Pooling):
             nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
+        enhanced, weights = self._attend(x)
+        return Pooled(self.gem(enhanced, project).embedding, {"weights": weights})
+
+    def contributions(self, x: Tensor, project: Projection) -> Tensor:
+        """The shares that GeM gives to the places of the enhanced map."""
+        return self.gem.contributions(self._attend(x)[0], project)
+
+    def _attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The enhanced map [B, C, H, W] and how much is looked at each place [B, H, W]."""
         check_channels(x, self.num_channels, pooling="solar")
         batch, _, height, width = x.shape
         query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)
@@ -246,5 +255,4 @@ class Solar(Pooling):
             attention = scores.softmax(dim=2)  # [B, n, n], rows sum to 1
             seen = torch.bmm(value.to(wide).flatten(2), attention.transpose(1, 2))  # [B, c, n]
         enhanced = at_least_float32(x) + convolve(self.out, seen.view(batch, -1, height, width))
-        weights = attention.mean(dim=1).view(batch, height, width)
-        return Pooled(self.gem(enhanced, project).embedding, {"weights": weights})
+        return enhanced, attention.mean(dim=1).view(batch, height, width)
