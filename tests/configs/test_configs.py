@@ -86,7 +86,10 @@ def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> Non
     cfg = compose("train", [f"experiment={option}"], with_hydra=True)
     grid = OmegaConf.to_container(cfg.hydra.sweeper.params) or {}
     assert isinstance(grid, dict)
-    choices = [[f"{key}={value}" for value in str(values).split(",")] for key, values in grid.items()]
+    values_of = {key: options(key) if values == "glob(*)" else str(values).split(",") for key, values in grid.items()}
+    if any(values == "glob(*)" for values in grid.values()):  # every option has tests of its own
+        values_of = {key: values[:2] for key, values in values_of.items()}
+    choices = [[f"{key}={value}" for value in values] for key, values in values_of.items()]
     for overrides in product(*choices):
         build.check(compose("train", [f"experiment={option}", *overrides]))
 
