@@ -135,7 +135,8 @@ class ModelOutput:
     Attributes:
         embedding: [B, D], not normalized.
         side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
-            prototypes have started), "pooled" [B, D], "weights" [B, H, W], "features".
+            prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent likewise),
+            "pooled" [B, D], "weights" [B, H, W], "features".
     """
 
     embedding: Tensor

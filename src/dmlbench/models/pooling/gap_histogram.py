@@ -21,13 +21,14 @@ class GapHistogram(Pooling):
     with g_j = f_j / max(1, |f_j|) in the variant ``official`` (the code that the published numbers come from) and
     g_j = f_j in the variant ``paper``. The embedding is y alone; the prototypes learn through the regularizer.
 
-    Side outputs: "pooled" [B, D] (the embedding) and "histogram" [B, m] (rows sum to 1).
+    Side outputs: "pooled" [B, D] (the embedding), "histogram" [B, m] (rows sum to 1) and "reconstruction" [B, D]
+    (sum_i z_i nu_i, what the prototypes make of the histogram; equation 2.3).
 
     Source: Gürbüz & Alatan, Cross-batch Metric Learning (XML), equation 2.4; the variant ``official`` as in
     yetigurbuz/generalized-sum-pooling (MetaGlobalPooling), which also starts the prototypes Glorot uniform.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+    provides: ClassVar[tuple[str, ...]] = ("histogram", "pooled", "reconstruction")
 
     def __init__(
         self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"
@@ -69,7 +70,8 @@ class GapHistogram(Pooling):
             points = clip_norm(rows) if self.variant == "official" else rows
             scores = self.smoothing * points @ self.prototypes.T  # [B, HW, m]
             histogram = scores.softmax(dim=2).mean(dim=1)
-        return Pooled(pooled, {"pooled": pooled, "histogram": histogram})
+            reconstruction = histogram @ self.prototypes
+        return Pooled(pooled, {"pooled": pooled, "histogram": histogram, "reconstruction": reconstruction})
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
         return uniform_shares(x)

@@ -31,14 +31,15 @@ class Gsp(PrototypePooling):
         gem:  project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), the power learned; GAP until the start
 
     Side outputs: "pooled" [B, D] (the embedding; without the maximum's part with ``gmp``), "weights" [B, H, W] (rows
-    sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1).
+    sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
+    "reconstruction" [B, D] (sum of the prototypes, as they are stored, with these shares).
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
     appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
     TensorFlow code (yetigurbuz/generalized-sum-pooling).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("histogram", "weights", "pooled")
+    provides: ClassVar[tuple[str, ...]] = ("histogram", "weights", "pooled", "reconstruction")
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Gsp(PrototypePooling):
                 stays = 1.0 / (height * width) - self.transport_ratio * plan.weights
                 pixel_weights = stays / (1 - self.transport_ratio)
             with torch.autocast(x.device.type, enabled=False):
+                side["reconstruction"] = plan.histogram @ self.prototypes
                 if self.combine == "gem":
                     relative = pixel_weights.view(batch, 1, height, width) * (height * width)
                     pooled = project(generalized_mean(x.to(relative.dtype) * relative, self.power, self.epsilon))

@@ -1,0 +1,85 @@
+"""Random halves of a batch that have no class in common."""
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, IntArray
+
+logger = logging.getLogger(__name__)
+
+Halves = tuple[Tensor, Tensor]
+"""Rows of the first and of the second half, ascending."""
+
+
+class ClassSplits(nn.Module):
+    """Split batches by class, at random, several times each.
+
+    The classes of a batch are shuffled and the row of them is cut where the parts come nearest to equal numbers of
+    images; each part has at least one class. So a class-balanced batch with an even number of classes is halved
+    exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Splits of one batch are
+    independent draws: of few classes they may repeat.
+
+    Draws depend on a seed and a counter of batches, both buffers: a resumed run goes on with the draws that would have
+    come. The seed is drawn as initial weights are, from torch's generator when the module is made, so that it follows
+    the run's seed. In evaluation mode the counter stands still.
+    """
+
+    seed: Tensor
+    draws: Tensor
+
+    def __init__(self, num_splits: int = 1) -> None:
+        """
+        Args:
+            num_splits: splits a batch, at least 1.
+
+        Raises:
+            ConfigError: less than one split.
+        """
+        super().__init__()
+        if num_splits < 1:
+            raise ConfigError(f"num_splits ({num_splits}) must be at least 1; the papers split each batch once")
+        self.num_splits = num_splits
+        self.register_buffer("seed", torch.randint(2**62, ()))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        self._has_warned = False
+
+    def forward(self, labels: Tensor) -> list[Halves]:
+        """``num_splits`` pairs of halves; none for a batch of fewer than two classes.
+
+        Args:
+            labels: [B] integers.
+        """
+        rng = generator("class splits", int(self.seed), int(self.draws))
+        if self.training:
+            self.draws += 1
+        on_host = labels.cpu().numpy()
+        classes, class_of = np.unique(on_host, return_inverse=True)
+        if len(classes) < 2:
+            self._warn(len(on_host))
+            return []
+        return [
+            tuple(torch.from_numpy(rows).to(labels.device) for rows in _halves(class_of, len(classes), rng))  # type: ignore[misc]
+            for _ in range(self.num_splits)
+        ]
+
+    def _warn(self, size: int) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "a batch of %d images holds a single class and has no class-disjoint halves: its cross-batch "
+                "regularizers are 0; raise sampler.classes_per_batch if that is the rule (said once)",
+                size,
+            )
+        self._has_warned = True
+
+
+def _halves(class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """Rows of two halves, given each row's class in [0, num_classes) and at least two classes."""
+    order = rng.permutation(num_classes)
+    sizes = np.bincount(class_of, minlength=num_classes)[order]
+    imbalance = np.abs(2 * np.cumsum(sizes)[:-1] - len(class_of))
+    in_first = np.isin(class_of, order[: int(imbalance.argmin()) + 1])
+    return np.flatnonzero(in_first), np.flatnonzero(~in_first)

@@ -1,0 +1,75 @@
+"""Cross-batch metric learning (XML): prototypes fitted to some classes make embeddings for others."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmlbench.losses.class_splits import ClassSplits, Halves
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.losses.ridge import check_ridge, ridge_predict
+from dmlbench.types import ModelOutput
+
+
+def cross_batch_loss(
+    histogram: Tensor, pooled: Tensor, labels: Tensor, halves: Halves, dml_loss: DmlLoss, *, ridge: float
+) -> Tensor:
+    """The metric learning loss of embeddings made from histograms by prototypes of the other half.
+
+        V_k = argmin_V sum_{i in b_k} |V z_i - y_i|^2 + ridge |V|^2
+        L = dml_loss({V_2 z_i}, i in b_1) + dml_loss({V_1 z_i}, i in b_2)
+
+    Args:
+        histogram: z [B, m].
+        pooled: y [B, D].
+        labels: [B] classes.
+        halves: b_1 and b_2, rows of the batch.
+        dml_loss: of embeddings [N, D] and labels [N].
+        ridge: > 0.
+
+    Source: Gürbüz & Alatan, Generalizable Embeddings with Cross-batch Metric Learning, equations 2.8 and 2.10. The text
+    below 2.9 has the ridge epsilon for each half, which is taken here; 2.9 itself prints epsilon / 2.
+    """
+    first, second = halves
+    made_first = ridge_predict(histogram[second], pooled[second], histogram[first], ridge=ridge)
+    made_second = ridge_predict(histogram[first], pooled[first], histogram[second], ridge=ridge)
+    return dml_loss(made_first, labels[first]) + dml_loss(made_second, labels[second])
+
+
+class CrossBatchRegularizer(Regularizer):
+    """Mean of ``cross_batch_loss`` over random class-disjoint halves of the batch, 0 for a batch of one class.
+
+    Losses of pairs need two classes on each side to see a negative: take batches of four classes at least.
+
+    Source: as of ``cross_batch_loss``; settings of its section 3.1.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+
+    def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
+        """
+        Args:
+            weight: lambda (paper: 0.01).
+            ridge: epsilon > 0 (paper: 0.05).
+            num_splits: splits a batch (paper: 1).
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__(weight)
+        check_ridge(ridge)
+        self.ridge = ridge
+        self.splits = ClassSplits(num_splits)
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        dtype = output.embedding.dtype
+        histogram, pooled = (output.side[name].to(dtype) for name in self.requires)
+        return self.loss(histogram, pooled, labels, self.splits(labels), dml_loss)
+
+    def loss(
+        self, histogram: Tensor, pooled: Tensor, labels: Tensor, splits: Sequence[Halves], dml_loss: DmlLoss
+    ) -> Tensor:
+        """The regularizer for given splits; 0, with zero gradients, for none."""
+        values = [cross_batch_loss(histogram, pooled, labels, halves, dml_loss, ridge=self.ridge) for halves in splits]
+        return torch.stack(values).mean() if values else 0.0 * (histogram.sum() + pooled.sum())

@@ -1,0 +1,140 @@
+"""Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmlbench.losses.class_splits import ClassSplits, Halves
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.losses.ridge import check_ridge, ridge_predict
+from dmlbench.types import ConfigError, ModelOutput
+
+Reduction = Literal["batch", "halves"]
+
+
+def zero_shot_loss(
+    histogram: Tensor,
+    labels: Tensor,
+    label_embeddings: Tensor,
+    halves: Halves,
+    *,
+    ridge: float,
+    softmax_scale: float,
+    reduction: Reduction = "batch",
+) -> Tensor:
+    """Cross-entropy of labels that are predicted by maps fitted to the other half of the batch.
+
+    A_k = argmin_A sum_{i in b_k} |A z_i - v_{y_i}|^2 + ridge |A|^2 is fitted to half b_k; A_1 predicts label embeddings
+    in b_2 and A_2 in b_1. With l_i = -log softmax_j(softmax_scale v_j' A z_i) at j = y_i:
+
+        batch:   mean of l_i over both halves
+        halves:  mean of l_i over b_1  +  mean of l_i over b_2
+
+    Args:
+        histogram: z [B, m].
+        labels: y [B] in [0, C).
+        label_embeddings: v [C, D].
+        halves: b_1 and b_2, rows of the batch; they may be of different size and need not cover it.
+        ridge: > 0.
+        softmax_scale: > 0.
+        reduction: "batch" (algorithm 4 and the authors' code) or "halves" (equation 4.4).
+
+    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4 (whose
+    "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
+    """
+    first, second = halves
+    targets = label_embeddings[labels]  # [B, D]
+    predicted = torch.cat(
+        [
+            ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge),
+            ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge),
+        ]
+    )
+    logits = softmax_scale * predicted @ label_embeddings.T  # [B, C]
+    losses = F.cross_entropy(logits, torch.cat([labels[first], labels[second]]), reduction="none")
+    return losses.mean() if reduction == "batch" else losses[: len(first)].mean() + losses[len(first) :].mean()
+
+
+class ZeroShotRegularizer(Regularizer):
+    """Mean of ``zero_shot_loss`` over random class-disjoint halves of the batch, 0 for a batch of one class.
+
+    The label embeddings are parameters of its own, apart from any proxies, He-normal over the classes:
+    N(0, 2 / num_classes).
+
+    Source: as of ``zero_shot_loss``; scale and start of the label embeddings from the authors' code
+    (yetigurbuz/generalized-sum-pooling), which halves the batch by row, whatever the classes. Repeated splits are the
+    paper's own suggestion (footnote 1).
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("histogram",)
+
+    def __init__(
+        self,
+        weight: float,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        ridge: float = 0.05,
+        softmax_scale: float = 9.5,
+        num_splits: int = 1,
+        reduction: Reduction = "batch",
+    ) -> None:
+        """
+        Args:
+            weight: lambda (paper: 0.1).
+            num_classes: C, number of training classes.
+            embedding_size: D of the label embeddings.
+            ridge: epsilon > 0 (paper: 0.05).
+            softmax_scale: factor on the similarities, > 0 (code: 9.5; the paper prints none, which is 1).
+            num_splits: splits a batch (paper: 1).
+            reduction: "batch" or "halves", see ``zero_shot_loss``.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__(weight)
+        if num_classes < 1 or embedding_size < 1:
+            raise ConfigError(f"num_classes ({num_classes}) and embedding_size ({embedding_size}) must be positive")
+        if not softmax_scale > 0:
+            raise ConfigError(f"softmax_scale ({softmax_scale}) must be above 0; the authors' code has 9.5")
+        if reduction not in get_args(Reduction):
+            raise ConfigError(f"reduction '{reduction}' is unknown; choose one of {', '.join(get_args(Reduction))}")
+        check_ridge(ridge)
+        self.ridge = ridge
+        self.softmax_scale = softmax_scale
+        self.reduction: Reduction = reduction
+        self.splits = ClassSplits(num_splits)
+        self.label_embeddings = nn.Parameter(torch.empty(num_classes, embedding_size))
+        nn.init.kaiming_normal_(self.label_embeddings, mode="fan_out")
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        """
+        Raises:
+            ConfigError: a label that has no embedding.
+        """
+        highest = int(labels.max())
+        if highest >= len(self.label_embeddings):
+            raise ConfigError(
+                f"the batch holds label {highest}, but num_classes ({len(self.label_embeddings)}) of the zero-shot "
+                "regularizer allows less than that; set it to the number of training classes"
+            )
+        return self.loss(output.side["histogram"].to(output.embedding.dtype), labels, self.splits(labels))
+
+    def loss(self, histogram: Tensor, labels: Tensor, splits: Sequence[Halves]) -> Tensor:
+        """The regularizer for given splits; 0, with zero gradients, for none."""
+        values = [
+            zero_shot_loss(
+                histogram,
+                labels,
+                self.label_embeddings,
+                halves,
+                ridge=self.ridge,
+                softmax_scale=self.softmax_scale,
+                reduction=self.reduction,
+            )
+            for halves in splits
+        ]
+        return torch.stack(values).mean() if values else 0.0 * histogram.sum()

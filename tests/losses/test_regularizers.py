@@ -1,0 +1,441 @@
+"""ZSR and XML equal public code and naive loops, and take part in training over both poolings that have prototypes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from dmlbench import build
+from dmlbench.cli.front import compose
+from dmlbench.losses.class_splits import ClassSplits, Halves
+from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
+from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
+from dmlbench.losses.regularizer import Regularizer
+from dmlbench.losses.ridge import ridge_predict, solve_gram
+from dmlbench.losses.zero_shot import ZeroShotRegularizer, zero_shot_loss
+from dmlbench.types import ConfigError, ModelOutput
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def histograms(rows: int, bins: int, seed: int = 1) -> Tensor:
+    return (2 * random(rows, bins, seed=seed)).softmax(dim=1)
+
+
+def rows_of(first: list[int], size: int) -> Halves:
+    return torch.tensor(first), torch.tensor([i for i in range(size) if i not in first])
+
+
+def pair_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """A smooth loss of pairs: squared distances of equal classes against exponentials of the others."""
+    distance = (embeddings[:, None] - embeddings[None]).square().sum(dim=2)
+    same = labels[:, None] == labels[None]
+    return torch.where(same, distance, (-distance).exp()).mean()
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def gradients(value: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(value, inputs))
+
+
+# The oracles: one sample at a time, with the inverse of the m x m matrix ---------------------------------------------
+
+
+def naive_map(z: Tensor, y: Tensor, rows: Tensor, ridge: float) -> Tensor:
+    """[D, m]"""
+    normal = ridge * torch.eye(z.shape[1], dtype=z.dtype)
+    cross = torch.zeros(y.shape[1], z.shape[1], dtype=z.dtype)
+    for i in rows.tolist():
+        normal = normal + torch.outer(z[i], z[i])
+        cross = cross + torch.outer(y[i], z[i])
+    return cross @ torch.linalg.inv(normal)
+
+
+def naive_zero_shot(z: Tensor, labels: Tensor, v: Tensor, halves: Halves, reduction: str) -> Tensor:
+    values: list[list[Tensor]] = []
+    for fitted, predicted in (halves, halves[::-1]):
+        fit = naive_map(z, v[labels], fitted, 0.05)
+        values.append([])
+        for i in predicted.tolist():
+            scores = torch.stack([9.5 * (row @ (fit @ z[i])) for row in v]).exp()
+            values[-1].append(-(scores[labels[i]] / scores.sum()).log())
+    means = [torch.stack(half).mean() for half in values]
+    return torch.stack(values[0] + values[1]).mean() if reduction == "batch" else means[0] + means[1]
+
+
+def naive_cross_batch(z: Tensor, y: Tensor, labels: Tensor, halves: Halves, loss: Callable) -> Tensor:
+    total = torch.zeros((), dtype=z.dtype)
+    for fitted, predicted in (halves, halves[::-1]):
+        fit = naive_map(z, y, fitted, 0.05)
+        total = total + loss(torch.stack([fit @ z[i] for i in predicted.tolist()]), labels[predicted])
+    return total
+
+
+# Values and gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [9.5, 1.0])
+@pytest.mark.parametrize("case", ["c0", "c1", "c2", "c3"])
+def test_zero_shot_loss_equals_public_code(shared_dir: Path, case: str, scale: float) -> None:
+    with np.load(shared_dir / "golden" / "zsr_loss.npz", allow_pickle=False) as file:
+        recorded = {name[3:]: torch.from_numpy(file[name]) for name in file.files if name.startswith(f"{case}_")}
+    suffix = "" if scale == 9.5 else "_scale1"
+    z, v = recorded["z"].requires_grad_(), recorded["class_embeddings"].requires_grad_()
+    half = len(z) // 2
+    halves = (torch.arange(half), torch.arange(half, len(z)))
+    labels = recorded["labels"]
+    value = zero_shot_loss(z, labels, v, halves, ridge=0.05, softmax_scale=scale)
+    close(value, recorded[f"loss{suffix}"], 1e-6)
+    for actual, name in zip(gradients(value, [z, v]), ("z", "class_embeddings"), strict=True):
+        close(actual, recorded[f"grad_{name}{suffix}"], 1e-6)
+    predicted = [ridge_predict(z[fit], v[labels[fit]], z[rows], ridge=0.05) for rows, fit in (halves, halves[::-1])]
+    close(torch.cat(predicted), recorded["predicted"], 1e-6)
+    if scale == 9.5:
+        interleaved = (torch.arange(0, len(z), 2), torch.arange(1, len(z), 2))
+        value = zero_shot_loss(z, labels, v, interleaved, ridge=0.05, softmax_scale=scale)
+        close(value, recorded["loss_interleaved_halves"], 1e-6)
+
+
+# Fewer and more images than bins; unequal halves; an odd batch; one image against the others.
+SHAPES = [(8, 5, [0, 1, 2, 3]), (8, 20, [0, 1, 2, 3]), (7, 3, [4, 5, 6]), (12, 4, [0, 1]), (2, 6, [1]), (5, 1, [0, 1])]
+
+
+@pytest.mark.parametrize("reduction", ["batch", "halves"])
+@pytest.mark.parametrize(("size", "bins", "first"), SHAPES)
+def test_zero_shot_loss_equals_a_naive_loop(size: int, bins: int, first: list[int], reduction) -> None:
+    z, v = histograms(size, bins).requires_grad_(), random(9, 3).requires_grad_()
+    labels = torch.arange(size) // 2
+    halves = rows_of(first, size)
+    value = zero_shot_loss(z, labels, v, halves, ridge=0.05, softmax_scale=9.5, reduction=reduction)
+    expected = naive_zero_shot(z, labels, v, halves, reduction)
+    close(value, expected)
+    for actual, wanted in zip(gradients(value, [z, v]), gradients(expected, [z, v]), strict=True):
+        close(actual, wanted)
+
+
+@pytest.mark.parametrize(("size", "bins", "first"), SHAPES)
+def test_cross_batch_loss_equals_a_naive_loop(size: int, bins: int, first: list[int]) -> None:
+    z, y = histograms(size, bins).requires_grad_(), random(size, 4).requires_grad_()
+    labels = torch.arange(size) // 2
+    halves = rows_of(first, size)
+    value = cross_batch_loss(z, y, labels, halves, pair_loss, ridge=0.05)
+    expected = naive_cross_batch(z, y, labels, halves, pair_loss)
+    close(value, expected)
+    for actual, wanted in zip(gradients(value, [z, y]), gradients(expected, [z, y]), strict=True):
+        close(actual, wanted)
+
+
+def test_ridge_fit_minimizes_its_objective() -> None:
+    z, y = histograms(9, 4), random(9, 3)
+    fit = ridge_predict(z, y, torch.eye(4, dtype=z.dtype), ridge=0.05).T.requires_grad_()  # [D, m]
+    objective = (fit @ z.T - y.T).square().sum() + 0.05 * fit.square().sum()
+    close(gradients(objective, [fit])[0], torch.zeros_like(fit))
+
+
+def test_reconstruction_equals_a_naive_loop() -> None:
+    made, y = random(6, 4), random(6, 4, seed=2)
+    value = ReconstructionRegularizer(0.01)(ModelOutput(y, {"reconstruction": made, "pooled": y}), labels(6), pair_loss)
+    close(value, torch.stack([sum((made[i] - y[i]) ** 2) for i in range(6)]).mean())
+
+
+def labels(size: int, images: int = 2) -> Tensor:
+    return torch.arange(size) // images
+
+
+@pytest.mark.parametrize("forgetting", [1.0, 0.7])
+def test_recursive_prototypes_are_the_fit_to_all_batches_forgotten_exponentially(forgetting: float) -> None:
+    regularizer = RecursiveRegularizer(0.01, 3, 2, forgetting=forgetting, ridge=0.1)
+    batches = [(histograms(4 + k, 3, seed=k), random(4 + k, 2, seed=10 + k)) for k in range(4)]
+    previous = torch.zeros(3, 2, dtype=torch.float64)
+    old_normal = 0.1 * torch.eye(3, dtype=torch.float64)
+    for k, (z, y) in enumerate(batches):
+        z.requires_grad_(), y.requires_grad_()
+        value = regularizer(ModelOutput(y, {"histogram": z, "pooled": y}), labels(len(z)), pair_loss)
+        normal = 0.1 * torch.eye(3, dtype=torch.float64)
+        cross = torch.zeros(3, 2, dtype=torch.float64)
+        for i, (old_z, old_y) in enumerate(batches[: k + 1]):  # equation 2.5
+            past = i < k
+            rows = zip(old_z.detach() if past else old_z, old_y.detach() if past else old_y, strict=True)
+            for one_z, one_y in rows:
+                normal = normal + forgetting ** (k - i) * torch.outer(one_z, one_z)
+                cross = cross + forgetting ** (k - i) * torch.outer(one_z, one_y)
+        prototypes = torch.linalg.inv(normal) @ cross  # equation 2.6
+        expected = torch.stack([(prototypes.T @ a - b).square().sum() for a, b in zip(z, y, strict=True)]).mean()
+        close(value, expected)
+        for actual, wanted in zip(gradients(value, [z, y]), gradients(expected, [z, y]), strict=True):
+            close(actual, wanted)
+        # Equation 2.7, with the factor that its W lacks.
+        fit = z.T @ z + (1 - forgetting) * 0.1 * torch.eye(3, dtype=torch.float64)
+        if k:
+            share = forgetting * torch.linalg.inv(normal) @ old_normal
+            own = torch.linalg.pinv(fit) @ z.T @ y
+            close((share @ previous + (torch.eye(3) - share) @ own).detach(), prototypes.detach(), 1e-8)
+        previous, old_normal = prototypes.detach(), normal.detach()
+
+
+def test_recursive_prototypes_may_be_judged_by_the_loss_and_stand_still_in_evaluation() -> None:
+    regularizer = RecursiveRegularizer(0.01, 3, 2, penalty="dml")
+    z, y = histograms(4, 3), random(4, 2)
+    output = ModelOutput(y, {"histogram": z, "pooled": y})
+    made = z @ solve_gram(z.T @ z, z.T @ y, ridge=0.05)
+    close(regularizer(output, labels(4), pair_loss), pair_loss(made, labels(4)))
+    state = {name: value.clone() for name, value in regularizer.state_dict().items()}
+    regularizer.eval()(output, labels(4), pair_loss)
+    assert all(torch.equal(value, state[name]) for name, value in regularizer.state_dict().items())
+
+
+@pytest.mark.parametrize("bins", [3, 9])
+def test_gradcheck(bins: int) -> None:
+    z, y, v = histograms(6, bins).requires_grad_(), random(6, 2).requires_grad_(), random(4, 2).requires_grad_()
+    halves = rows_of([0, 1, 4, 5], 6)
+    assert torch.autograd.gradcheck(
+        lambda z, v: zero_shot_loss(z, labels(6), v, halves, ridge=0.05, softmax_scale=9.5), (z, v)
+    )
+    assert torch.autograd.gradcheck(
+        lambda z, y: cross_batch_loss(z, y, labels(6), halves, pair_loss, ridge=0.05), (z, y)
+    )
+    recursive = RecursiveRegularizer(0.01, bins, 2).eval()
+    assert torch.autograd.gradcheck(
+        lambda z, y: recursive(ModelOutput(y, {"histogram": z, "pooled": y}), labels(6), pair_loss), (z, y)
+    )
+
+
+# Splits --------------------------------------------------------------------------------------------------------------
+
+
+def balance(halves: Halves, of: Tensor) -> int:
+    first, second = halves
+    assert sorted([*first.tolist(), *second.tolist()]) == list(range(len(of)))
+    assert first.tolist() == sorted(first.tolist()) and second.tolist() == sorted(second.tolist())
+    assert not set(of[first].tolist()) & set(of[second].tolist())
+    assert len(first) and len(second)
+    return abs(len(first) - len(second))
+
+
+@pytest.mark.parametrize(
+    ("of", "most"),
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 3], 0),
+        ([7, 3, 7, 3], 0),
+        ([0, 0, 1, 1, 2, 2], 2),
+        ([0, 1, 2, 3, 4], 1),
+        ([5, 5, 5, 5, 5, 5, 1], 5),
+        ([0, 0, 0, 0, 1, 2, 3, 9], 4),
+    ],
+)
+def test_halves_share_no_class_and_are_as_equal_as_their_classes_allow(of: list[int], most: int) -> None:
+    splits = ClassSplits(50)
+    drawn = splits(torch.tensor(of))
+    assert len(drawn) == 50
+    assert max(balance(halves, torch.tensor(of)) for halves in drawn) <= most
+
+
+def test_every_pairing_of_classes_is_drawn_equally_often() -> None:
+    torch.manual_seed(0)
+    counts: dict[tuple[int, ...], int] = {}
+    for first, _ in ClassSplits(3000)(labels(8)):
+        pair = tuple(sorted(set(labels(8)[first].tolist())))
+        counts[pair] = counts.get(pair, 0) + 1
+    assert len(counts) == 6 and all(abs(count - 500) < 100 for count in counts.values())
+
+
+def test_draws_follow_the_seed_and_go_on_after_a_resume_whatever_else_draws() -> None:
+    def drawn(splits: ClassSplits) -> list[list[int]]:
+        return [first.tolist() for first, _ in splits(labels(32))]
+
+    torch.manual_seed(3)
+    whole = ClassSplits(2)
+    torch.manual_seed(3)
+    stopped = ClassSplits(2)
+    expected = [drawn(whole) for _ in range(6)]
+    assert len({str(halves) for pair in expected for halves in pair}) == 12  # no draw is repeated
+    assert [drawn(stopped) for _ in range(3)] == expected[:3]
+    state = stopped.state_dict()
+    torch.manual_seed(4)
+    resumed = ClassSplits(2)
+    assert drawn(resumed) != expected[0]
+    resumed.load_state_dict(state)
+    np.random.seed(1)  # noqa: NPY002 - no global generator matters
+    torch.manual_seed(5)
+    assert [drawn(resumed) for _ in range(3)] == expected[3:]
+    before = resumed.state_dict()["draws"].clone()
+    drawn(resumed.eval())
+    assert resumed.draws == before
+
+
+def test_repeated_splits_are_averaged() -> None:
+    z, y = histograms(8, 5), random(8, 4)
+    output = ModelOutput(y, {"histogram": z, "pooled": y})
+    zsr, xml = ZeroShotRegularizer(0.1, 4, 3, num_splits=4).double(), CrossBatchRegularizer(0.01, num_splits=4)
+    for regularizer in (zsr, xml):
+        drawn = regularizer.splits.eval()(labels(8))
+        value = regularizer(output, labels(8), pair_loss)
+        if regularizer is zsr:
+            single = [naive_zero_shot(z, labels(8), zsr.label_embeddings, halves, "batch") for halves in drawn]
+        else:
+            single = [naive_cross_batch(z, y, labels(8), halves, pair_loss) for halves in drawn]
+        close(value, torch.stack(single).mean())
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def make(name: str, **arguments) -> Regularizer:
+    if name == "zsr":
+        return ZeroShotRegularizer(**({"weight": 0.1, "num_classes": 8, "embedding_size": 4} | arguments))
+    if name == "xml":
+        return CrossBatchRegularizer(**({"weight": 0.01} | arguments))
+    return RecursiveRegularizer(**({"weight": 0.01, "num_prototypes": 5, "embedding_size": 4} | arguments))
+
+
+@pytest.mark.parametrize("name", ["zsr", "xml"])
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_a_batch_of_one_class_counts_nothing_and_is_reported_once(name: str, size: int, caplog) -> None:
+    regularizer = make(name).double()
+    z, y = histograms(size, 5).requires_grad_(), random(size, 4).requires_grad_()
+    output = ModelOutput(y, {"histogram": z, "pooled": y})
+    for _ in range(2):
+        value = regularizer(output, torch.full((size,), 3), pair_loss)
+    value.backward()
+    assert value == 0 and not z.grad.any()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "classes_per_batch" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("zsr", {"weight": 0.0}, "weight"),
+        ("zsr", {"num_classes": 0}, "must be positive"),
+        ("zsr", {"ridge": 0.0}, r"ridge \(0.0\) must be above 0"),
+        ("zsr", {"softmax_scale": -1.0}, r"softmax_scale \(-1.0\)"),
+        ("zsr", {"num_splits": 0}, r"num_splits \(0\) must be at least 1"),
+        ("zsr", {"reduction": "mean"}, "reduction 'mean' is unknown"),
+        ("xml", {"ridge": -0.5}, "ridge"),
+        ("xml", {"num_splits": -1}, "num_splits"),
+        ("recursive", {"forgetting": 0.0}, "forgetting"),
+        ("recursive", {"forgetting": 1.5}, "forgetting"),
+        ("recursive", {"ridge": float("nan")}, "ridge"),
+        ("recursive", {"embedding_size": 0}, "must be positive"),
+        ("recursive", {"penalty": "loss"}, "penalty 'loss' is unknown"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(name: str, arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(name, **arguments)
+
+
+def test_what_does_not_fit_the_batch_is_named() -> None:
+    z, y = histograms(4, 6), random(4, 4)
+    output = ModelOutput(y, {"histogram": z, "pooled": y})
+    with pytest.raises(ConfigError, match=r"num_prototypes \(5\).*the pooling's \(6 and 4\)"):
+        make("recursive")(output, labels(4), pair_loss)
+    with pytest.raises(ConfigError, match=r"label 9.*num_classes \(8\)"):
+        make("zsr")(output, torch.tensor([0, 0, 9, 9]), pair_loss)
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("name", ["zsr", "xml", "recursive"])
+def test_finite_rows_give_finite_values_and_gradients(name: str, norm: float) -> None:
+    for z in (histograms(8, 5), histograms(8, 5)[:1].expand(8, 5), norm * random(8, 5), torch.zeros(8, 5)):
+        z = z.float().clone().requires_grad_()
+        y = (norm * torch.nn.functional.normalize(random(8, 4))).float().requires_grad_()
+        output = ModelOutput(y, {"histogram": z, "pooled": y})
+
+        def cosine_loss(embeddings: Tensor, of: Tensor) -> Tensor:
+            return pair_loss(torch.nn.functional.normalize(embeddings), of)
+
+        value = make(name)(output, labels(8), cosine_loss)
+        assert value.dtype == torch.float32 and value.isfinite()
+        value.backward()
+        assert z.grad.isfinite().all() and (y.grad is None or y.grad.isfinite().all())
+
+
+def test_nan_stays_nan() -> None:
+    z = histograms(8, 5)
+    z[0, 0] = torch.nan
+    y = random(8, 4)
+    for name in ("zsr", "xml", "recursive"):
+        assert make(name).double()(ModelOutput(y, {"histogram": z, "pooled": y}), labels(8), pair_loss).isnan()
+    assert solve_gram(-torch.eye(2), torch.ones(2, 1), ridge=0.5).isnan().all()
+
+
+# In a run ------------------------------------------------------------------------------------------------------------
+
+
+REGULARIZERS = ["zsr", "xml", "xml_reconstruction", "xml_recursive"]
+POOLINGS = {
+    "gsp": ["pooling=gsp_small", "pooling.memory_rows=8", "pooling.num_prototypes=4", "pooling.start_step=1"],
+    "gap_histogram": ["pooling=gap_histogram", "pooling.num_prototypes=4"],
+}
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "proxy_anchor", "multi_similarity"])
+@pytest.mark.parametrize("pooling", list(POOLINGS))
+def test_all_regularizers_train_over_every_pooling_with_prototypes(pooling: str, loss: str) -> None:
+    torch.manual_seed(0)
+    cfg = compose("train", [f"loss={loss}", f"regularizer=[{','.join(REGULARIZERS)}]", *POOLINGS[pooling]])
+    build.check(cfg)
+    OmegaConf.update(cfg, "runtime.num_classes", 4)
+    OmegaConf.update(cfg, "runtime.image_size", [32, 32])
+    model = build.build_model(cfg)
+    objective = build.build_objective(cfg, model)
+    optimizer, _ = build.build_optimizer(cfg, model, objective)
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    active = []
+    for step in (1, 2, 3):
+        output = model(images)
+        model.observe(output, step=step)
+        parts = objective(output, labels(8), step=step)
+        active.append(sorted(set(parts) - {"loss", "dml"}))
+        optimizer.zero_grad()
+        sum(parts[name] for name in active[-1] or ["loss"]).backward()
+        for name, parameter in [*model.named_parameters(), *objective.named_parameters()]:
+            assert parameter.grad is None or parameter.grad.isfinite().all(), name
+        optimizer.step()
+    late = pooling == "gsp"  # step 1 is before start_step, with step 2 the memory is full
+    assert active == ([[], []] if late else [sorted(REGULARIZERS)] * 2) + [sorted(REGULARIZERS)]
+    for parameter in (
+        model.pooling.prototypes,
+        next(model.backbone.parameters()),
+        *objective.regularizers.parameters(),
+    ):
+        assert parameter.grad is not None and parameter.grad.any()
+    mixed = (1 - 0.1 - 3 * 0.01) * parts["dml"] + 0.1 * parts["zsr"]
+    mixed = mixed + 0.01 * (parts["xml"] + parts["xml_reconstruction"] + parts["xml_recursive"])
+    torch.testing.assert_close(parts["loss"], mixed)
+    saved = objective.state_dict()
+    again = build.build_objective(cfg, model)
+    again.load_state_dict(saved)
+    one, other = (o(output, labels(8), step=4)["loss"] for o in (objective, again))
+    assert torch.equal(one, other)
+
+
+def test_regularizers_are_chosen_and_set_by_the_command_line() -> None:
+    assert compose("train", ["regularizer=zsr", "regularizer.zsr.weight=0.2"]).regularizer.zsr.weight == 0.2
+    both = compose("train", ["regularizer=[zsr,xml]", "regularizer.mixing=add"]).regularizer
+    assert set(both) == {"mixing", "zsr", "xml"} and both.mixing == "add"
+    assert compose("train", []).regularizer is None
+
+
+def test_a_pooling_without_prototypes_is_refused() -> None:
+    for name in ("zsr", "xml", "xml_reconstruction"):
+        cfg = compose("train", ["pooling=gap", f"regularizer={name}"])
+        OmegaConf.update(cfg, "runtime.num_classes", 4)
+        with pytest.raises(ConfigError, match=rf"regularizer '{name}' needs"):
+            build.build_objective(cfg, build.build_model(cfg))
+
+
+def test_label_embeddings_start_he_normal_over_the_classes() -> None:
+    torch.manual_seed(0)
+    regularizer = ZeroShotRegularizer(0.1, 200, 500)
+    assert abs(float(regularizer.label_embeddings.detach().std()) / (2 / 200) ** 0.5 - 1) < 0.01
