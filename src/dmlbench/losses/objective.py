@@ -5,9 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
+from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
+from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
+from dmlbench.losses.soft_triple import SoftTriple
+from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.types import ConfigError, ModelOutput, closest
 
 Mixing = Literal["convex", "add"]
@@ -41,7 +46,8 @@ class Objective(nn.Module):
             mixing: how they are joined with the loss.
 
         Raises:
-            ConfigError: an unknown mixing, weights that leave nothing to the loss, or a name that cannot be used.
+            ConfigError: an unknown mixing, weights that leave nothing to the loss, a name that cannot be used, or a
+                miner for a loss with proxies.
         """
         super().__init__()
         if mixing not in get_args(Mixing):
@@ -51,8 +57,14 @@ class Objective(nn.Module):
                 raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
                 raise ConfigError(f"a regularizer cannot be called '{name}'; choose another name for it")
+        if miner is not None and compares_with_classes(loss):
+            raise ConfigError(
+                f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
+                f"({type(miner).__name__}) chooses pairs of images; set miner=null"
+            )
         self.loss = loss
         self.miner = miner
+        self._num_classes = _num_classes(loss)
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
@@ -75,10 +87,16 @@ class Objective(nn.Module):
             output: embeddings [B, D] and side outputs of a batch.
             labels: [B] classes in [0, num_classes).
             step: number of this step, from 1.
+
+        Raises:
+            ConfigError: a label is outside of the classes of the loss, or the batch is larger than its memory.
         """
         # Distances near zero and sums over thousands of pairs do not survive bf16.
         with torch.autocast(output.embedding.device.type, enabled=False):
             embeddings = output.embedding.float()
+            self._check_labels(labels)
+            if isinstance(self.loss, CrossBatchMemory) and self.training:
+                self.loss.observe(embeddings, labels, step=step)
             indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
             dml = self.loss(embeddings, labels, indices_tuple)
             parts = {"dml": dml}
@@ -93,16 +111,49 @@ class Objective(nn.Module):
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss with its miner on embeddings that did not come from the model."""
+        """The loss with its miner, without a memory, on embeddings that did not come from the model."""
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        loss = self.loss.loss if isinstance(self.loss, CrossBatchMemory) else self.loss
+        value: Tensor = loss(embeddings, labels, indices_tuple)
         return value
+
+    def _check_labels(self, labels: Tensor) -> None:
+        # Elsewhere than on the CPU the answer would have to be waited for; there the data's numbering is trusted.
+        if self._num_classes is None or labels.device.type != "cpu" or not len(labels):
+            return
+        low, high = (int(value) for value in torch.aminmax(labels))
+        if low < 0 or high >= self._num_classes:
+            raise ConfigError(
+                f"labels {low} to {high} are outside of the {self._num_classes} classes (0 to {self._num_classes - 1}) "
+                f"of {type(self.loss).__name__}; set loss.num_classes to the number of training classes "
+                "(${runtime.num_classes})"
+            )
 
     def _note(self, active: tuple[str, ...], step: int) -> None:
         if active != self._active:
             for name in sorted(set(active) - set(self._active)):
                 logger.info("step %d: the regularizer '%s' takes part from here on", step, name)
             self._active = active
+
+
+def compares_with_classes(loss: nn.Module) -> bool:
+    """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
+    return isinstance(loss, (WeightRegularizerMixin, ProxyNca, SoftTriple))
+
+
+def _num_classes(loss: nn.Module) -> int | None:
+    """How many classes a loss has vectors or boundaries for; None where it knows of none."""
+    inner = loss.loss if isinstance(loss, CrossBatchMemory) else loss
+    proxies = getattr(inner, "proxies", None)
+    if proxies is not None:  # PML's losses do not all keep the number itself
+        return len(proxies)
+    if isinstance(inner, NormalizedSoftmaxLoss):
+        return int(inner.W.shape[1])
+    beta = getattr(inner, "beta", None)
+    if isinstance(beta, Tensor) and beta.numel() > 1:  # boundaries of PML's MarginLoss
+        return beta.numel()
+    number = getattr(inner, "num_classes", None)
+    return None if number is None else int(number)
 
 
 def _regularizer(module: nn.Module) -> Regularizer:

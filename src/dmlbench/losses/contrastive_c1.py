@@ -1,0 +1,107 @@
+"""C1, the contrastive loss on cosines that cross-batch memory was published with."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.types import ConfigError
+
+
+class ContrastiveC1(nn.Module):
+    """Pull all pairs of a class together and push apart pairs of two classes that are more similar than a margin.
+
+    With s the cosine of a pair, B the batch and (i, j) ordered pairs:
+    loss = 1/B (sum over positives with s < 1 - t of (1 - s) + sum over negatives with s > m of s).
+    It jumps where a pair becomes active. With ``subtract_margins`` the terms are (1 - t - s) and (s - m): continuous,
+    with the same gradient.
+
+    Limits: a batch without pairs of a kind has no such terms, without any the loss is 0 with a gradient of 0. A row of
+    zeros has the cosine 0 with all.
+
+    Source: public code of XBM (Wang et al. 2020), msight-tech/research-xbm 223ecdc2, losses/contrastive_loss.py; with
+    ``subtract_margins`` that of the GSP study (its supplement 1.6.7 calls both C1).
+    """
+
+    def __init__(self, neg_margin: float = 0.5, *, tolerance: float = 1e-5, subtract_margins: bool = False) -> None:
+        """
+        Args:
+            neg_margin: m in [-1, 1).
+            tolerance: t in [0, 1); keeps an image from being paired with itself where pairs are not told by index.
+            subtract_margins: whether the terms are continuous.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        super().__init__()
+        if not -1 <= neg_margin < 1:
+            raise ConfigError(f"neg_margin ({neg_margin}) is compared with cosines: choose it from [-1, 1), e.g. 0.5")
+        if not 0 <= tolerance < 1:
+            raise ConfigError(f"tolerance ({tolerance}) must be in [0, 1), e.g. 1e-5")
+        self.neg_margin = neg_margin
+        self.tolerance = tolerance
+        self.subtract_margins = subtract_margins
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B].
+            indices_tuple: a miner's pairs (4 lists) or triplets (3 lists, each giving a positive and a negative pair),
+                or None for all pairs.
+            ref_emb: [R, D] what the batch is compared with, or None for the batch itself.
+            ref_labels: [R].
+        """
+        rows = normalize(embeddings)
+        references = rows if ref_emb is None else normalize(ref_emb)
+        if indices_tuple is not None:
+            anchor, positive, other, negative = _as_pairs(indices_tuple)
+            s = rows @ references.T
+            return self._reduce(s[anchor, positive], s[other, negative], len(rows))
+        same = labels[:, None] == (labels if ref_labels is None else ref_labels)[None, :]  # [B, R]
+        different = ~same
+        if ref_emb is None:
+            same.fill_diagonal_(False)
+        return self.of_masks(rows, references, same, different)
+
+    def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """The loss of pairs that are given as masks: nothing waits for the device, and no list of pairs is made.
+
+        Args:
+            rows: [B, D] of unit length.
+            references: [R, D] of unit length.
+            positive, negative: [B, R] boolean, nowhere both.
+        """
+        with torch.no_grad():
+            s = rows @ references.T  # [B, R]
+            positive = (s < 1 - self.tolerance).logical_and_(positive)
+            negative = (s > self.neg_margin).logical_and_(negative)
+            slope = negative.to(s.dtype).masked_fill_(positive, -1)
+            constant = self._constant(positive.count_nonzero(), negative.count_nonzero())
+        # The loss is linear in s while the same pairs are active. The sum of slope * s over all pairs, taken this way
+        # round, leaves nothing of size [B, R] for the backward pass.
+        return ((slope @ references * rows).sum() + constant) / len(rows)
+
+    def _reduce(self, s_positive: Tensor, s_negative: Tensor, batch: int) -> Tensor:
+        positive, negative = s_positive < 1 - self.tolerance, s_negative > self.neg_margin
+        total = (s_negative * negative).sum() - (s_positive * positive).sum()
+        return (total + self._constant(positive.sum(), negative.sum())) / batch
+
+    def _constant(self, num_positive: Tensor, num_negative: Tensor) -> Tensor:
+        if self.subtract_margins:
+            return num_positive * (1 - self.tolerance) - num_negative * self.neg_margin
+        return num_positive
+
+
+def _as_pairs(indices_tuple: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if len(indices_tuple) == 3:
+        anchor, positive, negative = indices_tuple
+        return anchor, positive, anchor, negative
+    anchor, positive, other, negative = indices_tuple
+    return anchor, positive, other, negative

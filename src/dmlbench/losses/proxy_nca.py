@@ -1,0 +1,70 @@
+"""ProxyNCA with the switches that lead from the original to ProxyNCA++."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from dmlbench.types import ConfigError
+
+
+class ProxyNca(nn.Module):
+    """Cross entropy of a softmax over squared distances to one proxy per class.
+
+    With unit vectors x and p_c and d^2 = |x - p_c|^2 = 2 - 2 cos:
+    loss = mean over the batch of -log (exp(-scale d^2(x, p_y)) / sum over c of exp(-scale d^2(x, p_c))).
+    The sum holds the right class (ProxyNCA++'s "proxy assignment probability", eq. 4 to 6), or not (ProxyNCA, eq. 3,
+    where the loss may be negative).
+
+    Source: Movshovitz-Attias et al. 2017; Teh et al. 2020, eq. 3-6; euwern/proxynca_pp 217233d2, loss.py, whose
+    ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        softmax_scale: float = 1.0,
+        assignment_probability: bool = False,
+        proxy_std: float = 0.125,
+    ) -> None:
+        """
+        Args:
+            num_classes: classes of the training set; at least 2.
+            embedding_size: D.
+            softmax_scale: 1 / temperature, above 0.
+            assignment_probability: whether the right class is in the sum.
+            proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        super().__init__()
+        if num_classes < 2:
+            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy is compared with the others")
+        if not (softmax_scale > 0 and proxy_std > 0):
+            raise ConfigError(f"softmax_scale ({softmax_scale}) and proxy_std ({proxy_std}) must be above 0")
+        self.num_classes = num_classes
+        self.softmax_scale = softmax_scale
+        self.assignment_probability = assignment_probability
+        self.proxies = nn.Parameter(torch.randn(num_classes, embedding_size) * proxy_std)
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B] in [0, num_classes).
+            indices_tuple: None; every image is compared with every proxy.
+
+        Raises:
+            ConfigError: a miner has chosen pairs.
+        """
+        if indices_tuple is not None:
+            raise ConfigError("ProxyNCA compares images with proxies and takes no pairs of a miner; set miner=null")
+        # -scale (2 - 2 cos); the constant cancels between the two parts.
+        logits = 2 * self.softmax_scale * normalize(embeddings) @ normalize(self.proxies).T  # [B, classes]
+        if self.assignment_probability:
+            return cross_entropy(logits, labels)
+        right = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, labels[:, None], True)
+        others = logits.masked_fill(right, -torch.inf).logsumexp(1)
+        return (others - logits.gather(1, labels[:, None])[:, 0]).mean()

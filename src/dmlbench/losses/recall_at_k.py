@@ -1,0 +1,92 @@
+"""A differentiable stand-in for recall at k."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.types import ConfigError
+
+
+class RecallAtKSurrogate(nn.Module):
+    """One minus recall at k with both of its steps replaced by sigmoids, averaged over several k and all queries.
+
+    Every row of the batch is a query q; P are the other rows of its class. With cosines s:
+    rank(q, x) = 1 + sum over z != x of sigmoid((s_qz - s_qx) / rank_temperature)            for x in P
+    recall_k(q) = min(k, sum over P of sigmoid((k - rank(q, x)) / T_k)) / min(k, |P|)
+    loss = mean over q of (1 - mean over k of recall_k(q)).
+
+    In the public code z may be the query itself, which lifts every rank by about one; the paper's set of images to
+    search does not hold the query: ``count_query`` chooses. A k above the batch counts as the batch. Queries without
+    positives are left out; where there are only such, the loss is 0 with a gradient of 0.
+
+    Left out: SiMix, the mixing of similarities of the same paper, and its batches of 4,000 by two passes.
+
+    Source: Patel, Tolias and Matas 2022, "Recall@k surrogate loss with large batches and similarity mixup"; code
+    yash0307/RecallatK_surrogate 416ea278, src/losses.py.
+    """
+
+    def __init__(
+        self,
+        k: Sequence[int] = (1, 2, 4, 8, 16),
+        k_temperatures: Sequence[float] = (1, 2, 4, 8, 16),
+        *,
+        rank_temperature: float = 0.01,
+        count_query: bool = True,
+    ) -> None:
+        """
+        Args:
+            k: the k's, at least 1.
+            k_temperatures: T_k, one for every k, above 0.
+            rank_temperature: of the ranks' sigmoids, above 0.
+            count_query: whether the query itself counts in its ranks.
+
+        Raises:
+            ConfigError: a number is out of its range, or there is not one temperature for every k.
+        """
+        super().__init__()
+        if not k or min(k) < 1:
+            raise ConfigError(f"k ({list(k)}) must name one or more numbers of at least 1, e.g. [1, 2, 4, 8, 16]")
+        if len(k_temperatures) != len(k) or min(k_temperatures) <= 0:
+            raise ConfigError(f"k_temperatures ({list(k_temperatures)}) must give each of the {len(k)} k one above 0")
+        if not rank_temperature > 0:
+            raise ConfigError(f"rank_temperature ({rank_temperature}) must be above 0, e.g. 0.01")
+        self.k = tuple(k)
+        self.k_temperatures = tuple(k_temperatures)
+        self.rank_temperature = rank_temperature
+        self.count_query = count_query
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B].
+            indices_tuple: None; ranks are taken in the whole batch.
+
+        Raises:
+            ConfigError: a miner has chosen pairs.
+        """
+        if indices_tuple is not None:
+            raise ConfigError("the recall@k surrogate ranks the whole batch, not pairs of a miner; set miner=null")
+        batch = len(labels)
+        rows = normalize(embeddings)
+        s = rows @ rows.T  # [B, B]
+        same = labels[:, None] == labels[None, :]
+        same.fill_diagonal_(False)
+        query, positive = torch.where(same)  # [P] each
+        at = torch.arange(len(query), device=s.device)
+        above = torch.sigmoid((s[query] - s[query, positive, None]) / self.rank_temperature)  # [P, B]
+        counts = torch.ones_like(above)
+        counts[at, positive] = 0
+        if not self.count_query:
+            counts[at, query] = 0
+        rank = 1 + (above * counts).sum(1)  # [P]
+
+        k = torch.tensor([min(k, batch) for k in self.k], device=s.device, dtype=s.dtype)
+        soft = torch.sigmoid((k - rank[:, None]) / k.new_tensor(self.k_temperatures))  # [P, K]
+        found = torch.zeros(batch, len(k), device=s.device, dtype=s.dtype).index_add(0, query, soft)  # [B, K]
+        num_positive = same.sum(1, keepdim=True)
+        recall = torch.minimum(found, k) / torch.minimum(num_positive.clamp(min=1), k)
+        counted = (num_positive[:, 0] > 0).to(s.dtype)
+        return (counted * (1 - recall.mean(1))).sum() / counted.sum().clamp(min=1)

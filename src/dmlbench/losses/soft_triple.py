@@ -1,0 +1,88 @@
+"""SoftTriple: a softmax over classes with several centers each."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from dmlbench.types import ConfigError
+
+
+class SoftTriple(nn.Module):
+    """Softmax over soft similarities to classes that have several centers, plus a part that merges centers.
+
+    With unit vectors x and w_ck, s_c = sum over k of softmax_k(x.w_ck / gamma) x.w_ck, and y the class of x:
+    loss = mean over the batch of the cross entropy of la (s_c - margin [c = y])
+           + tau / (C K (K - 1)) sum over classes c and pairs k < l of sqrt(2 + 1e-5 - 2 w_ck.w_cl).
+    PML's class has the same first part; its regularizer compares all centers of all classes, 128 GB on the 11,318
+    classes of SOP, so here each class compares its own.
+
+    Source: Qian et al. 2019; code idstcv/SoftTriple, loss/SoftTriple.py (the 1e-5 is its own).
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        centers_per_class: int = 10,
+        la: float = 20.0,
+        gamma: float = 0.1,
+        margin: float = 0.01,
+        tau: float = 0.2,
+    ) -> None:
+        """
+        Args:
+            num_classes: C.
+            embedding_size: D.
+            centers_per_class: K, at least 1.
+            la: scale of the logits (lambda), above 0.
+            gamma: temperature of the choice among a class's centers, above 0.
+            margin: what the right class must be ahead (delta), at least 0.
+            tau: weight of the part that merges centers, at least 0.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        super().__init__()
+        if centers_per_class < 1 or not (la > 0 and gamma > 0) or margin < 0 or tau < 0:
+            raise ConfigError(
+                f"SoftTriple wants centers_per_class ({centers_per_class}) of at least 1, la ({la}) and gamma "
+                f"({gamma}) above 0, margin ({margin}) and tau ({tau}) of at least 0"
+            )
+        self.num_classes = num_classes
+        self.la = la
+        self.gamma = gamma
+        self.margin = margin
+        self.tau = tau
+        self.centers = nn.Parameter(torch.empty(num_classes, centers_per_class, embedding_size))
+        nn.init.normal_(self.centers)  # only directions count; normal ones are uniform on the sphere
+        upper = torch.triu_indices(centers_per_class, centers_per_class, offset=1)
+        self.register_buffer("_pairs", upper, persistent=False)
+
+    _pairs: Tensor
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B] in [0, num_classes).
+            indices_tuple: None; every image is compared with every class.
+
+        Raises:
+            ConfigError: a miner has chosen pairs.
+        """
+        if indices_tuple is not None:
+            raise ConfigError("SoftTriple compares images with classes and takes no pairs of a miner; set miner=null")
+        centers = normalize(self.centers, dim=2)  # [C, K, D]
+        s = (normalize(embeddings) @ centers.flatten(0, 1).T).unflatten(1, centers.shape[:2])  # [B, C, K]
+        s = ((s / self.gamma).softmax(2) * s).sum(2)  # [B, C]
+        shifted = s.scatter_add(1, labels[:, None], s.new_full((len(s), 1), -self.margin))
+        value = cross_entropy(self.la * shifted, labels)
+        if self.tau and self._pairs.shape[1]:
+            value = value + self.tau * self._spread(centers)
+        return value
+
+    def _spread(self, centers: Tensor) -> Tensor:
+        gram = centers @ centers.transpose(1, 2)  # [C, K, K]
+        between = gram[:, self._pairs[0], self._pairs[1]].clamp(max=1)
+        return (2 + 1e-5 - 2 * between).sqrt().mean() / 2

@@ -1,0 +1,214 @@
+"""Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
+
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.types import ConfigError, closest
+
+Variant = Literal["paper", "gsp"]
+Placement = Literal["official", "ring"]
+
+
+@runtime_checkable
+class TakesMasks(Protocol):
+    """A loss that also takes its pairs as masks, which needs neither lists of pairs nor a wait for the device."""
+
+    def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor: ...
+
+
+class CrossBatchMemory(nn.Module):
+    """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
+
+    total = loss(batch, batch) + weight * loss(batch, memory). The batch is in the memory when the loss is taken, an
+    image is not paired with its own row (by index), and the memory is detached.
+
+    ``observe`` fills the memory and is called once per training step before the loss; the loss itself changes nothing.
+    In evaluation mode, and until the memory takes part, the value is that of the wrapped loss alone.
+
+    variant, when the memory takes part (s the step, from 1):
+        paper: from s = start_step + 1 on, with what has been stored by then.
+        gsp: as soon as it is full, hence from s = start_step + memory_size / B on.
+    placement, where a batch is stored:
+        ring: over the oldest rows, wrapping around the end (PML, GSP; the queue that the paper describes).
+        official: as the paper's code does; a batch that no longer fits behind the last one is written over the last B
+            rows and the next one begins at row 0. Hence even where B divides memory_size one slot is written twice a
+            round, and its first batch is lost early.
+
+    Source: Wang et al. 2020, algorithm 1; msight-tech/research-xbm 223ecdc2, modeling/xbm.py and engine/trainer.py;
+    GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    pointer: Tensor
+    filled: Tensor
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        embedding_size: int,
+        memory_size: int,
+        *,
+        weight: float = 1.0,
+        start_step: int = 1000,
+        variant: Variant = "paper",
+        placement: Placement = "official",
+        normalize_rows: bool = True,
+        memory_miner: nn.Module | None = None,
+    ) -> None:
+        """
+        Args:
+            loss: any loss ``loss(embeddings, labels, indices_tuple, ref_emb=..., ref_labels=...)``; PML's losses of
+                pairs and triplets are. Its ``indices_tuple``, from the objective's miner, concerns the batch alone.
+            embedding_size: D.
+            memory_size: rows of the memory, at least a batch.
+            weight: of the memory's part, above 0.
+            start_step: steps before anything is stored, so that embeddings have settled ("slow drift").
+            variant: when the memory takes part.
+            placement: where a batch is stored.
+            normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
+            memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
+                for all pairs. Losses of triplets want one where the memory is large.
+
+        Raises:
+            ConfigError: a number is out of its range, or the loss compares with something else than references.
+        """
+        super().__init__()
+        for name, value, known in (
+            ("variant", variant, get_args(Variant)),
+            ("placement", placement, get_args(Placement)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        for name, number, least in (("memory_size", memory_size, 1), ("start_step", start_step, 0)):
+            if number < least:
+                raise ConfigError(f"{name} ({number}) of the cross-batch memory must be at least {least}")
+        if not weight > 0:
+            raise ConfigError(f"weight ({weight}) of the memory's part must be above 0; use the plain loss instead")
+        _require_references(loss, embedding_size)
+        self.loss = loss
+        self.memory_miner = memory_miner
+        self.memory_size = memory_size
+        self.weight = weight
+        self.start_step = start_step
+        self.variant = variant
+        self.placement = placement
+        self.normalize_rows = normalize_rows
+        self.register_buffer("rows", torch.zeros(memory_size, embedding_size))
+        self.register_buffer("labels", torch.zeros(memory_size, dtype=torch.long))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
+        # Copies on the host, so that no step waits for the device to say where the memory stands.
+        self._pointer = self._filled = 0
+        self._own: Tensor | None = None  # [B] slots of the batch that was observed last
+        self.register_load_state_dict_post_hook(_read_position)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the memory takes part."""
+        return self._filled == self.memory_size if self.variant == "gsp" else self._filled > 0
+
+    @torch.no_grad()
+    def observe(self, embeddings: Tensor, labels: Tensor, *, step: int) -> None:
+        """Store a batch.
+
+        Args:
+            embeddings: [B, D] that the loss is about to be taken of.
+            labels: [B].
+            step: number of this training step, from 1.
+
+        Raises:
+            ConfigError: the batch is larger than the memory.
+        """
+        batch = len(embeddings)
+        if batch > self.memory_size:
+            raise ConfigError(
+                f"memory_size ({self.memory_size}) of the cross-batch memory is smaller than the batch ({batch}); "
+                "raise it to some batches, or lower the sampler's batch"
+            )
+        if step <= self.start_step:
+            return
+        start, end = self._pointer, self._pointer + batch
+        if self.placement == "official" and end > self.memory_size:
+            start, end = self.memory_size - batch, 0
+            self._filled = self.memory_size
+        else:
+            self._filled = max(self._filled, min(end, self.memory_size))
+            if self.placement == "ring":
+                end %= self.memory_size
+        self._own = (start + torch.arange(batch, device=embeddings.device)) % self.memory_size
+        self.rows[self._own] = (normalize(embeddings) if self.normalize_rows else embeddings).to(self.rows.dtype)
+        self.labels[self._own] = labels
+        self._pointer = end
+        self.pointer.fill_(self._pointer)
+        self.filled.fill_(self._filled)
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D], those that were observed last.
+            labels: [B].
+            indices_tuple: pairs or triplets of a miner within the batch, or None.
+
+        Raises:
+            ValueError: the memory takes part but has not observed this batch (a defect of the caller).
+        """
+        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        if not self.training or not self.is_active:
+            return value
+        return value + self.weight * self.memory_part(embeddings, labels)
+
+    def memory_part(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss between the batch that was observed last and the memory, without its weight."""
+        own = self._own
+        if own is None or len(own) != len(embeddings):
+            raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
+        rows, memory_labels = self.rows[: self._filled], self.labels[: self._filled]  # [F, D], [F]
+        if self.memory_miner is not None:
+            mined = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
+            return self._of(embeddings, labels, mined, rows, memory_labels)
+        positive = labels[:, None] == memory_labels[None, :]  # [B, F]
+        negative = ~positive
+        positive[torch.arange(len(own), device=own.device), own] = False
+        if self.normalize_rows and isinstance(self.loss, TakesMasks):
+            return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
+        pairs = (*torch.where(positive), *torch.where(negative))
+        return self._of(embeddings, labels, pairs, rows, memory_labels)
+
+    def _of(
+        self, embeddings: Tensor, labels: Tensor, indices: tuple[Tensor, ...], rows: Tensor, row_labels: Tensor
+    ) -> Tensor:
+        value: Tensor = self.loss(embeddings, labels, indices, ref_emb=rows, ref_labels=row_labels)
+        return value
+
+
+def _read_position(module: CrossBatchMemory, _: object) -> None:
+    module._pointer, module._filled = int(module.pointer), int(module.filled)
+    module._own = None
+
+
+def _without_own(indices: tuple[Tensor, ...], own: Tensor) -> tuple[Tensor, ...]:
+    """Drop the pairs and triplets whose positive is the anchor's own row."""
+    anchor, positive, *rest = indices
+    keep = positive != own[anchor]
+    if len(indices) == 3:
+        return anchor[keep], positive[keep], rest[0][keep]
+    return anchor[keep], positive[keep], *rest
+
+
+def _require_references(loss: nn.Module, embedding_size: int) -> None:
+    """Try the loss on references once: PML's losses all have the argument, and those with proxies refuse it."""
+    rows = torch.eye(4, embedding_size)
+    labels = torch.tensor([0, 0, 1, 1])
+    pairs = (torch.tensor([0]), torch.tensor([1]), torch.tensor([0]), torch.tensor([2]))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loss(rows, labels, pairs, ref_emb=rows.clone(), ref_labels=labels.clone())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(loss).__name__} cannot compare a batch with a memory ({error}); wrap a loss of pairs or triplets, "
+            "such as contrastive_c1 or multi_similarity, and use losses with proxies without cross-batch memory"
+        ) from error

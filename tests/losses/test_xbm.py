@@ -1,0 +1,292 @@
+"""Cross-batch memory: equal to the published codes step by step, resumable, and refused where it cannot work."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pytorch_metric_learning import losses, miners
+from torch import Tensor
+
+from dmlbench import build
+from dmlbench.cli.front import compose, config_folder
+from dmlbench.losses.contrastive_c1 import ContrastiveC1
+from dmlbench.losses.objective import Objective
+from dmlbench.losses.xbm import CrossBatchMemory, Placement, Variant
+from dmlbench.types import ConfigError, ModelOutput
+
+
+@pytest.fixture(scope="module")
+def recorded(shared_dir):
+    return dict(np.load(shared_dir / "golden" / "xbm_torch.npz", allow_pickle=False))
+
+
+@pytest.fixture(scope="module")
+def recorded_gsp(shared_dir):
+    return dict(np.load(shared_dir / "golden" / "losses_gsp_tf.npz", allow_pickle=False))
+
+
+def steps(memory: CrossBatchMemory, embeddings: np.ndarray, labels: np.ndarray) -> list[tuple[float, np.ndarray]]:
+    """Value and gradient of consecutive steps."""
+    result = []
+    for i, (x, y) in enumerate(zip(torch.tensor(embeddings), torch.tensor(labels).long(), strict=True), start=1):
+        x = x.requires_grad_()
+        memory.observe(x, y, step=i)
+        value = memory(x, y)
+        value.backward()
+        assert x.grad is not None
+        result.append((value.item(), x.grad.numpy()))
+    return result
+
+
+def batches(num: int = 9, batch: int = 4, size: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num, batch, size, generator=generator, dtype=torch.float64)
+    return (x + 0.5).numpy(), torch.randint(0, 3, (num, batch), generator=generator).numpy()
+
+
+def test_equals_the_papers_code(recorded) -> None:
+    memory = CrossBatchMemory(ContrastiveC1(), 128, 10, start_step=0).double()
+    filled = []
+    for i, (x, y) in enumerate(zip(recorded["embeddings"], recorded["labels"], strict=True)):
+        x = torch.tensor(x).requires_grad_()
+        y = torch.tensor(y)
+        memory.observe(x, y, step=i + 1)
+        filled.append(int(memory.filled))
+        value = memory(x, y)
+        value.backward()
+        expected = recorded["official_batch_loss"][i] + recorded["official_memory_loss"][i]
+        np.testing.assert_allclose(value.item(), expected, rtol=1e-8)
+        np.testing.assert_allclose(x.grad.numpy(), recorded["official_grad_of_sum"][i], rtol=1e-8, atol=1e-12)
+    assert filled == recorded["official_memory_rows"].tolist()
+
+
+def test_memory_part_equals_pml(recorded) -> None:
+    memory = CrossBatchMemory(losses.ContrastiveLoss(0, 0.5), 128, 10, start_step=0, placement="ring").double()
+    for i, (x, y) in enumerate(zip(recorded["embeddings"], recorded["labels"], strict=True)):
+        x = torch.tensor(x).requires_grad_()
+        y = torch.tensor(y)
+        memory.observe(x, y, step=i + 1)
+        value = memory.memory_part(x, y)
+        value.backward()
+        np.testing.assert_allclose(value.item(), recorded["pml_loss"][i], rtol=1e-8)
+        np.testing.assert_allclose(x.grad.numpy(), recorded["pml_grad"][i], rtol=1e-7, atol=1e-12)
+
+
+def test_equals_the_gsp_framework(recorded_gsp) -> None:
+    memory = CrossBatchMemory(
+        ContrastiveC1(subtract_margins=True), 6, 12, start_step=2, variant="gsp", placement="ring"
+    )
+    found = steps(memory, recorded_gsp["xbm_embeddings"], recorded_gsp["xbm_labels"])
+    np.testing.assert_allclose([value for value, _ in found], recorded_gsp["xbm_losses"], atol=1e-5)
+    np.testing.assert_allclose(np.stack([gradient for _, gradient in found]), recorded_gsp["xbm_grads"], atol=1e-5)
+
+
+def naive(x: np.ndarray, y: np.ndarray, rows: list, own: list[int], loss_of_pair) -> float:
+    """Sum over ordered pairs with the memory but an image's own row, divided by the batch."""
+    total = 0.0
+    for i in range(len(x)):
+        for slot, entry in enumerate(rows):
+            if entry is not None and slot != own[i]:
+                row, label = entry
+                s = x[i] @ row / np.linalg.norm(x[i]) / np.linalg.norm(row)
+                total += loss_of_pair(s, y[i] == label)
+    return total / len(x)
+
+
+def c1(s: float, same: bool) -> float:
+    return (1 - s if s < 1 - 1e-5 else 0.0) if same else (s if s > 0.5 else 0.0)
+
+
+@pytest.mark.parametrize("size", [4, 8, 10, 11])
+@pytest.mark.parametrize("placement", ["official", "ring"])
+@pytest.mark.parametrize(("variant", "start"), [("paper", 0), ("paper", 3), ("gsp", 2)])
+def test_equals_a_naive_loop(variant: Variant, start: int, placement: Placement, size: int) -> None:
+    embeddings, labels = batches()
+    memory = CrossBatchMemory(
+        ContrastiveC1(), 6, size, weight=0.7, start_step=start, variant=variant, placement=placement
+    ).double()
+    rows: list = [None] * size
+    pointer = 0
+    found = steps(memory, embeddings, labels)
+    for i, (x, y) in enumerate(zip(embeddings, labels, strict=True)):
+        own = []
+        if i + 1 > start:
+            if placement == "official" and pointer + 4 > size:
+                own, pointer = list(range(size - 4, size)), 0
+                rows = [entry or (np.full(6, 1e-300), -1) for entry in rows]
+            else:
+                own = [(pointer + j) % size for j in range(4)]
+                pointer = pointer + 4 if placement == "official" else (pointer + 4) % size
+            for j, slot in enumerate(own):
+                rows[slot] = (x[j], y[j])
+        expected = naive(x, y, [(row, label) for row, label in zip(x, y, strict=True)], list(range(4)), c1)
+        if i + 1 > start and (variant == "paper" or all(rows)):
+            expected += 0.7 * naive(x, y, rows, own, c1)
+        assert found[i][0] == pytest.approx(expected, rel=1e-12), i
+
+
+def test_masks_and_lists_of_pairs_give_the_same() -> None:
+    class Lists(torch.nn.Module):  # hides the masks
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ContrastiveC1()
+
+        def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None) -> Tensor:
+            return self.inner(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+
+    embeddings, labels = batches()
+    of_masks = steps(CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double(), embeddings, labels)
+    of_lists = steps(CrossBatchMemory(Lists(), 6, 10, start_step=1).double(), embeddings, labels)
+    for (a, gradient_a), (b, gradient_b) in zip(of_masks, of_lists, strict=True):
+        assert a == pytest.approx(b, rel=1e-13)
+        np.testing.assert_allclose(gradient_a, gradient_b, rtol=1e-12, atol=1e-14)
+
+
+WRAPPED = {
+    "multi_similarity": losses.MultiSimilarityLoss(),
+    "contrastive": losses.ContrastiveLoss(),
+    "supcon": losses.SupConLoss(),
+    "margin": losses.MarginLoss(learn_beta=True),
+    "triplet": losses.TripletMarginLoss(),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("miner", [None, miners.MultiSimilarityMiner(), miners.TripletMarginMiner()])
+def test_memory_part_of_any_loss_is_pmls(name: str, miner) -> None:
+    embeddings, labels = batches()
+    mine = CrossBatchMemory(
+        WRAPPED[name], 6, 10, start_step=0, placement="ring", normalize_rows=False, memory_miner=miner
+    ).double()
+    theirs = losses.CrossBatchMemory(copy.deepcopy(WRAPPED[name]), 6, memory_size=10, miner=miner).double()
+    for i, (x, y) in enumerate(zip(torch.tensor(embeddings), torch.tensor(labels), strict=True), start=1):
+        mine.observe(x, y, step=i)
+        torch.testing.assert_close(mine.memory_part(x, y), theirs(x, y))
+
+
+def test_resumes_exactly() -> None:
+    embeddings, labels = batches()
+    whole = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
+    expected = steps(whole, embeddings, labels)
+    for stop in range(1, len(labels)):
+        first = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
+        steps(first, embeddings[:stop], labels[:stop])
+        again = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
+        again.load_state_dict(copy.deepcopy(first.state_dict()))
+        for i in range(stop, len(labels)):
+            x, y = torch.tensor(embeddings[i]), torch.tensor(labels[i])
+            again.observe(x, y, step=i + 1)
+            assert again(x, y).item() == expected[i][0]
+    assert {"rows", "labels", "pointer", "filled"} == set(whole.state_dict())
+
+
+def test_objective_fills_the_memory_once_a_step_and_keeps_it_from_evaluation_and_regularizers() -> None:
+    embeddings, labels = (torch.tensor(x) for x in batches())
+    objective = Objective(CrossBatchMemory(ContrastiveC1(), 6, 8, start_step=1))
+    memory = objective.loss
+    assert isinstance(memory, CrossBatchMemory)
+    plain = [ContrastiveC1()(x.float(), y).item() for x, y in zip(embeddings, labels, strict=True)]
+    values = []
+    for step in (1, 2, 3):
+        values.append(objective(ModelOutput(embeddings[step]), labels[step], step=step)["loss"].item())
+        assert int(memory.filled) == 4 * (step - 1)
+    assert values[:2] == pytest.approx([plain[1], 2 * plain[2]])  # at step 2 the memory holds that batch alone
+    assert values[2] > 2 * plain[3]
+    state = copy.deepcopy(objective.state_dict())
+    assert objective._plain_loss(embeddings[5].float(), labels[5]).item() == pytest.approx(plain[5])
+    objective.eval()
+    assert objective(ModelOutput(embeddings[3]), labels[3], step=4)["loss"].item() == pytest.approx(plain[3])
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), objective.state_dict().values(), strict=True))
+
+
+def test_memory_has_no_gradient_and_gradcheck_holds() -> None:
+    embeddings, labels = batches()
+    memory = CrossBatchMemory(ContrastiveC1(subtract_margins=True), 6, 10, start_step=0).double()
+    steps(memory, embeddings[:3], labels[:3])
+    x, y = torch.tensor(embeddings[3]).requires_grad_(), torch.tensor(labels[3])
+    memory.observe(x, y, step=4)
+    assert not memory.rows.requires_grad
+    assert torch.autograd.gradcheck(lambda x: memory(x, y), (x,))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.ProxyAnchorLoss(3, 6),
+        losses.ProxyNCALoss(3, 6),
+        losses.NormalizedSoftmaxLoss(3, 6),
+        losses.ArcFaceLoss(3, 6),
+        losses.FastAPLoss(),
+        torch.nn.CrossEntropyLoss(),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_a_loss_without_references_is_refused(loss) -> None:
+    with pytest.raises(ConfigError, match=r"cannot compare a batch with a memory .* such as contrastive_c1"):
+        CrossBatchMemory(loss, 6, 10)
+
+
+PAIRS = {
+    "contrastive",
+    "contrastive_c1",
+    "margin",
+    "margin_gsp",
+    "margin_oodml",
+    "multi_similarity",
+    "supcon",
+    "triplet",
+}
+NO_PAIRS = {
+    *("arcface", "norm_softmax", "proxy_anchor", "proxy_nca", "proxy_nca_gsp", "proxy_nca_pp", "soft_triple"),
+    "recall_at_k_surrogate",
+}
+
+
+def test_every_configured_loss_is_known_here() -> None:
+    options = {path.stem for path in (config_folder() / "loss").glob("*.yaml")}
+    assert options == PAIRS | NO_PAIRS | {"xbm", "xbm_contrastive"}
+
+
+@pytest.mark.parametrize("option", sorted(PAIRS | NO_PAIRS))
+def test_every_loss_of_pairs_can_be_wrapped_and_no_other_one(option: str) -> None:
+    cfg = compose("train", ["loss=xbm", f"loss@loss.loss={option}"])
+    OmegaConf.update(cfg, "runtime.num_classes", 4)
+    OmegaConf.update(cfg, "runtime.embedding_size", 8)
+    if option in PAIRS:
+        assert isinstance(build.component(cfg.loss), CrossBatchMemory)
+    else:
+        with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
+            build.component(cfg.loss)
+
+
+def test_bad_settings_are_refused() -> None:
+    loss = ContrastiveC1()
+    for settings, message in (
+        ({"variant": "papr"}, "variant 'papr' is unknown; did you mean 'paper'"),
+        ({"placement": "rng"}, "placement 'rng' is unknown; did you mean 'ring'"),
+        ({"weight": 0.0}, "weight .* must be above 0"),
+        ({"start_step": -1}, "start_step .* at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CrossBatchMemory(loss, 6, 10, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"memory_size \(0\)"):
+        CrossBatchMemory(loss, 6, 0)
+    memory = CrossBatchMemory(loss, 6, 3, start_step=100)
+    with pytest.raises(ConfigError, match=r"memory_size \(3\) .* smaller than the batch \(4\)"):
+        memory.observe(torch.ones(4, 6), torch.arange(4), step=1)
+    memory = CrossBatchMemory(loss, 6, 10, start_step=0)
+    memory.observe(torch.ones(4, 6), torch.arange(4), step=1)
+    with pytest.raises(ValueError, match="must observe a batch"):
+        memory(torch.ones(3, 6), torch.arange(3))
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    """On the meta device a value that the host would have to read is an error."""
+    memory = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=0).to("meta")
+    for step in range(1, 6):
+        x = torch.ones(4, 6, device="meta", requires_grad=True)
+        y = torch.zeros(4, dtype=torch.long, device="meta")
+        memory.observe(x, y, step=step)
+        memory(x, y).backward()
