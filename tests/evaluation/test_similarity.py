@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.similarity import exact_similarities, fast_product, halving_sum, unit_rows
+from dmlbench.evaluation.similarity import (
+    UnitRows,
+    exact_similarities,
+    fast_product,
+    halving_sum,
+    hold_unit_rows,
+    unit_rows,
+)
 
 
 def test_halving_sum_equals_exact_summation_for_every_width() -> None:
@@ -20,11 +27,14 @@ def test_halving_sum_equals_exact_summation_for_every_width() -> None:
 
 def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
     rng = np.random.default_rng(1)
-    rows = unit_rows(torch.from_numpy(rng.normal(size=(700, 300)).astype(np.float32)))
+    source = torch.from_numpy(rng.normal(size=(700, 300)).astype(np.float32))
+    rows, made_anew = hold_unit_rows(source, within_bytes=10**6), UnitRows(source, None)
+    assert rows.held is not None and hold_unit_rows(source, within_bytes=10**5).held is None
     left, right = rng.integers(0, 700, (2, 3000))
     together = exact_similarities(rows, rows, left, right)
     alone = [exact_similarities(rows, rows, left[i : i + 1], right[i : i + 1])[0] for i in range(0, 3000, 37)]
     assert together[::37].tolist() == alone
+    assert np.array_equal(exact_similarities(made_anew, made_anew, left, right), together)
 
 
 def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -41,8 +51,8 @@ def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows(caplog: p
 def test_fast_product_ranks_within_its_stated_error(offset: float, dimension: int) -> None:
     rng = np.random.default_rng(dimension)
     rows = unit_rows(torch.from_numpy((rng.normal(size=(80, dimension)) + offset).astype(np.float32)))
-    product = fast_product(rows[:20], rows)
-    fast = (product.query @ product.gallery.T).astype(np.float64)
+    product = fast_product(UnitRows(torch.from_numpy(rows[:20]), rows[:20]), UnitRows(torch.from_numpy(rows), rows))
+    fast = (product.query(rows[:20]) @ product.gallery(rows).T).astype(np.float64)
     exact = rows[:20].astype(np.float64) @ rows.astype(np.float64).T
     deviation = fast - exact
     deviation -= deviation.mean(axis=1, keepdims=True)  # a constant per query changes no ranking

@@ -129,7 +129,7 @@ def test_members_of_different_test_sets_are_refused_with_the_first_difference() 
     with pytest.raises(RunError, match="no fold"):
         collections([])
     with pytest.raises(ConfigError, match="collections, more than"):
-        collections([members[0]] * 13)
+        collections([members[0]] * 15)
 
 
 def test_interval_is_the_t_interval_of_the_design() -> None:

@@ -1,44 +1,41 @@
 """Exact scores of joined embeddings: one model per fold, every choice of a repeat per fold, in one pass over the pairs.
 
 Ranking by the sum of the members' squared distances of unit rows is ranking by the distance of the concatenated unit
-vectors, so one similarity tile per member serves every collection. Letters: T queries of a tile, N gallery items, W of
-them that can matter to some collection.
+vectors, so one similarity tile per member serves every collection. Letters: Q queries, V of them with a positive, T
+queries of a tile, N gallery items, W of them that can matter to some collection.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from math import prod
+from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from tqdm import tqdm
 
-from dmlbench.evaluation.candidates import ExactSimilarity, above, kth_largest, narrow_again, settle
+from dmlbench.evaluation.candidates import LOWEST, floor_below, kth_bound, padded_place
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, fit_width, retrieval_task
+from dmlbench.evaluation.frontier import Places, rank_choices
+from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, PairTile, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, query_scores, score_names
-from dmlbench.evaluation.search import UnitSearch, unit_search
-from dmlbench.evaluation.similarity import FloatRows, exact_similarities, strict_float32_products
+from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.partial import PartialScores
+from dmlbench.evaluation.search import exclude, unit_search
+from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import EmbeddingSet, IntArray
-
-Members = Sequence[Sequence[EmbeddingSet]]
-"""Embeddings of one test set, indexed [fold][repeat]."""
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-_BYTES_PER_PAIR = 24  # and member: float32 similarity, its kept copy, an exact one, shares of the bounds
+_TILE_ROWS = 128
+_TILE_COLUMNS = 6144
+_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
+_CANDIDATES = 0.2  # of the gallery: what bounds leave is seldom more; the tile's rows are chosen for it
+_FRONTIER_BYTES = 64 * 2**20
 
-
-@dataclass(frozen=True)
-class _Member:
-    """A run's unit rows, and its float32 operands on the device: query [Q, D], gallery [N, D]."""
-
-    search: UnitSearch
-    query: Tensor
-    gallery: Tensor
+_workspace = Workspace()
 
 
 def concatenated_scores(
@@ -46,6 +43,8 @@ def concatenated_scores(
     galleries: Members | None = None,
     *,
     spec: EvaluationSpec,
+    distances: Distances | None = None,
+    partial: Path | None = None,
     progress: bool = False,
 ) -> dict[Choice, Evaluation]:
     """Evaluate the joined embedding of every choice of one repeat per fold.
@@ -57,7 +56,10 @@ def concatenated_scores(
         members: query rows [Q, D] of every run, [fold][repeat]; all with the same ids and labels in the same order
             (the caller checks), D may differ.
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
-        spec: what to compute; ``back_end`` is of no use here. ``tile_bytes`` is for the tiles of all members together.
+        spec: what to compute; ``back_end`` is of no use here.
+        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is that of unit vectors.
+        partial: folder of what an interrupted call has computed: it is continued, if it is of the same members. The
+            scores lie in a file there, so that they take no memory.
         progress: whether to show a bar.
 
     Returns:
@@ -69,166 +71,183 @@ def concatenated_scores(
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     task = retrieval_task(queries, reference, recall_at=spec.recall_at)
-    folds = [
-        [_member(part, None if galleries is None else galleries[f][r], spec) for r, part in enumerate(fold)]
-        for f, fold in enumerate(members)
-    ]
     names = score_names(spec.recall_at)
-    per_query = {
-        choice: {name: np.full(len(queries), np.nan) for name in names}
-        for choice in itertools.product(*(range(len(fold)) for fold in folds))
-    }
-    rows = max(1, spec.tile_bytes // (len(reference) * (_BYTES_PER_PAIR * sum(map(len, folds)) + _BYTES_PER_PAIR)))
-    with tqdm(total=len(task.valid), desc="collections", unit="query", disable=not progress, leave=False) as bar:
-        for start in range(0, len(task.valid), rows):
-            part = task.valid[start : start + rows]
-            tile = _tile(folds, part, task)
-            for choice, total in tile.sums():
-                relevant = _ranked_relevance(tile, choice, total, task.k)
-                for name, values in query_scores(relevant, task.positives[part], recall_at=spec.recall_at).items():
-                    per_query[choice][name][part] = values
+    choices = list(itertools.product(*(range(len(fold)) for fold in members)))
+    shape = (len(choices), len(names), len(queries))
+    store = PartialScores.of(partial, shape, members, galleries, names=names, distances=distances)
+    _score(task, _members(members, galleries, distances, spec), store, spec, progress=progress)
+    result = {}
+    for choice, scores in zip(choices, store.values, strict=True):
+        values = dict(zip(names, scores, strict=True))
+        result[choice] = Evaluation(
+            mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries
+        )
+    return result
+
+
+def _members(
+    members: Members, galleries: Members | None, distances: Distances | None, spec: EvaluationSpec
+) -> list[list[Member]]:
+    share = max(spec.tile_bytes // (2 * sum(map(len, members))), 4096)
+
+    def member(fold: int, repeat: int, queries: EmbeddingSet) -> Member:
+        gallery = None if galleries is None else galleries[fold][repeat]
+        distance = None if distances is None else distances[fold][repeat]
+        if distance is not None:
+            return DistanceMember(queries, queries if gallery is None else gallery, distance)
+        return UnitMember(unit_search(queries, gallery, back_end="torch", tile_bytes=2 * share))
+
+    return [[member(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
+
+
+def _score(
+    task: RetrievalTask, folds: list[list[Member]], store: PartialScores, spec: EvaluationSpec, *, progress: bool
+) -> None:
+    """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
+    threads = num_threads()
+    rows, columns = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
+
+    def work(part: IntArray) -> IntArray:
+        for choice, row, ranked in rank_choices(_places(folds, part, task, columns)):
+            query = part[row]
+            scores = query_scores(fit_width(ranked, task.k), task.positives[query], recall_at=spec.recall_at)
+            for at, values in enumerate(scores.values()):
+                store.values[choice, at, query] = values
+        return part
+
+    left = task.valid[store.done :]
+    tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
+    bar = tqdm(
+        total=len(task.valid), initial=store.done, desc="collections", unit="query", disable=not progress, leave=False
+    )
+    with bar, single_threaded_products():
+        for part in over_threads(work, tiles, threads=threads):
+            store.advance(len(part))
             bar.update(len(part))
-    return {
-        choice: Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
-        for choice, values in per_query.items()
-    }
+    store.flush()
 
 
-def _member(queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec) -> _Member:
-    search = unit_search(queries, gallery, back_end="torch", tile_bytes=spec.tile_bytes)
-    query = torch.from_numpy(search.product.query).to(search.device)
-    return _Member(search, query, torch.from_numpy(search.product.gallery).to(search.device))
+def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int]:
+    """Queries of a tile and gallery items multiplied at a time, so that one thread's work takes ``free`` bytes."""
+    columns = min(num_gallery, _TILE_COLUMNS)
+    candidates = max(64, int(_CANDIDATES * num_gallery))
+    free = max(0, free - min(_FRONTIER_BYTES, free // 2))
+    per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
+    rows = max(1, min(_TILE_ROWS, free // per_row))
+    return rows, columns
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Similarities of a tile's T queries to the W gallery items that can matter to any collection.
+@dataclass
+class _Kept:
+    """Pairs of one gallery tile that the bounds leave: flat position in it [M], values of every member [members, M]."""
 
-    Attributes:
-        folds: [fold][repeat] the members.
-        part: [T] queries.
-        column: [T, W] gallery index, ascending; -1 is padding.
-        relevant: [T, W] whether the item is of the query's class.
-        value: [fold][repeat] float32 [T, W], -inf where padded.
-        floor: [T, 1] float32 that every candidate of any collection reaches.
-        known: [fold][repeat] float64 [T, W] exact similarities computed so far, NaN elsewhere; shared by collections.
-        slack: sums further apart than this are in the right order.
-    """
-
-    folds: list[list[_Member]]
-    part: IntArray
+    count: IntArray
     column: IntArray
-    relevant: NDArray[np.bool_]
-    value: list[list[FloatRows]]
-    floor: FloatRows
-    known: list[list[NDArray[np.float64]]]
-    slack: float
-
-    def sums(self) -> Iterator[tuple[Choice, FloatRows]]:
-        """Every collection with its float32 sums [T, W], added fold by fold; common beginnings are added once.
-
-        The array is overwritten when the next one is asked for.
-        """
-        # numpy on purpose: these additions are too small to share out to threads
-        partial = [np.empty(self.column.shape, dtype=np.float32) for _ in self.value]
-
-        def extend(choice: Choice, total: FloatRows) -> Iterator[tuple[Choice, FloatRows]]:
-            fold = len(choice)
-            if fold == len(self.value):
-                yield choice, total
-                return
-            for repeat, value in enumerate(self.value[fold]):
-                yield from extend((*choice, repeat), np.add(total, value, out=partial[fold]))
-
-        for repeat, value in enumerate(self.value[0]):
-            yield from extend((repeat,), value)
-
-    def exact(self, choice: Choice) -> ExactSimilarity:
-        """Sums over folds of the exact similarities of pairs (row of the tile, place in ``column``)."""
-
-        def similarity(rows: IntArray, places: IntArray) -> NDArray[np.float64]:
-            total = np.zeros(len(rows))
-            for fold, repeat in enumerate(choice):
-                known, search = self.known[fold][repeat], self.folds[fold][repeat].search
-                new = np.isnan(known[rows, places])
-                r, p = rows[new], places[new]
-                known[r, p] = exact_similarities(search.query, search.gallery, self.part[r], self.column[r, p])
-                total += known[rows, places]
-            return total
-
-        return similarity
+    lower: FloatRows
+    upper: FloatRows
+    value: FloatRows
 
 
-def _ranked_relevance(tile: _Tile, choice: Choice, total: FloatRows, k: int) -> NDArray[np.bool_]:
-    """Relevance by rank [T, k] of one collection from its float32 sums [T, W]."""
-    candidates = narrow_again(above(total, tile.floor), k, slack=tile.slack)
-    found = np.take_along_axis(tile.relevant, np.maximum(candidates.column, 0), axis=1) & (candidates.column >= 0)
-    _, relevant = settle(candidates, tile.exact(choice), k=k, slack=tile.slack, relevant=found)
-    assert relevant is not None  # it was passed
-    return fit_width(relevant, k)
-
-
-def _tile(folds: list[list[_Member]], part: IntArray, task: RetrievalTask) -> _Tile:
+def _places(folds: list[list[Member]], part: IntArray, task: RetrievalTask, columns: int) -> Places:
     """Multiply every member's rows, then drop the pairs that no collection can need.
 
     Per pair, the sum over folds of the least similarity of any repeat bounds every collection from below, and that of
-    the greatest from above; rounded addition is monotonic, so both bound the float32 sums too. A pair whose upper bound
-    is less than the k-th largest lower bound (less the slack) is a candidate of no collection.
+    the greatest from above. A pair whose upper bound is less than the k-th largest lower bound (less the slack) is a
+    candidate of no collection.
     """
-    device = folds[0][0].query.device
-    own = task.own_column[part]
-    held = np.flatnonzero(own >= 0)
-    own_entry = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
-    index = torch.from_numpy(part).to(device)
-    value: list[list[Tensor]] = []
-    with strict_float32_products():
-        for fold in folds:
-            value.append([member.query[index] @ member.gallery.T for member in fold])  # [T, N] each
-    for similarity in itertools.chain.from_iterable(value):
-        similarity[own_entry] = -torch.inf
-    slack = _sum_slack(folds)
-    upper = _bound(value, torch.maximum)
-    floor = torch.full_like(upper[:, :1], torch.finfo(torch.float32).min)  # above -inf, which marks the query itself
-    if task.k < upper.shape[1]:
-        kth = _kth(_bound(value, torch.minimum), task.k)
-        floor = torch.maximum(floor, torch.nextafter(kth - slack, torch.full_like(kth, -torch.inf)))
-    keep = upper >= floor
-    column = _padded_columns(keep)
-    chosen, padding = column.clamp_min(0), column < 0
-    kept = [[s.gather(1, chosen).masked_fill_(padding, -torch.inf).cpu().numpy() for s in fold] for fold in value]
-    columns = column.cpu().numpy()
-    known = [[np.full(columns.shape, np.nan) for _ in fold] for fold in folds]
-    return _Tile(folds, part, columns, task.relevant(part, columns), kept, floor.cpu().numpy(), known, slack)
+    floor = np.full((len(part), 1), LOWEST)
+    kept: list[_Kept] = []
+    slack = 0.0
+    num_gallery = len(task.gallery_labels)
+    for start in range(0, num_gallery, columns):
+        found, floor, slack = _kept_of(folds, part, task, start, min(start + columns, num_gallery), floor, slack)
+        kept.append(found)
+    merged = _merged(kept, task.k, slack)
+    target, (height, width) = padded_place(merged.count)
+    width += 1  # the last place of every row is padding
+    target += np.repeat(np.arange(height), merged.count)
+    column = np.full(height * width, -1, dtype=np.int64)
+    column[target] = merged.column
+    column = column.reshape(height, width)
+    values = []
+    for value in merged.value:
+        full = np.full(height * width, -np.inf, dtype=np.float32)
+        full[target] = value
+        values.append(full.reshape(height, width))
+    ends = list(itertools.accumulate(map(len, folds), initial=0))
+    by_fold = [values[a:b] for a, b in itertools.pairwise(ends)]
+    return Places(folds, part, column, task.relevant(part, column), by_fold, task.k, slack)
 
 
-def _sum_slack(folds: list[list[_Member]]) -> float:
+def _kept_of(
+    folds: list[list[Member]],
+    part: IntArray,
+    task: RetrievalTask,
+    start: int,
+    stop: int,
+    floor: FloatRows,
+    slack: float,
+) -> tuple[_Kept, FloatRows, float]:
+    """What is left of gallery items start .. stop - 1; a floor that rises with every tile; the slack so far."""
+    shape = (len(part), stop - start)
+    tiles: list[list[PairTile]] = []
+    numbers = itertools.count()
+    for fold in folds:
+        out = [_workspace.array(f"similarity {next(numbers)}", shape, np.float32) for _ in fold]
+        tiles.append([member.tile(part, start, stop, out=o) for member, o in zip(fold, out, strict=True)])
+    for tile in itertools.chain.from_iterable(tiles):
+        exclude(tile.value, task.own_column[part] - start)
+    slack = max(slack, _sum_slack(tiles))
+    lower, upper = _bounds(tiles)
+    floor = np.maximum(floor, floor_below(kth_bound(lower, task.k), slack))
+    flat = np.flatnonzero(upper >= floor)
+    count = np.diff(np.searchsorted(flat, np.arange(shape[0] + 1) * shape[1]))
+    value = np.stack([np.take(tile.value.reshape(-1), flat) for tile in itertools.chain.from_iterable(tiles)])
+    column = flat - np.repeat(np.arange(shape[0]) * shape[1] - start, count)
+    return _Kept(count, column, lower.reshape(-1)[flat], upper.reshape(-1)[flat], value), floor, slack
+
+
+def _sum_slack(tiles: list[list[PairTile]]) -> float:
     """Sums over folds that are further apart than this are in the right order, for every choice of repeats."""
-    error = sum(max(member.search.product.error for member in fold) for fold in folds)
-    largest = sum(max(member.search.product.largest for member in fold) for fold in folds)
-    # each of the F - 1 float32 additions rounds a sum of at most ``largest``
-    return 2 * (error + 1.01 * (len(folds) - 1) * largest * 2.0**-24)
+    error = sum(max(tile.error for tile in fold) for fold in tiles)
+    largest = sum(max(tile.largest for tile in fold) for fold in tiles)
+    # each of the F - 1 float32 additions, in whichever order, rounds a sum of at most ``largest``
+    return 2 * (error + 1.01 * (len(tiles) - 1) * largest * 2.0**-24)
 
 
-def _bound(value: list[list[Tensor]], extreme: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Sum over folds, in the order of ``_Tile.sums``, of the extreme over repeats: [T, N]."""
-    total = reduce(extreme, value[0])
-    for fold in value[1:]:
-        total = total + reduce(extreme, fold)
-    return total
+def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
+    """Sums over folds of the least and of the greatest similarity of any repeat: [T, W] each."""
+    shape = tiles[0][0].value.shape
+    sums = []
+    for name, extreme in (("least", np.minimum), ("greatest", np.maximum)):
+        total, one = (_workspace.array(f"{name} {part}", shape, np.float32) for part in ("sum", "fold"))
+        for fold, members in enumerate(tiles):
+            into = one if fold else total
+            extreme(members[0].value, members[-1].value, out=into)
+            for tile in members[1:-1]:
+                extreme(into, tile.value, out=into)
+            if fold:
+                total += one
+        sums.append(total)
+    return sums[0], sums[1]
 
 
-def _kth(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of each row: [T, N] -> [T, 1]."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(kth_largest(values.numpy(), k))
-    return torch.topk(values, k, dim=1).values[:, -1:]
-
-
-def _padded_columns(keep: Tensor) -> Tensor:
-    """Columns where ``keep`` [T, N] is true, ascending, padded with -1: [T, W]."""
-    count = keep.sum(dim=1)
-    row, column = torch.nonzero(keep, as_tuple=True)
-    place = torch.arange(len(row), device=keep.device) - torch.repeat_interleave(torch.cumsum(count, 0) - count, count)
-    result = torch.full((len(keep), int(count.max())), -1, device=keep.device)
-    result[row, place] = column
-    return result
+def _merged(kept: list[_Kept], k: int, slack: float) -> _Kept:
+    """The pairs of all gallery tiles, by row, that the bounds over the whole gallery leave."""
+    if len(kept) == 1:
+        return kept[0]
+    height = len(kept[0].count)
+    row = np.concatenate([np.repeat(np.arange(height), tile.count) for tile in kept])
+    order = np.argsort(row, kind="stable")
+    count = np.sum([tile.count for tile in kept], axis=0)
+    column, lower, upper = (
+        np.concatenate([getattr(tile, name) for tile in kept])[order] for name in ("column", "lower", "upper")
+    )
+    target, shape = padded_place(count)
+    padded = np.full(prod(shape), -np.inf, dtype=np.float32)
+    padded[target] = lower
+    floor = floor_below(kth_bound(padded.reshape(shape), k), slack)
+    left = upper >= np.repeat(floor[:, 0], count)
+    order = order[left]
+    value = np.concatenate([tile.value for tile in kept], axis=1)[:, order]
+    return _Kept(np.bincount(row[order], minlength=height), column[left], lower[left], upper[left], value)

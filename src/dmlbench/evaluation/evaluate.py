@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dmlbench.evaluation.candidates import Keys, column_of, settle
 from dmlbench.evaluation.metrics import (
     DEFAULT_RECALL_AT,
     check_recall_at,
@@ -25,7 +26,6 @@ from dmlbench.evaluation.search import (
     ids_of,
     labels_of,
     self_columns,
-    settle,
     unit_search,
 )
 from dmlbench.types import EmbeddingSet, IntArray, RunError
@@ -43,7 +43,7 @@ class EvaluationSpec:
     Attributes:
         recall_at: values of K for R@K, increasing.
         back_end: float32 pass of the search; every choice gives the same scores.
-        tile_bytes: memory of a similarity tile with its temporary copies; no influence on the scores.
+        tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -205,11 +205,14 @@ def _unit_tiles(
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
     search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
-    for part, candidates in search.tiles(task.k, wanted=task.valid):
-        found = task.relevant(part, candidates.column)
-        _, relevant = settle(candidates, search.exact(part), k=task.k, slack=search.slack, relevant=found)
+
+    def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
+        found = task.relevant(part, column_of(keys))
+        _, relevant = settle(keys, search.exact(part), k=task.k, slack=search.slack, relevant=found)
         assert relevant is not None  # it was passed
-        yield part, fit_width(relevant, task.k)
+        return fit_width(relevant, task.k)
+
+    yield from search.ranked(task.k, by_rank, wanted=task.valid)
 
 
 def _distance_tiles(

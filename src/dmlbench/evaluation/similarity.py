@@ -45,53 +45,116 @@ def unit_rows(rows: Tensor) -> FloatRows:
     The same row gives the same bits wherever it stands. A row of zeros has no direction: it stays zero (similarity 0 to
     everything) and is reported in the log.
     """
-    source = rows.detach().to("cpu", torch.float32).numpy()
-    result = np.empty(source.shape, dtype=np.float32)
-    step = max(1, _CHUNK_BYTES // (8 * max(1, source.shape[1])))
-    zeros = 0
-    for start in range(0, len(source), step):
-        part = source[start : start + step].astype(np.float64)
-        norm = np.sqrt(halving_sum(part * part))
-        zeros += int((norm == 0).sum())
-        result[start : start + step] = part / np.where(norm == 0, 1.0, norm)[:, None]
-    if zeros:
-        logger.warning("%d of %d embeddings are zero vectors; their similarity to everything is 0", zeros, len(source))
+    result, zeros = _divided(rows)
+    _report_zeros(zeros, len(rows))
     return result
 
 
-def exact_similarities(left: FloatRows, right: FloatRows, rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
+def _divided(rows: Tensor) -> tuple[FloatRows, int]:
+    """Unit rows and how many of ``rows`` [N, D] are zero."""
+    result = np.empty(tuple(rows.shape), dtype=np.float32)
+    step = max(1, _CHUNK_BYTES // (8 * max(1, rows.shape[1])))
+    zeros = 0
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().to("cpu", torch.float32).to(torch.float64).numpy()
+        norm = np.sqrt(halving_sum(part * part))
+        zeros += int((norm == 0).sum())
+        np.divide(part, np.where(norm == 0, 1.0, norm)[:, None], out=result[start : start + step], casting="same_kind")
+    return result, zeros
+
+
+def _report_zeros(zeros: int, count: int) -> None:
+    if zeros:
+        logger.warning("%d of %d embeddings are zero vectors; their similarity to everything is 0", zeros, count)
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Unit rows [N, D] of an embedding set: held, or made anew wherever they are needed because memory is short.
+
+    Attributes:
+        source: [N, D] rows as given.
+        held: [N, D] all unit rows, or None.
+    """
+
+    source: Tensor
+    held: FloatRows | None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def width(self) -> int:
+        return int(self.source.shape[1])
+
+    def part(self, start: int, stop: int) -> FloatRows:
+        """Unit rows start .. stop - 1."""
+        return self.held[start:stop] if self.held is not None else _divided(self.source[start:stop])[0]
+
+    def take(self, index: IntArray) -> FloatRows:
+        """Unit rows ``index`` [M]: [M, D]."""
+        if self.held is not None:
+            return self.held[index]
+        return _divided(self.source[torch.from_numpy(index).to(self.source.device)])[0]
+
+    def parts(self) -> Iterator[FloatRows]:
+        """All rows in order, a few at a time."""
+        step = max(1, _CHUNK_BYTES // (4 * max(1, self.width)))
+        return (self.part(start, start + step) for start in range(0, len(self), step))
+
+
+def hold_unit_rows(rows: Tensor, *, within_bytes: int) -> UnitRows:
+    """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``. Zero rows are reported in the log."""
+    if 4 * rows.numel() <= within_bytes:
+        return UnitRows(rows, unit_rows(rows))
+    unit = UnitRows(rows, None)
+    _report_zeros(sum(int((~part.any(axis=1)).sum()) for part in unit.parts()), len(rows))
+    return unit
+
+
+def exact_similarities(left: UnitRows, right: UnitRows, rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
     """THE similarities [M] of the pairs (left[rows], right[columns]): products exact in float64, summed by halving."""
     result = np.empty(len(rows))
-    step = max(1, _CHUNK_BYTES // (8 * max(1, left.shape[1])))
+    step = max(1, _CHUNK_BYTES // (8 * max(1, left.width)))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        terms = left[rows[part]].astype(np.float64)
-        terms *= right[columns[part]]
+        terms = left.take(rows[part]).astype(np.float64)
+        terms *= right.take(columns[part])
         result[part] = halving_sum(terms)
     return result
 
 
 @dataclass(frozen=True)
 class FastProduct:
-    """Operands of a float32 product that ranks every query's gallery as the exact similarities do, up to ``error``.
+    """A float32 product that ranks every query's gallery as the exact similarities do, up to ``error``.
 
-    ``query @ gallery.T`` differs from the similarities by one constant per query, which no ranking sees, and otherwise
-    by at most ``error``, whatever the order of summation.
+    ``query(x) @ gallery(y).T`` of unit rows x [Q, D], y [N, D] differs from the similarities by one constant per query,
+    which no ranking sees, and otherwise by at most ``error``, whatever the order of summation.
 
     Attributes:
-        query: [Q, D] or [Q, D + 1] float32.
-        gallery: [N, D] or [N, D + 1] float32.
+        mean: [D] what both are taken relative to, or None: the operands are the unit rows themselves.
         error: two values of a row that are more than ``2 * error`` apart are in the right order.
         largest: bound of the size of every value.
     """
 
-    query: FloatRows
-    gallery: FloatRows
+    mean: NDArray[np.float64] | None
     error: float
     largest: float
 
+    def query(self, rows: FloatRows) -> FloatRows:
+        """Left operand of unit rows [Q, D]: [Q, D] or [Q, D + 1]."""
+        if self.mean is None:
+            return rows
+        result = _centered(rows, self.mean)
+        result[:, -1] = 1.0
+        return result
 
-def fast_product(query: FloatRows, gallery: FloatRows) -> FastProduct:
+    def gallery(self, rows: FloatRows) -> FloatRows:
+        """Right operand of unit rows [N, D]: [N, D] or [N, D + 1]."""
+        return rows if self.mean is None else _centered(rows, self.mean)
+
+
+def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
     """Choose the operands with the smaller error for unit rows ``query`` [Q, D] and ``gallery`` [N, D].
 
     Plain operands err by at most (D + 3) 2^-24: one rounding per product and addition, at most D in a row. Embeddings
@@ -103,20 +166,25 @@ def fast_product(query: FloatRows, gallery: FloatRows) -> FastProduct:
     8e-6, some ten times what is met in practice: the difference makes a few more pairs be computed twice and can never
     cost a result.
     """
-    dimension = query.shape[1]
-    roundings = 1.01 * (dimension + 4) * 2.0**-24  # products and sums; operands and the added column rounded once each
-    mean = np.asarray(np.mean(gallery, axis=0, dtype=np.float64))
+    roundings = 1.01 * (query.width + 4) * 2.0**-24  # products and sums; operands and the added column rounded once each
+    plain = FastProduct(None, roundings + _FLOAT64_ERROR, 1.001)
+    mean = np.zeros(gallery.width)
+    for part in gallery.parts():
+        mean += part.sum(axis=0, dtype=np.float64)
+    mean /= len(gallery)
     if np.linalg.norm(mean) < 0.5:  # the rows point many ways: nothing to gain
-        return FastProduct(query, gallery, roundings + _FLOAT64_ERROR, 1.001)
-    centered_query = _centered(query, mean)
-    centered_query[:, dimension] = 1.0
-    centered_gallery = _centered(gallery, mean)
-    largest = _largest_length(centered_query[:, :-1]) * _largest_length(centered_gallery[:, :-1])
-    largest += float(np.abs(centered_gallery[:, -1]).max())
-    error = roundings * largest
-    if error >= roundings:
-        return FastProduct(query, gallery, roundings + _FLOAT64_ERROR, 1.001)
-    return FastProduct(centered_query, centered_gallery, error + _FLOAT64_ERROR, largest)
+        return plain
+    longest_query = longest_gallery = offset = 0.0
+    for part in query.parts():
+        longest_query = max(longest_query, _largest_length(_centered(part, mean)[:, :-1]))
+    for part in gallery.parts():
+        centered = _centered(part, mean)
+        longest_gallery = max(longest_gallery, _largest_length(centered[:, :-1]))
+        offset = max(offset, float(np.abs(centered[:, -1]).max()))
+    largest = longest_query * longest_gallery + offset
+    if largest >= 1:
+        return plain
+    return FastProduct(mean, roundings * largest + _FLOAT64_ERROR, largest)
 
 
 def _centered(rows: FloatRows, mean: NDArray[np.float64]) -> FloatRows:

@@ -11,19 +11,22 @@ Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
 
-from dmlbench.evaluation.concatenated import Members, concatenated_scores
+from dmlbench.evaluation.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.members import Distances, Members
 from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, score_names
+from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
-MAX_COLLECTIONS = 4096
+MAX_COLLECTIONS = 2**14
 
 
 def collections(
@@ -33,6 +36,8 @@ def collections(
     scores: Sequence[Sequence[Mapping[str, float]]] | None = None,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     tile_bytes: int = TILE_BYTES,
+    distances: Distances | None = None,
+    partial: Path | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Score every collection of one repeat per fold.
@@ -46,7 +51,11 @@ def collections(
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
         scores: the members' own scores as fractions, [fold][repeat][name], where they are known; computed otherwise.
         recall_at: values of K for R@K.
-        tile_bytes: memory of the similarity tiles of all members together.
+        tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
+        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
+            unit vectors. The concatenated ranking is then by the sum of the members' distances.
+        partial: folder for what is known so far, by which an interrupted call goes on; removed at the end. The scores
+            of single queries (8 bytes each) lie there instead of in memory.
         progress: whether to show a bar.
 
     Returns:
@@ -61,10 +70,14 @@ def collections(
     spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
     names = score_names(spec.recall_at)
     _check_members(members, galleries)
+    if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
+        raise RunError("distances must be given for every run, [fold][repeat], or not at all")
     if scores is None:
-        scores = _own_scores(members, galleries, spec)
+        scores = _own_scores(members, galleries, spec, distances)
     _check_scores(scores, members, names)
-    concatenated = concatenated_scores(members, galleries, spec=spec, progress=progress)
+    concatenated = concatenated_scores(
+        members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
+    )
     rows = []
     for choice, evaluation in concatenated.items():
         row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
@@ -72,6 +85,9 @@ def collections(
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
         row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
         rows.append(row)
+    del concatenated
+    if partial is not None:
+        forget(partial)
     repeat_columns = [f"repeat_fold{f}" for f in range(len(members))]
     columns = repeat_columns + [f"{kind}_{name}" for kind in ("separated", "concatenated") for name in names]
     return pd.DataFrame(rows, columns=columns)
@@ -163,14 +179,14 @@ def _check_common(members: Members, name: str) -> None:
                     )
 
 
-def _own_scores(members: Members, galleries: Members | None, spec: EvaluationSpec) -> list[list[Mapping[str, float]]]:
-    def own(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Mapping[str, float]:
-        return evaluate(queries, gallery, spec).scores
+def _own_scores(
+    members: Members, galleries: Members | None, spec: EvaluationSpec, distances: Distances | None
+) -> list[list[Mapping[str, float]]]:
+    def own(fold: int, repeat: int, queries: EmbeddingSet) -> Mapping[str, float]:
+        gallery = None if galleries is None else galleries[fold][repeat]
+        return evaluate(queries, gallery, spec, distance=distances[fold][repeat] if distances else None).scores
 
-    return [
-        [own(queries, None if galleries is None else galleries[f][r]) for r, queries in enumerate(fold)]
-        for f, fold in enumerate(members)
-    ]
+    return [[own(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
 
 
 def _check_scores(scores: Sequence[Sequence[Mapping[str, float]]], members: Members, names: Sequence[str]) -> None:

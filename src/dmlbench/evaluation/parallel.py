@@ -1,0 +1,67 @@
+"""One pool of threads over tiles: every tile is worked on by one thread, from the matrix product to its result."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@lru_cache(maxsize=1)
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()  # looks at every loaded library: some milliseconds
+
+
+@contextmanager
+def single_threaded_products() -> Iterator[None]:
+    """numpy's matrix products use the calling thread alone inside: two pools of threads would fight for the cores."""
+    with _controller().limit(limits=1, user_api="blas"):
+        yield
+
+
+def over_threads(function: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> Iterator[Result]:
+    """``function`` of every item, in the order of ``items``; at most ``threads`` + 1 results wait to be taken."""
+    if threads == 1 or len(items) == 1:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def num_threads() -> int:
+    """Threads that the tiles are shared out to: torch's setting."""
+    return torch.get_num_threads()
+
+
+class Workspace(threading.local):
+    """Arrays that a thread writes again and again: fresh memory would be cleared by the system page by page."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray:
+        """An array with any content; asking for the same ``name`` again destroys what the former holds."""
+        size = int(np.prod(shape))
+        held = self._arrays.get(name)
+        if held is None or held.size < size or held.dtype != dtype:
+            held = self._arrays[name] = np.empty(size, dtype=dtype)
+        return held[:size].reshape(shape)
