@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dmlbench.evaluation.similarity import (
-    UnitRows,
     exact_similarities,
     fast_product,
     halving_sum,
@@ -28,8 +27,8 @@ def test_halving_sum_equals_exact_summation_for_every_width() -> None:
 def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
     rng = np.random.default_rng(1)
     source = torch.from_numpy(rng.normal(size=(700, 300)).astype(np.float32))
-    rows, made_anew = hold_unit_rows(source, within_bytes=10**6), UnitRows(source, None)
-    assert rows.held is not None and hold_unit_rows(source, within_bytes=10**5).held is None
+    rows, made_anew = hold_unit_rows(source, within_bytes=10**6), hold_unit_rows(source, within_bytes=10**5)
+    assert rows.held is not None and made_anew.held is None
     left, right = rng.integers(0, 700, (2, 3000))
     together = exact_similarities(rows, rows, left, right)
     alone = [exact_similarities(rows, rows, left[i : i + 1], right[i : i + 1])[0] for i in range(0, 3000, 37)]
@@ -51,7 +50,7 @@ def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows(caplog: p
 def test_fast_product_ranks_within_its_stated_error(offset: float, dimension: int) -> None:
     rng = np.random.default_rng(dimension)
     rows = unit_rows(torch.from_numpy((rng.normal(size=(80, dimension)) + offset).astype(np.float32)))
-    product = fast_product(UnitRows(torch.from_numpy(rows[:20]), rows[:20]), UnitRows(torch.from_numpy(rows), rows))
+    product = fast_product(*(hold_unit_rows(torch.from_numpy(x), within_bytes=10**6) for x in (rows[:20], rows)))
     fast = (product.query(rows[:20]) @ product.gallery(rows).T).astype(np.float64)
     exact = rows[:20].astype(np.float64) @ rows.astype(np.float64).T
     deviation = fast - exact

@@ -22,7 +22,7 @@ from dmlbench.evaluation.members import DistanceMember, Distances, Member, Membe
 from dmlbench.evaluation.metrics import mean_scores, query_scores, score_names
 from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.partial import PartialScores
-from dmlbench.evaluation.search import exclude, unit_search
+from dmlbench.evaluation.search import MIN_TILE_BYTES, exclude, unit_search
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import EmbeddingSet, IntArray
 
@@ -32,7 +32,7 @@ Choice = tuple[int, ...]
 _TILE_ROWS = 128
 _TILE_COLUMNS = 6144
 _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
-_CANDIDATES = 0.2  # of the gallery: what bounds leave is seldom more; the tile's rows are chosen for it
+_CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
 _FRONTIER_BYTES = 64 * 2**20
 
 _workspace = Workspace()
@@ -88,14 +88,14 @@ def concatenated_scores(
 def _members(
     members: Members, galleries: Members | None, distances: Distances | None, spec: EvaluationSpec
 ) -> list[list[Member]]:
-    share = max(spec.tile_bytes // (2 * sum(map(len, members))), 4096)
+    share = max(2 * spec.tile_bytes // sum(map(len, members)), MIN_TILE_BYTES)  # of which a quarter may be held
 
     def member(fold: int, repeat: int, queries: EmbeddingSet) -> Member:
         gallery = None if galleries is None else galleries[fold][repeat]
         distance = None if distances is None else distances[fold][repeat]
         if distance is not None:
             return DistanceMember(queries, queries if gallery is None else gallery, distance)
-        return UnitMember(unit_search(queries, gallery, back_end="torch", tile_bytes=2 * share))
+        return UnitMember(unit_search(queries, gallery, back_end="torch", tile_bytes=share))
 
     return [[member(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
 
@@ -105,10 +105,15 @@ def _score(
 ) -> None:
     """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
     threads = num_threads()
-    rows, columns = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
+    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
 
     def work(part: IntArray) -> IntArray:
-        for choice, row, ranked in rank_choices(_places(folds, part, task, columns)):
+        places = _places(folds, part, task, columns, most=most)
+        if places is None:
+            work(part[: len(part) // 2])
+            work(part[len(part) // 2 :])
+            return part
+        for choice, row, ranked in rank_choices(places):
             query = part[row]
             scores = query_scores(fit_width(ranked, task.k), task.positives[query], recall_at=spec.recall_at)
             for at, values in enumerate(scores.values()):
@@ -127,14 +132,15 @@ def _score(
     store.flush()
 
 
-def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int]:
-    """Queries of a tile and gallery items multiplied at a time, so that one thread's work takes ``free`` bytes."""
+def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int, int]:
+    """Queries of a tile, gallery items multiplied at a time, and pairs that may be left, so that one thread's work takes
+    ``free`` bytes."""
     columns = min(num_gallery, _TILE_COLUMNS)
     candidates = max(64, int(_CANDIDATES * num_gallery))
     free = max(0, free - min(_FRONTIER_BYTES, free // 2))
     per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
     rows = max(1, min(_TILE_ROWS, free // per_row))
-    return rows, columns
+    return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))
 
 
 @dataclass
@@ -148,12 +154,14 @@ class _Kept:
     value: FloatRows
 
 
-def _places(folds: list[list[Member]], part: IntArray, task: RetrievalTask, columns: int) -> Places:
+def _places(
+    folds: list[list[Member]], part: IntArray, task: RetrievalTask, columns: int, *, most: int
+) -> Places | None:
     """Multiply every member's rows, then drop the pairs that no collection can need.
 
     Per pair, the sum over folds of the least similarity of any repeat bounds every collection from below, and that of
     the greatest from above. A pair whose upper bound is less than the k-th largest lower bound (less the slack) is a
-    candidate of no collection.
+    candidate of no collection. None where more than ``most`` pairs are left of more than one query.
     """
     floor = np.full((len(part), 1), LOWEST)
     kept: list[_Kept] = []
@@ -162,7 +170,12 @@ def _places(folds: list[list[Member]], part: IntArray, task: RetrievalTask, colu
     for start in range(0, num_gallery, columns):
         found, floor, slack = _kept_of(folds, part, task, start, min(start + columns, num_gallery), floor, slack)
         kept.append(found)
-    merged = _merged(kept, task.k, slack)
+        if sum(len(tile.column) for tile in kept) > most // 2:
+            merged, floor = _merged(kept, task.k, slack)
+            kept = [merged]
+            if len(part) > 1 and len(merged.column) > most:
+                return None
+    merged, _ = _merged(kept, task.k, slack)
     target, (height, width) = padded_place(merged.count)
     width += 1  # the last place of every row is padding
     target += np.repeat(np.arange(height), merged.count)
@@ -232,10 +245,8 @@ def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
     return sums[0], sums[1]
 
 
-def _merged(kept: list[_Kept], k: int, slack: float) -> _Kept:
-    """The pairs of all gallery tiles, by row, that the bounds over the whole gallery leave."""
-    if len(kept) == 1:
-        return kept[0]
+def _merged(kept: list[_Kept], k: int, slack: float) -> tuple[_Kept, FloatRows]:
+    """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; the floor that they reach."""
     height = len(kept[0].count)
     row = np.concatenate([np.repeat(np.arange(height), tile.count) for tile in kept])
     order = np.argsort(row, kind="stable")
@@ -250,4 +261,4 @@ def _merged(kept: list[_Kept], k: int, slack: float) -> _Kept:
     left = upper >= np.repeat(floor[:, 0], count)
     order = order[left]
     value = np.concatenate([tile.value for tile in kept], axis=1)[:, order]
-    return _Kept(np.bincount(row[order], minlength=height), column[left], lower[left], upper[left], value)
+    return _Kept(np.bincount(row[order], minlength=height), column[left], lower[left], upper[left], value), floor

@@ -190,6 +190,7 @@ class UnitSearch:
         own_column: [Q] gallery index that a query must not find, or -1.
         product: float32 product that ranks as the unit rows do.
         operand: [N, D] or [N, D + 1] the product's right side, or None: made anew for every tile.
+        factor: [N] what the product's columns are multiplied by, or None: by nothing.
         device: where the float32 products run.
         on_host: whether numpy multiplies, tile by tile on one thread each; else torch does on ``device``.
         back_end: which float32 pass.
@@ -201,6 +202,7 @@ class UnitSearch:
     own_column: IntArray
     product: FastProduct
     operand: FloatRows | None
+    factor: FloatRows | None
     device: torch.device
     on_host: bool
     back_end: Literal["torch", "faiss"]
@@ -284,17 +286,21 @@ class UnitSearch:
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
         """Float32 similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
-        query, right = self.product.query(self.query.take(part)), self._right(start, stop)
+        self._multiply(self.product.query(self.query.take(part)), start, stop, out=out)
+
+    def _multiply(self, query: FloatRows, start: int, stop: int, *, out: FloatRows) -> None:
         if self.on_host:
-            np.matmul(query, right.T, out=out)
+            np.matmul(query, self._right(start, stop).T, out=out)
         else:
-            out[...] = _multiply(query, right, self.device).cpu().numpy()
+            out[...] = _product_on(self.device, query, self._right(start, stop)).cpu().numpy()
+        if self.factor is not None:
+            out *= self.factor[start:stop]
 
     def _on_host(
         self, query: FloatRows, start: int, stop: int, *, own: IntArray, k: int, floor: FloatRows
     ) -> Found:
         similarity = _workspace.array("similarity", (len(query), stop - start), np.float32)
-        np.matmul(query, self._right(start, stop).T, out=similarity)
+        self._multiply(query, start, stop, out=similarity)
         exclude(similarity, own)
         if (floor == LOWEST).any():
             floor = np.maximum(floor, floor_below(kth_bound(similarity, k), self.slack))
@@ -305,7 +311,7 @@ class UnitSearch:
     ) -> Found:
         """As ``_on_host`` on the device; queries are halved where its memory does not do."""
         try:
-            similarity = _multiply(query, right, self.device)
+            similarity = _product_on(self.device, query, right)
             held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
             place = (torch.from_numpy(held).to(self.device), torch.from_numpy(own[held]).to(self.device))
             similarity[place] = -torch.inf
@@ -336,7 +342,7 @@ def exclude(similarity: FloatRows, own: IntArray) -> None:
     similarity[held, own[held]] = -np.inf
 
 
-def _multiply(query: FloatRows, right: Tensor | FloatRows, device: torch.device) -> Tensor:
+def _product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows) -> Tensor:
     """The product [T, W] on ``device``, in float32 whatever is set outside."""
     left = torch.from_numpy(query).to(device)
     gallery = right if isinstance(right, Tensor) else torch.from_numpy(right).to(device)
@@ -349,7 +355,8 @@ def unit_search(
 ) -> UnitSearch:
     """Check and normalize two sets (or one, searched within itself); products run where ``queries.rows`` lies.
 
-    Unit rows are held where they take at most half of ``tile_bytes`` and made anew for every tile otherwise.
+    Unit rows are held where they take at most a quarter of ``tile_bytes``. Else the product uses the rows as given
+    where it can, and unit rows made anew for every tile where it cannot.
 
     Raises:
         RunError: empty sets, widths that differ, NaN, an id twice in the gallery.
@@ -364,7 +371,7 @@ def unit_search(
 
     def hold(rows: Tensor) -> UnitRows:
         nonlocal free
-        unit = hold_unit_rows(rows, within_bytes=free - tile_bytes // 2)
+        unit = hold_unit_rows(rows, within_bytes=free - 3 * tile_bytes // 4)
         free -= 0 if unit.held is None else unit.held.nbytes
         return unit
 
@@ -373,15 +380,18 @@ def unit_search(
     if len(unit_gallery) > MAX_GALLERY:
         raise RunError(f"the gallery has {len(unit_gallery)} rows, more than {MAX_GALLERY}; search it in parts")
     product = fast_product(unit_query, unit_gallery)
-    operand = unit_gallery.held
-    if operand is not None and product.mean is not None:
+    operand, factor = unit_gallery.held, None
+    if product.mean is not None:
         size = 4 * len(unit_gallery) * (unit_gallery.width + 1)
-        operand = product.gallery(operand) if free - size >= tile_bytes // 4 else None
+        operand = product.gallery(operand) if operand is not None and free - size >= tile_bytes // 4 else None
         free -= 0 if operand is None else size
-    if operand is None and chosen == "faiss":
+    elif operand is None and device.type == "cpu":
+        operand, factor = unit_gallery.as_given() or (None, None)
+    if (operand is None or factor is not None) and chosen == "faiss":
         logger.info("the gallery does not fit into tile_bytes (%d) at once; searching without faiss", tile_bytes)
         chosen = "torch"
-    return UnitSearch(unit_query, unit_gallery, own, product, operand, device, device.type == "cpu", chosen, free)
+    on_host = device.type == "cpu"
+    return UnitSearch(unit_query, unit_gallery, own, product, operand, factor, device, on_host, chosen, free)
 
 
 def nearest(

@@ -19,6 +19,7 @@ from dmlbench.types import IntArray
 FloatRows = NDArray[np.float32]
 
 _CHUNK_BYTES = 2**20  # float64 products held at once: stays in a core's second-level cache
+_MEAN_ROWS = 512
 _FLOAT64_ERROR = 4e-15  # of ``exact_similarities`` itself: (log2 D + 2) 2^-53, for any D below 2^30
 
 logger = logging.getLogger(__name__)
@@ -45,27 +46,37 @@ def unit_rows(rows: Tensor) -> FloatRows:
     The same row gives the same bits wherever it stands. A row of zeros has no direction: it stays zero (similarity 0 to
     everything) and is reported in the log.
     """
-    result, zeros = _divided(rows)
-    _report_zeros(zeros, len(rows))
-    return result
+    return _divided(rows, row_norms(rows))
 
 
-def _divided(rows: Tensor) -> tuple[FloatRows, int]:
-    """Unit rows and how many of ``rows`` [N, D] are zero."""
-    result = np.empty(tuple(rows.shape), dtype=np.float32)
-    step = max(1, _CHUNK_BYTES // (8 * max(1, rows.shape[1])))
-    zeros = 0
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step].detach().to("cpu", torch.float32).to(torch.float64).numpy()
-        norm = np.sqrt(halving_sum(part * part))
-        zeros += int((norm == 0).sum())
-        np.divide(part, np.where(norm == 0, 1.0, norm)[:, None], out=result[start : start + step], casting="same_kind")
-    return result, zeros
-
-
-def _report_zeros(zeros: int, count: int) -> None:
+def row_norms(rows: Tensor) -> NDArray[np.float64]:
+    """Lengths [N] of rows [N, D]; zeros are reported in the log."""
+    norm = np.empty(len(rows))
+    for start, part in _float64_parts(rows):
+        part *= part
+        norm[start : start + len(part)] = np.sqrt(halving_sum(part))
+    zeros = int((norm == 0).sum())
     if zeros:
-        logger.warning("%d of %d embeddings are zero vectors; their similarity to everything is 0", zeros, count)
+        logger.warning("%d of %d embeddings are zero vectors; their similarity to everything is 0", zeros, len(rows))
+    return norm
+
+
+def _float64_parts(rows: Tensor) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """(index of the first row, float64 values of float32 rows) a few rows at a time; the arrays may be overwritten."""
+    step = max(1, _CHUNK_BYTES // (8 * max(1, rows.shape[1])))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().to("cpu", torch.float32).numpy()
+        yield start, part.astype(np.float64)
+
+
+def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
+    """Rows [N, D] by their lengths [N], rounded to float32."""
+    result = np.empty(tuple(rows.shape), dtype=np.float32)
+    for start, part in _float64_parts(rows):
+        length = norm[start : start + len(part), None]
+        part /= np.where(length == 0, 1.0, length)
+        result[start : start + len(part)] = part
+    return result
 
 
 @dataclass(frozen=True)
@@ -74,10 +85,12 @@ class UnitRows:
 
     Attributes:
         source: [N, D] rows as given.
+        norm: [N] their lengths.
         held: [N, D] all unit rows, or None.
     """
 
     source: Tensor
+    norm: NDArray[np.float64]
     held: FloatRows | None
 
     def __len__(self) -> int:
@@ -89,27 +102,41 @@ class UnitRows:
 
     def part(self, start: int, stop: int) -> FloatRows:
         """Unit rows start .. stop - 1."""
-        return self.held[start:stop] if self.held is not None else _divided(self.source[start:stop])[0]
+        return self.held[start:stop] if self.held is not None else _divided(self.source[start:stop], self.norm[start:stop])
 
     def take(self, index: IntArray) -> FloatRows:
         """Unit rows ``index`` [M]: [M, D]."""
         if self.held is not None:
             return self.held[index]
-        return _divided(self.source[torch.from_numpy(index).to(self.source.device)])[0]
+        return _divided(self.source[torch.from_numpy(index).to(self.source.device)], self.norm[index])
 
     def parts(self) -> Iterator[FloatRows]:
         """All rows in order, a few at a time."""
         step = max(1, _CHUNK_BYTES // (4 * max(1, self.width)))
         return (self.part(start, start + step) for start in range(0, len(self), step))
 
+    def as_given(self) -> tuple[FloatRows, FloatRows | None] | None:
+        """Rows as given [N, D] and the factors [N] that make them unit rows up to rounding, without a copy.
+
+        The factors are None where the rows are of unit length already, up to 2^-22. The whole is None where a product
+        cannot use the rows: not float32 on the CPU, or so long or short that products leave float32's range.
+        """
+        if self.source.device.type != "cpu" or self.source.dtype != torch.float32 or not self.source.is_contiguous():
+            return None
+        if len(self) and np.abs(self.norm - 1).max() <= 2.0**-22:
+            return self.source.detach().numpy(), None
+        lengths = self.norm[self.norm > 0]
+        if len(lengths) and not 1e-12 < lengths.min() <= lengths.max() < 1e12:
+            return None
+        factor = np.zeros(len(self), dtype=np.float32)
+        np.divide(1.0, self.norm, out=factor, where=self.norm > 0, casting="same_kind")
+        return self.source.detach().numpy(), factor
+
 
 def hold_unit_rows(rows: Tensor, *, within_bytes: int) -> UnitRows:
     """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``. Zero rows are reported in the log."""
-    if 4 * rows.numel() <= within_bytes:
-        return UnitRows(rows, unit_rows(rows))
-    unit = UnitRows(rows, None)
-    _report_zeros(sum(int((~part.any(axis=1)).sum()) for part in unit.parts()), len(rows))
-    return unit
+    norm = row_norms(rows)
+    return UnitRows(rows, norm, _divided(rows, norm) if 4 * rows.numel() <= within_bytes else None)
 
 
 def exact_similarities(left: UnitRows, right: UnitRows, rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
@@ -157,7 +184,8 @@ class FastProduct:
 def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
     """Choose the operands with the smaller error for unit rows ``query`` [Q, D] and ``gallery`` [N, D].
 
-    Plain operands err by at most (D + 3) 2^-24: one rounding per product and addition, at most D in a row. Embeddings
+    Plain operands err by at most (D + 11) 2^-24: one rounding per product and addition, at most D in a row, and up to
+    eight where rows ``as_given`` stand for unit rows. Embeddings
     of an untrained or collapsed model all point the same way, and that error would exceed their differences. With the
     gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so the
     operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
@@ -166,12 +194,11 @@ def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
     8e-6, some ten times what is met in practice: the difference makes a few more pairs be computed twice and can never
     cost a result.
     """
-    roundings = 1.01 * (query.width + 4) * 2.0**-24  # products and sums; operands and the added column rounded once each
+    roundings = 1.01 * (query.width + 12) * 2.0**-24
     plain = FastProduct(None, roundings + _FLOAT64_ERROR, 1.001)
-    mean = np.zeros(gallery.width)
-    for part in gallery.parts():
-        mean += part.sum(axis=0, dtype=np.float64)
-    mean /= len(gallery)
+    # any vector would be right, so that of some rows is as good as the mean of all
+    some = np.arange(0, len(gallery), max(1, len(gallery) // _MEAN_ROWS))
+    mean = np.asarray(gallery.take(some).mean(axis=0, dtype=np.float64))
     if np.linalg.norm(mean) < 0.5:  # the rows point many ways: nothing to gain
         return plain
     longest_query = longest_gallery = offset = 0.0
