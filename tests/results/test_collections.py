@@ -1,14 +1,21 @@
 """Collections of fold models: the concatenated rows themselves and closed forms as oracles."""
 
 import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
+from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
+
+from dmlbench.evaluation import concatenated, partial
 from dmlbench.evaluation.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.frontier import Places
 from dmlbench.evaluation.search import MIN_TILE_BYTES
 from dmlbench.evaluation.similarity import unit_rows
 from dmlbench.results.collections import collections, confidence_interval, summarize
@@ -69,6 +76,80 @@ def test_tiles_and_threads_cannot_change_a_score() -> None:
     torch.set_num_threads(threads)
     for frame in frames[1:]:
         pd.testing.assert_frame_equal(frame, frames[0], check_exact=True)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_call_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = runs(folds=3, repeats=2, size=60)
+    expected = collections(members, recall_at=RECALL_AT, tile_bytes=60_000)
+    folder = tmp_path / "partial"
+    rank, calls = concatenated.rank_choices, []
+
+    def stops_at(limit: int) -> Callable[[Places], object]:
+        def ranked(places: Places) -> object:
+            calls.append(len(places.part))
+            if len(calls) == limit:
+                raise Interrupted
+            return rank(places)
+
+        return ranked
+
+    monkeypatch.setattr(partial, "_SAVE_SECONDS", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        monkeypatch.setattr(concatenated, "rank_choices", stops_at(4))
+        with pytest.raises(Interrupted):
+            collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
+        done = sum(calls[:3])
+        assert json.loads((folder / "progress.json").read_text())["done"] == done > 0
+        calls.clear()
+        monkeypatch.setattr(concatenated, "rank_choices", stops_at(0))
+        found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
+        pd.testing.assert_frame_equal(found, expected, check_exact=True)
+        assert sum(calls) == len(concatenated.retrieval_task(members[0][0], members[0][0], recall_at=(1,)).valid) - done
+        assert not folder.exists()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None:
+    members = runs(folds=2, repeats=2, size=30)
+    spec = EvaluationSpec((1,))
+    concatenated_scores(members, spec=spec, partial=tmp_path)
+    members[0][1].rows[3, 0] += 1
+    found = concatenated_scores(members, spec=spec, partial=tmp_path)
+    for choice, evaluation in concatenated_scores(members, spec=spec).items():
+        assert found[choice].scores == evaluation.scores
+
+
+@pytest.mark.parametrize("tile_bytes", [MIN_TILE_BYTES, 2**24])
+def test_members_with_distances_of_their_own_rank_by_the_sum_of_these(tile_bytes: int) -> None:
+    members = runs(folds=2, repeats=2, size=40)
+    distances = [[LpDistance(normalize_embeddings=False, p=1), SNRDistance()], [None, CosineSimilarity()]]
+    found = concatenated_scores(members, spec=EvaluationSpec((1, 3), tile_bytes=tile_bytes), distances=distances)
+    matrices = []
+    for fold, choices in zip(members, distances, strict=True):
+        matrices.append([])
+        for member, distance in zip(fold, choices, strict=True):
+            rows = member.rows.double()
+            unit = torch.from_numpy(unit_rows(member.rows)).double()
+            given = unit @ unit.T if distance is None else distance(rows, rows)
+            matrices[-1].append(given if distance is None or distance.is_inverted else -given)
+    labels = members[0][0].labels
+    for (a, b), evaluation in found.items():
+        total = (matrices[0][a] + matrices[1][b]).numpy().round(9)  # duplicates tie but for rounding
+        for q in range(40):
+            order = [g for g in np.argsort(-total[q], kind="stable") if g != q]
+            marks = (labels[order] == labels[q]).numpy()
+            if marks.any():
+                assert evaluation.per_query["p_at_1"][q] == marks[0]
+                assert evaluation.per_query["r_precision"][q] == pytest.approx(marks[: marks.sum()].mean())
+    with pytest.raises(RunError, match="distances must be given for every run"):
+        collections(members, distances=distances[:1])
 
 
 def test_separated_mean_and_std_have_their_closed_forms() -> None:

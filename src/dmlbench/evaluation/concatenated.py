@@ -248,7 +248,8 @@ def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
 def _merged(kept: list[_Kept], k: int, slack: float) -> tuple[_Kept, FloatRows]:
     """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; the floor that they reach."""
     height = len(kept[0].count)
-    row = np.concatenate([np.repeat(np.arange(height), tile.count) for tile in kept])
+    # short numbers are sorted by their digits, in no time
+    row = np.concatenate([np.repeat(np.arange(height, dtype=np.uint16), tile.count) for tile in kept])
     order = np.argsort(row, kind="stable")
     count = np.sum([tile.count for tile in kept], axis=0)
     column, lower, upper = (

@@ -1,0 +1,140 @@
+"""Keys, narrowing, and the routes of the search that a CPU with memory to spare does not take by itself."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmlbench.evaluation import search as search_module
+from dmlbench.evaluation.candidates import (
+    PADDING,
+    Keys,
+    column_of,
+    kth_bound,
+    narrow,
+    narrow_keys,
+    pack,
+    settle,
+    value_of,
+)
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.search import UnitSearch, unit_search
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+
+def embedding_set(rows: np.ndarray, start: int = 0) -> EmbeddingSet:
+    labels = torch.arange(len(rows)) % 7
+    return EmbeddingSet(torch.from_numpy(rows.astype(np.float32)), labels, torch.arange(start, start + len(rows)))
+
+
+def nearest_columns(search: UnitSearch, k: int) -> np.ndarray:
+    def finish(part: IntArray, keys: Keys) -> IntArray:
+        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+
+    return np.concatenate([found for _, found in search.ranked(k, finish, wanted=np.arange(len(search.query)))])
+
+
+def test_keys_sort_by_value_then_column_and_give_both_back() -> None:
+    rng = np.random.default_rng(0)
+    value = rng.choice(np.array([-3.5, -1e-30, -0.0, 1e-30, 0.25, 2.0], dtype=np.float32), 300)
+    column = rng.permutation(2**31 - 2 - np.arange(300))
+    keys = pack(value, column)
+    assert np.array_equal(value_of(keys), value)
+    assert np.array_equal(column_of(keys), column)
+    order = np.argsort(keys)
+    expected = np.lexsort((column, np.signbit(value), -value))  # -0.0 behind 0.0 does no harm: both are near ties
+    assert np.array_equal(order, expected)
+    assert pack(np.array([-np.inf], dtype=np.float32), np.array([3])) == PADDING
+    assert value_of(np.array([PADDING])) == -np.inf
+    assert column_of(np.array([PADDING])) == -1
+
+
+@pytest.mark.parametrize("width", [5, 63, 700])
+@pytest.mark.parametrize("k", [1, 4, 60])
+def test_narrowing_keeps_the_k_largest_of_every_row(width: int, k: int) -> None:
+    rng = np.random.default_rng(width + k)
+    similarity = rng.normal(size=(9, width)).astype(np.float32).round(1)  # many ties
+    similarity[2, : width // 2] = -np.inf
+    bound = kth_bound(similarity, k)
+    keys = narrow(similarity, k, slack=0.05, first_column=100).padded()
+    if keys.shape[1] >= k:
+        keys, _ = narrow_keys(keys, k, slack=0.05)
+    for row, kept in zip(similarity, column_of(keys), strict=True):
+        finite = np.flatnonzero(row > -np.inf)
+        kth = np.sort(row[finite])[-k] if len(finite) >= k else -np.inf
+        needed = finite[row[finite] >= kth - np.float32(0.05)]
+        assert set(needed + 100) <= set(kept.tolist())
+        assert set(kept[kept >= 0].tolist()) <= set(finite + 100)
+    assert all((row >= b).sum() >= k for row, b in zip(similarity, bound[:, 0], strict=True) if b > -np.inf)
+
+
+@pytest.mark.parametrize("offset", [0.0, 8.0])
+def test_rows_as_given_rank_as_unit_rows_that_are_held(offset: float) -> None:
+    rng = np.random.default_rng(1)
+    rows = (rng.normal(size=(150, 12)) + offset) * rng.uniform(0.01, 100, (150, 1))
+    rows[70:90] = rows[:20]
+    sets = embedding_set(rows)
+    held, anew = (unit_search(sets, None, tile_bytes=size) for size in (2**24, 4096))
+    assert held.query.held is not None and anew.query.held is None
+    assert (anew.factor is None) == (offset > 0)  # centered operands are made from unit rows
+    assert np.array_equal(nearest_columns(held, 9), nearest_columns(anew, 9))
+
+
+def test_queries_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
+    host = unit_search(queries, gallery)
+    device = dataclasses.replace(host, on_host=False)  # the code of an accelerator, on tensors of the CPU
+    product, sizes = search_module._product_on, []
+
+    def small_memory(*operands: object) -> torch.Tensor:
+        result = product(*operands)
+        sizes.append(len(result))
+        if len(result) > 15:
+            raise torch.OutOfMemoryError("faked")
+        return result
+
+    expected = nearest_columns(host, 60)
+    assert np.array_equal(nearest_columns(device, 60), expected)
+    monkeypatch.setattr(search_module, "_product_on", small_memory)
+    assert np.array_equal(nearest_columns(device, 60), expected)
+    assert sizes == [50, 25, 12, 13, 25, 12, 13]
+
+    def no_memory(*operands: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("faked")
+
+    monkeypatch.setattr(search_module, "_product_on", no_memory)
+    with pytest.raises(RunError, match="no memory left for one query and 80 gallery items; lower tile_bytes"):
+        nearest_columns(device, 60)
+
+
+def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = embedding_set(np.random.default_rng(3).normal(size=(2300, 4)))
+    queries = EmbeddingSet(sets.rows[:5], sets.labels[:5], sets.ids[:5])
+    host = unit_search(queries, sets)
+    exact = -(host.query.part(0, 5).astype(np.float64) @ host.gallery.part(0, 2300).astype(np.float64).T)
+    exact[np.arange(5), np.arange(5)] = np.inf
+    expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
+    for search in (host, dataclasses.replace(host, on_host=False)):
+        assert np.array_equal(nearest_columns(search, 2200), expected)
+
+
+def test_the_torch_setting_of_threads_survives() -> None:
+    threads = torch.get_num_threads()
+    evaluate(embedding_set(np.random.default_rng(4).normal(size=(40, 3))), None, EvaluationSpec())
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["sop:128", "million:128", "collections"])
+def test_the_peak_stays_within_the_setting(repository: Path, work: str) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak is read from Linux's /proc")
+    script = str(repository / "scripts" / "bench_evaluation.py")
+    command = [sys.executable, script, "--child", work, "--threads", "2", "--scale", "0.3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[1]) <= EvaluationSpec().tile_bytes
