@@ -3,9 +3,9 @@
 python scripts/bench_evaluation.py [--part evaluate whole collections sample memory] [--dimension 128 512]
     [--threads 1 2] [--rounds 3] [--peers FOLDER] [--out table.md]
 
-Peers: pytorch-metric-learning's AccuracyCalculator (k="max_bin_count"), open-metric-learning's metrics (where FOLDER, or
-the environment, has it), faiss for the collections. Contenders take turns; the least of the rounds counts. Seconds of
-one thread are processor seconds (those of the wall on an idle machine), of more threads those of the wall.
+Peers: pytorch-metric-learning's AccuracyCalculator (k="max_bin_count"), open-metric-learning's metrics (where FOLDER,
+or the environment, has it), faiss for the collections. Contenders take turns; the least of the rounds counts. Seconds
+of one thread are processor seconds (those of the wall on an idle machine), of more threads those of the wall.
 """
 
 import argparse
@@ -172,8 +172,9 @@ def bench_evaluate(options: argparse.Namespace, report: Report, names: tuple[str
                 s = least_seconds(contenders, options.rounds if peers else 1, threads)
                 oml = f"{s['oml']:.3f} | {s['ours'] / s['oml']:.2f}" if "oml" in s else "- | -"
                 report(
-                    f"| {name} | {dimension} | {threads} | {s['ours']:.3f} | {s['pml']:.3f} | {s['ours'] / s['pml']:.2f} "
-                    f"| {oml} | {s['floor']:.3f} | {s['floor'] / s['ours']:.0%} | {worst:.0e}, PML {against_peer:.0e} |"
+                    f"| {name} | {dimension} | {threads} | {s['ours']:.3f} | {s['pml']:.3f} "
+                    f"| {s['ours'] / s['pml']:.2f} | {oml} "
+                    f"| {s['floor']:.3f} | {s['floor'] / s['ours']:.0%} | {worst:.0e}, PML {against_peer:.0e} |"
                 )
     report()
 
@@ -208,7 +209,9 @@ def bench_collections(options: argparse.Namespace, report: Report) -> None:
     frame = collections(runs)
     theirs = pml_call([four])()
     difference = max(abs(frame.iloc[0][f"concatenated_{mine}"] - theirs[other]) for other, mine in METRICS.items())
-    report("| 81 collections | threads | ours s | 81 + 12 PML s | faster | 12 products s | ours / products | difference |")
+    report(
+        "| 81 collections | threads | ours s | 81 + 12 PML s | faster | 12 products s | ours / products | difference |"
+    )
     report("|---|---|---|---|---|---|---|---|")
     for threads in options.threads:
         set_threads(threads)

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
 from dmlbench.evaluation import concatenated, partial

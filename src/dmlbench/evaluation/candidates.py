@@ -1,8 +1,8 @@
 """Which gallery items may be among the k nearest, and their exact order: float32 values propose, float64 ones decide.
 
-A candidate is one 64-bit number, its *key*: the float32 similarity in the upper half, turned so that larger similarities
-give smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark). Sorting keys
-sorts by similarity, nearest first, ties by gallery index.
+A candidate is one 64-bit number, its *key*: the float32 similarity in the upper half, turned so that larger
+similarities give smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark).
+Sorting keys sorts by similarity, nearest first, ties by gallery index.
 
 Letters: T queries of a tile, W columns, C candidates of a query, k places that matter.
 """
@@ -79,7 +79,7 @@ class Found:
 
 
 def padded_place(count: IntArray) -> tuple[IntArray, tuple[int, int]]:
-    """Where entries [M], ``count`` [T] for each row, stand in a flattened [T, C] with C the largest count; its shape."""
+    """Where entries [M], ``count`` [T] for each row, stand in a flattened [T, C], C the largest count; its shape."""
     width = int(count.max(initial=0))
     first = np.cumsum(count) - count
     place = np.arange(int(count.sum())) + np.repeat(np.arange(len(count)) * width - first, count)

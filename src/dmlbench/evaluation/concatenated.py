@@ -6,13 +6,11 @@ queries of a tile, N gallery items, W of them that can matter to some collection
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench.evaluation.candidates import LOWEST, floor_below, kth_bound, padded_place
@@ -79,9 +77,7 @@ def concatenated_scores(
     result = {}
     for choice, scores in zip(choices, store.values, strict=True):
         values = dict(zip(names, scores, strict=True))
-        result[choice] = Evaluation(
-            mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries
-        )
+        result[choice] = Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
     return result
 
 
@@ -133,8 +129,7 @@ def _score(
 
 
 def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int, int]:
-    """Queries of a tile, gallery items multiplied at a time, and pairs that may be left, so that one thread's work takes
-    ``free`` bytes."""
+    """Queries of a tile, gallery items multiplied at a time, pairs that may be left; together ``free`` bytes."""
     columns = min(num_gallery, _TILE_COLUMNS)
     candidates = max(64, int(_CANDIDATES * num_gallery))
     free = max(0, free - min(_FRONTIER_BYTES, free // 2))
@@ -181,7 +176,6 @@ def _places(
     target += np.repeat(np.arange(height), merged.count)
     column = np.full(height * width, -1, dtype=np.int64)
     column[target] = merged.column
-    column = column.reshape(height, width)
     values = []
     for value in merged.value:
         full = np.full(height * width, -np.inf, dtype=np.float32)
@@ -189,7 +183,8 @@ def _places(
         values.append(full.reshape(height, width))
     ends = list(itertools.accumulate(map(len, folds), initial=0))
     by_fold = [values[a:b] for a, b in itertools.pairwise(ends)]
-    return Places(folds, part, column, task.relevant(part, column), by_fold, task.k, slack)
+    columns_left = column.reshape(height, width)
+    return Places(folds, part, columns_left, task.relevant(part, columns_left), by_fold, task.k, slack)
 
 
 def _kept_of(
@@ -246,7 +241,7 @@ def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
 
 
 def _merged(kept: list[_Kept], k: int, slack: float) -> tuple[_Kept, FloatRows]:
-    """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; the floor that they reach."""
+    """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; the floor they reach."""
     height = len(kept[0].count)
     # short numbers are sorted by their digits, in no time
     row = np.concatenate([np.repeat(np.arange(height, dtype=np.uint16), tile.count) for tile in kept])

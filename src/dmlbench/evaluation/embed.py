@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.evaluation.search import check_finite
+from dmlbench.evaluation.sets import check_finite
 from dmlbench.runtime import atomic_write
 from dmlbench.types import Batch, EmbeddingSet, RunError
 

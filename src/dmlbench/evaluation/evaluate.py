@@ -21,13 +21,10 @@ from dmlbench.evaluation.metrics import (
 from dmlbench.evaluation.search import (
     TILE_BYTES,
     BackEnd,
-    check_sets,
     check_tile_bytes,
-    ids_of,
-    labels_of,
-    self_columns,
     unit_search,
 )
+from dmlbench.evaluation.sets import check_sets, ids_of, labels_of, self_columns
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Ranking of every choice of one repeat per fold at once, fold by fold, dropping pairs that no choice below can need.
 
-A tile's queries and the gallery items that matter to some collection make *places*, T rows of W + 1 (the last is padding,
--inf). A *frontier* holds, for every choice of repeats of the first folds and every query, the sums so far of the places
-that are left. Per place, the least and the greatest of the repeats of the folds to come bound all collections below; a
+A tile's queries and the gallery items that matter to some collection make *places*, T rows of W + 1 (the last is
+padding, -inf). A *frontier* holds, for every choice of repeats of the first folds and every query, the sums so far of the
+places that are left. Per place, the least and the greatest of the repeats of the folds to come bound all collections below; a
 place whose upper bound is less than the k-th largest lower bound is left out.
 """
 
@@ -45,8 +45,13 @@ class Places:
 
 @dataclass(frozen=True)
 class _Frontier:
-    """Sums over the first folds: choice [R] (repeats of these folds as one number), flat [R, W'] (position in a flattened
-    [T, W + 1]), total [R, W'] float32."""
+    """Sums over the first folds.
+
+    Attributes:
+        choice: [R] repeats of these folds as one number.
+        flat: [R, W'] position in a flattened [T, W + 1].
+        total: [R, W'] float32.
+    """
 
     choice: IntArray
     flat: IntArray
@@ -102,9 +107,7 @@ def _extend(
             yield _ranked(places, known, grown)
 
 
-def _grown(
-    places: Places, to_come: tuple[FloatRows, FloatRows] | None, parent: _Frontier, *, fold: int
-) -> _Frontier:
+def _grown(places: Places, to_come: tuple[FloatRows, FloatRows] | None, parent: _Frontier, *, fold: int) -> _Frontier:
     """The frontier after ``fold``: repeats times as many rows, each with what its bounds leave."""
     flat = parent.flat
     repeats = len(places.value[fold])

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.candidates import ExactSimilarity
-from dmlbench.evaluation.search import UnitSearch, check_sets
+from dmlbench.evaluation.search import UnitSearch
+from dmlbench.evaluation.sets import check_sets
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 

@@ -90,9 +90,7 @@ def forget(folder: Path) -> None:
         folder.rmdir()
 
 
-def _fingerprint(
-    members: Members, galleries: Members | None, names: Sequence[str], distances: Distances | None
-) -> str:
+def _fingerprint(members: Members, galleries: Members | None, names: Sequence[str], distances: Distances | None) -> str:
     """Hash of all that the scores depend on."""
     digest = hashlib.sha256(f"{_FORMAT} {list(names)} {[len(fold) for fold in members]}".encode())
     for group in (members, galleries or []):

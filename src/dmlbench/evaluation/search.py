@@ -7,7 +7,6 @@ what is nearer is computed again.
 Letters: Q queries, N gallery items, D dimensions, k items wanted, T queries and W gallery items of a tile.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from dmlbench.evaluation.back_ends import BackEnd, exclude, faiss_candidates, product_on, resolve_back_end
 from dmlbench.evaluation.candidates import (
     LOWEST,
     MAX_GALLERY,
@@ -26,17 +25,15 @@ from dmlbench.evaluation.candidates import (
     ExactSimilarity,
     Found,
     Keys,
-    column_of,
     entries_above,
     floor_below,
     kth_bound,
     narrow_keys,
     narrow_on_device,
-    pack,
     settle,
-    value_of,
 )
 from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.sets import check_sets, ids_of, self_columns
 from dmlbench.evaluation.similarity import (
     FastProduct,
     FloatRows,
@@ -44,16 +41,13 @@ from dmlbench.evaluation.similarity import (
     exact_similarities,
     fast_product,
     hold_unit_rows,
-    strict_float32_products,
 )
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
 
-BackEnd = Literal["auto", "torch", "faiss"]
 Result = TypeVar("Result")
 
 TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
-_FAISS_EXTRA = 8  # neighbors asked beyond k, so that near ties at rank k seldom need a second search
 _TILE_ENTRIES = 2**22  # similarities of a tile on a CPU: 16 MiB, what a last-level cache holds
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 _BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
@@ -62,69 +56,6 @@ _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow
 
 logger = logging.getLogger(__name__)
 _workspace = Workspace()
-
-
-def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
-    """Gallery index [Q] of the item with the query's own id, -1 where the gallery has none.
-
-    Raises:
-        RunError: an id occurs twice in the gallery.
-    """
-    order = np.argsort(gallery_ids, kind="stable")
-    ordered = gallery_ids[order]
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(twice):
-        raise RunError(f"row id {ordered[twice[0]]} occurs more than once in the gallery; ids must be unique")
-    if len(ordered) == 0:
-        return np.full(len(query_ids), -1, dtype=np.int64)
-    place = np.minimum(np.searchsorted(ordered, query_ids), len(ordered) - 1)
-    return np.where(ordered[place] == query_ids, order[place], -1).astype(np.int64)
-
-
-def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
-    """Both sets hold finite rows of one width, with a label and an id each.
-
-    Raises:
-        RunError: what is wrong, naming the first row id at fault.
-    """
-    named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
-    for name, part in named.items():
-        if part.rows.ndim != 2 or not len(part.rows) == len(part.labels) == len(part.ids):
-            raise RunError(
-                f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
-                f"{len(part.labels)} labels and {len(part.ids)} ids"
-            )
-        if len(part) == 0:
-            raise RunError(f"the {name} set is empty; there is nothing to search")
-        check_finite(part.rows, part.ids, what=f"{name} embedding")
-    if queries.rows.shape[1] != gallery.rows.shape[1]:
-        raise RunError(
-            f"queries have {queries.rows.shape[1]} dimensions and the gallery has {gallery.rows.shape[1]}; "
-            "embed both with the same model"
-        )
-
-
-def check_finite(rows: Tensor, ids: Tensor, *, what: str) -> None:
-    """Raises RunError naming the first of ``ids`` [N] whose row of ``rows`` [N, D] holds a NaN or an infinity."""
-    if bool(torch.isfinite(rows.sum(dim=1)).all()):  # one pass; a sum that overflows is looked at more closely
-        return
-    finite = torch.isfinite(rows).all(dim=1)
-    if not bool(finite.all()):
-        first = int(torch.nonzero(~finite)[0, 0])
-        raise RunError(
-            f"{what} of row id {int(ids[first])} holds NaN or infinity ({int((~finite).sum())} of {len(rows)} rows "
-            "do); the model has diverged: lower the learning rate or clip the gradient"
-        )
-
-
-def ids_of(part: EmbeddingSet) -> IntArray:
-    """Row ids [N] as int64 on the CPU."""
-    return part.ids.detach().cpu().numpy().astype(np.int64)
-
-
-def labels_of(part: EmbeddingSet) -> IntArray:
-    """Labels [N] as int64 on the CPU."""
-    return part.labels.detach().cpu().numpy().astype(np.int64)
 
 
 def _tile_shape(num_queries: int, num_gallery: int, entries: int) -> tuple[int, int]:
@@ -139,45 +70,6 @@ def check_tile_bytes(tile_bytes: int) -> None:
     """Raises ConfigError for a tile memory that holds next to nothing."""
     if tile_bytes < MIN_TILE_BYTES:
         raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
-
-
-def resolve_back_end(back_end: BackEnd) -> Literal["torch", "faiss"]:
-    """The float32 pass to use: "auto" is "torch", the fastest everywhere; on a CPU its products are numpy's.
-
-    Raises:
-        ConfigError: faiss is asked for and is not installed.
-    """
-    if back_end not in ("auto", "torch", "faiss"):
-        raise ConfigError(f"back_end '{back_end}' is unknown; known: auto, torch, faiss")
-    if back_end != "faiss":
-        return "torch"
-    if importlib.util.find_spec("faiss") is None:
-        raise ConfigError(
-            "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
-            "or use back_end=auto, which gives the same numbers without it"
-        )
-    return "faiss"
-
-
-def _faiss_candidates(
-    query: FloatRows, gallery: FloatRows, own_column: IntArray, k: int, slack: float
-) -> tuple[Keys, NDArray[np.bool_]]:
-    """Candidates [T, C] by ``faiss.knn`` and, per query [T], whether they are known to be complete.
-
-    Faiss orders ties against the index and cuts them at its k, so a query is complete only if the last neighbor that
-    faiss returned lies below the floor.
-    """
-    import faiss
-
-    wanted = min(len(gallery), k + 1 + _FAISS_EXTRA)
-    value, column = faiss.knn(query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT)
-    other = column != own_column[:, None]
-    complete = np.full(len(query), wanted == len(gallery))
-    if not complete.all():
-        # without the query itself at least k of the k + 1 + extra neighbors are left, in descending order
-        place = np.argmax(np.cumsum(other, axis=1) == k, axis=1)[:, None]
-        complete |= (value[:, -1:] < floor_below(np.take_along_axis(value, place, axis=1), slack))[:, 0]
-    return Found(other.sum(axis=1), pack(value[other], column[other])).padded(), complete
 
 
 @dataclass(frozen=True)
@@ -227,7 +119,9 @@ class UnitSearch:
         right = self._on_device()
 
         def work(part: IntArray) -> tuple[IntArray, Result]:
-            keys = self._by_faiss(part, k, columns) if self.back_end == "faiss" else self._dense(part, k, columns, right)
+            keys = (
+                self._by_faiss(part, k, columns) if self.back_end == "faiss" else self._dense(part, k, columns, right)
+            )
             return part, finish(part, keys)
 
         with single_threaded_products():
@@ -250,7 +144,7 @@ class UnitSearch:
         """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by ``_dense``."""
         assert self.operand is not None  # ``unit_search`` chose this back end only then
         query = self.product.query(self.query.take(part))
-        keys, complete = _faiss_candidates(query, self.operand, self.own_column[part], k, self.slack)
+        keys, complete = faiss_candidates(query, self.operand, self.own_column[part], k, self.slack)
         if complete.all():
             return keys
         logger.debug("%d of %d queries have many near ties; searching them densely", (~complete).sum(), len(part))
@@ -292,13 +186,11 @@ class UnitSearch:
         if self.on_host:
             np.matmul(query, self._right(start, stop).T, out=out)
         else:
-            out[...] = _product_on(self.device, query, self._right(start, stop)).cpu().numpy()
+            out[...] = product_on(self.device, query, self._right(start, stop)).cpu().numpy()
         if self.factor is not None:
             out *= self.factor[start:stop]
 
-    def _on_host(
-        self, query: FloatRows, start: int, stop: int, *, own: IntArray, k: int, floor: FloatRows
-    ) -> Found:
+    def _on_host(self, query: FloatRows, start: int, stop: int, *, own: IntArray, k: int, floor: FloatRows) -> Found:
         similarity = _workspace.array("similarity", (len(query), stop - start), np.float32)
         self._multiply(query, start, stop, out=similarity)
         exclude(similarity, own)
@@ -311,7 +203,7 @@ class UnitSearch:
     ) -> Found:
         """As ``_on_host`` on the device; queries are halved where its memory does not do."""
         try:
-            similarity = _product_on(self.device, query, right)
+            similarity = product_on(self.device, query, right)
             held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
             place = (torch.from_numpy(held).to(self.device), torch.from_numpy(own[held]).to(self.device))
             similarity[place] = -torch.inf
@@ -322,7 +214,6 @@ class UnitSearch:
                     f"{self.device} has no memory left for one query and {len(right)} gallery items; "
                     "lower tile_bytes, or evaluate on the CPU"
                 ) from error
-        similarity = None
         logger.warning("%s is out of memory for a tile of %d queries; halving it", self.device, len(query))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -334,20 +225,6 @@ class UnitSearch:
     def exact(self, part: IntArray) -> ExactSimilarity:
         """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
         return lambda rows, columns: exact_similarities(self.query, self.gallery, part[rows], columns)
-
-
-def exclude(similarity: FloatRows, own: IntArray) -> None:
-    """Put -inf at column ``own`` [T] of each row of ``similarity`` [T, W] that has such a column."""
-    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
-    similarity[held, own[held]] = -np.inf
-
-
-def _product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows) -> Tensor:
-    """The product [T, W] on ``device``, in float32 whatever is set outside."""
-    left = torch.from_numpy(query).to(device)
-    gallery = right if isinstance(right, Tensor) else torch.from_numpy(right).to(device)
-    with strict_float32_products():
-        return left @ gallery.T
 
 
 def unit_search(

@@ -102,7 +102,9 @@ class UnitRows:
 
     def part(self, start: int, stop: int) -> FloatRows:
         """Unit rows start .. stop - 1."""
-        return self.held[start:stop] if self.held is not None else _divided(self.source[start:stop], self.norm[start:stop])
+        return (
+            self.held[start:stop] if self.held is not None else _divided(self.source[start:stop], self.norm[start:stop])
+        )
 
     def take(self, index: IntArray) -> FloatRows:
         """Unit rows ``index`` [M]: [M, D]."""

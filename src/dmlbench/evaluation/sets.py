@@ -1,0 +1,70 @@
+"""Checks of embedding sets, and which row of a gallery is a query itself."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+
+def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
+    """Gallery index [Q] of the item with the query's own id, -1 where the gallery has none.
+
+    Raises:
+        RunError: an id occurs twice in the gallery.
+    """
+    order = np.argsort(gallery_ids, kind="stable")
+    ordered = gallery_ids[order]
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise RunError(f"row id {ordered[twice[0]]} occurs more than once in the gallery; ids must be unique")
+    if len(ordered) == 0:
+        return np.full(len(query_ids), -1, dtype=np.int64)
+    place = np.minimum(np.searchsorted(ordered, query_ids), len(ordered) - 1)
+    return np.where(ordered[place] == query_ids, order[place], -1).astype(np.int64)
+
+
+def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
+    """Both sets hold finite rows of one width, with a label and an id each.
+
+    Raises:
+        RunError: what is wrong, naming the first row id at fault.
+    """
+    named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
+    for name, part in named.items():
+        if part.rows.ndim != 2 or not len(part.rows) == len(part.labels) == len(part.ids):
+            raise RunError(
+                f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
+                f"{len(part.labels)} labels and {len(part.ids)} ids"
+            )
+        if len(part) == 0:
+            raise RunError(f"the {name} set is empty; there is nothing to search")
+        check_finite(part.rows, part.ids, what=f"{name} embedding")
+    if queries.rows.shape[1] != gallery.rows.shape[1]:
+        raise RunError(
+            f"queries have {queries.rows.shape[1]} dimensions and the gallery has {gallery.rows.shape[1]}; "
+            "embed both with the same model"
+        )
+
+
+def check_finite(rows: Tensor, ids: Tensor, *, what: str) -> None:
+    """Raises RunError naming the first of ``ids`` [N] whose row of ``rows`` [N, D] holds a NaN or an infinity."""
+    if bool(torch.isfinite(rows.sum(dim=1)).all()):  # one pass; a sum that overflows is looked at more closely
+        return
+    finite = torch.isfinite(rows).all(dim=1)
+    if not bool(finite.all()):
+        first = int(torch.nonzero(~finite)[0, 0])
+        raise RunError(
+            f"{what} of row id {int(ids[first])} holds NaN or infinity ({int((~finite).sum())} of {len(rows)} rows "
+            "do); the model has diverged: lower the learning rate or clip the gradient"
+        )
+
+
+def ids_of(part: EmbeddingSet) -> IntArray:
+    """Row ids [N] as int64 on the CPU."""
+    return part.ids.detach().cpu().numpy().astype(np.int64)
+
+
+def labels_of(part: EmbeddingSet) -> IntArray:
+    """Labels [N] as int64 on the CPU."""
+    return part.labels.detach().cpu().numpy().astype(np.int64)
