@@ -1,9 +1,9 @@
 """Ranking of every choice of one repeat per fold at once, fold by fold, dropping pairs that no choice below can need.
 
 A tile's queries and the gallery items that matter to some collection make *places*, T rows of W + 1 (the last is
-padding, -inf). A *frontier* holds, for every choice of repeats of the first folds and every query, the sums so far of the
-places that are left. Per place, the least and the greatest of the repeats of the folds to come bound all collections below; a
-place whose upper bound is less than the k-th largest lower bound is left out.
+padding, -inf). A *frontier* holds, for every choice of repeats of the first folds and every query, the sums so far of
+the places that are left. Per place, the least and the greatest of the repeats of the folds to come bound all
+collections below; a place whose upper bound is less than the k-th largest lower bound is left out.
 """
 
 from collections.abc import Iterator
