@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
-_TILE_ENTRIES = 2**22  # similarities of a tile on a CPU: 16 MiB, what a last-level cache holds
+_TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones make numpy arrange the gallery more often
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 _BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
 _WIDE = 8192  # galleries up to here are one tile wide
