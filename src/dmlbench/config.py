@@ -31,6 +31,8 @@ class RuntimeConfig:
     num_channels: int = MISSING  # of the map that is pooled
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
     choices: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,10 +122,18 @@ SCHEMAS = {
 
 
 def register_schemas() -> None:
-    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults."""
+    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults.
+
+    Also makes ``${epochs:3}`` known, the optimizer steps of so many epochs.
+    """
+    OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(group="schema", name=name, node=schema, package="_global_")
+
+
+def _steps_of_epochs(epochs: float, *, _root_: DictConfig) -> int:
+    return max(1, round(epochs * _root_.runtime.steps_per_epoch))
 
 
 # What a cell is not made of: coordinates, seed, and everything that does not move a number.
@@ -160,7 +170,8 @@ def cell_id(cfg: DictConfig) -> str:
     """Readable and unique name of the cell: backbone, pooling and loss as chosen, and a hash of all that defines it."""
     choices = cfg.runtime.choices
     words = [choices.get(group, group) for group in ("backbone", "pooling", "loss")]
-    if cfg.fit.get("max_steps") == 0:
+    # Not resolved: a number of epochs is not known before the data are.
+    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
     name = "-".join(str(word).replace("/", "_") for word in words)
     return f"{name}-{_digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)[:8]}"

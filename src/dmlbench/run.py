@@ -34,7 +34,9 @@ from dmlbench.runtime import (
     select_device,
     set_strict_float32,
 )
-from dmlbench.training.fit import BEST, LAST, FitResult, fit
+from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
+from dmlbench.training.log import read_history
+from dmlbench.training.replay import Plan, load_plan, plan_of, save_plan
 from dmlbench.training.signals import StopSignal
 from dmlbench.types import EmbeddingSet, RetrievalSet, RunError
 
@@ -82,6 +84,18 @@ def directory_of(cfg: DictConfig) -> Path:
     protocol = build.component(cfg.protocol).name
     name = cfg.dataset.name
     return store.run_directory(cfg.paths.output_dir, name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
+
+
+def _plan_of_stage_1(cfg: DictConfig) -> Plan | None:
+    """What stage 1 of this cell and repeat found, where this is stage 2."""
+    if cfg.protocol.get("stage") != 2:
+        return None
+    first = OmegaConf.merge(cfg, {"protocol": {"stage": 1}})
+    assert isinstance(first, DictConfig)
+    plan = load_plan(directory_of(first) / store.PLAN)
+    steps = plan.steps(cfg.runtime.steps_per_epoch)
+    log.info("stage 1 found %.1f epochs and %d rate changes: %d steps here", plan.epochs, len(plan.changes), steps)
+    return plan
 
 
 def run_seed(cfg: DictConfig) -> int:
@@ -132,9 +146,11 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
-    settings = build.build_fit_settings(cfg)
+    plan = _plan_of_stage_1(cfg)
+    settings = build.build_fit_settings(cfg, plan)
     build.move(model, objective, device, channels_last=settings.channels_last)
-    optimizer, schedule = build.build_optimizer(cfg, model, objective)
+    optimizer, schedule = build.build_optimizer(cfg, model, objective, plan)
+    first_rate = optimizer.param_groups[0]["lr"]
     atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(cfg, resolve=True).encode())
     log.info(
         "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes
@@ -148,7 +164,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         torch.cuda.reset_peak_memory_stats(device)
     try:
         progress = fit(
-            model, objective, batches, scorer.validate, optimizer, settings, run_dir,
+            model, objective, batches, scorer.validate if data.split.val else None, optimizer, settings, run_dir,
             device=device, schedule=schedule, loggers=loggers, stop=stop,
             data_fingerprint=data.table.fingerprint,
         )  # fmt: skip
@@ -172,13 +188,20 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
         )  # fmt: skip
         _write_per_query(run_dir / "per_query.csv", queries, test)
-    scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
+    if data.split.val is not None:
+        scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
+    if cfg.protocol.get("stage") == 1:
+        plan = plan_of(
+            read_history(run_dir / HISTORY), first_rate=first_rate, best_step=progress.best_step,
+            steps_per_epoch=cfg.runtime.steps_per_epoch,
+        )  # fmt: skip
+        save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
     store.write_result(
         run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.pooling.started}
     )
     _keep_checkpoints(run_dir, settings.keep)
-    summary = ", ".join(f"{name} {value:.4f}" for name, value in (test.scores if test else scores["val"]).items())
+    summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
              "test" if test else "validation", summary)  # fmt: skip
 
@@ -204,6 +227,7 @@ class Scorer:
 
     def validate(self) -> dict[str, float]:
         """Scores of the current weights on the validation set."""
+        assert self.data.split.val is not None
         return self.score(*self.embed(self.data.split.val)).scores
 
     def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:

@@ -34,7 +34,7 @@ def aggregate_cell(
 
     The rule is the protocol's: "collections" (mean and population std over all collections of fold models, embeddings
     apart and concatenated), "best_and_mean" (best repeat, and mean and std over repeats), "mean" (of the validation
-    scores over repeats).
+    scores over repeats), "mean_of_test" (of the test scores over repeats).
 
     Args:
         runs: every run directory of the cell, complete or not.

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS = (
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, PLAN = (
     "result.json",
     "error.txt",
     "run.lock",
     "config.yaml",
     "embeddings.safetensors",
+    "plan.json",  # of stage 1 of the two-stage protocol
 )
 RESULT_SCHEMA = 1
 

@@ -25,7 +25,7 @@ from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
 
 log = logging.getLogger(__name__)
 
-LAST, BEST = "last.ckpt", "best.ckpt"
+LAST, BEST, HISTORY = "last.ckpt", "best.ckpt", "history.csv"
 
 
 class Batches(Protocol):
@@ -128,7 +128,7 @@ def fit(
     model: Model,
     objective: nn.Module,
     batches: Batches,
-    validate: Callable[[], Mapping[str, float]],
+    validate: Callable[[], Mapping[str, float]] | None,
     optimizer: Optimizer,
     settings: FitSettings,
     run_dir: Path,
@@ -140,6 +140,8 @@ def fit(
     stop: StopSignal | None = None,
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
+
+    Without ``validate`` nothing is selected: the weights of the last step are the result.
 
     Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
     the next step depends on).
@@ -159,7 +161,7 @@ def fit(
     if schedule is not None:
         parts_of_state["schedule"] = schedule
     state = _restore(run_dir, parts_of_state, data_fingerprint)
-    history = History(run_dir / "history.csv", resume_step=state.step)
+    history = History(run_dir / HISTORY, resume_step=state.step)
     trainable = [p for group in optimizer.param_groups for p in group["params"]]
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
 
@@ -199,7 +201,11 @@ def fit(
             )
             is_better = False
             last_step = step == settings.max_steps
-            if step % settings.validate_every == 0 or last_step:
+            if last_step:
+                state.stop_reason = "max_steps"
+            if validate is None and last_step:
+                is_better, state.best_step = True, step
+            elif validate is not None and (step % settings.validate_every == 0 or last_step):
                 scores = validate()
                 score = scores[settings.monitor]
                 is_better = score > state.best_score + settings.min_improvement
@@ -213,8 +219,6 @@ def fit(
                          state.best_score, state.best_step)  # fmt: skip
                 if settings.patience and state.validations_without_improvement >= settings.patience:
                     state.stop_reason = "early_stopping"
-                elif last_step:
-                    state.stop_reason = "max_steps"
             if scalars:
                 for logger in (history, *loggers):
                     logger.log(step, scalars)
