@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from dmlbench.losses.objective import Objective
 from dmlbench.training.fit import BEST, LAST, FitResult, FitSettings, fit
 from dmlbench.training.log import read_history
-from dmlbench.training.optim import warmup_cosine
+from dmlbench.training.optim import WarmupCosine
 from dmlbench.training.signals import EXIT_PREEMPTED, Preempted, StopSignal
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
 
@@ -71,7 +71,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=20),
     "step": partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
     "multi_step": partial(lr_scheduler.MultiStepLR, milestones=[3, 6, 14], gamma=0.5),
-    "warmup_cosine": partial(warmup_cosine, warmup_steps=6, total_steps=20, start_factor=0.1, final_factor=0.0),
+    "warmup_cosine": partial(lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(6, 20, 0.1, 0.0)),
 }
 
 

@@ -9,11 +9,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dmlbench.training.optim import (
     OptimizerSettings,
+    WarmupCosine,
     clip_gradients,
     frozen,
     make_optimizer,
     parameter_groups,
-    warmup_cosine,
 )
 from dmlbench.types import ConfigError
 
@@ -167,7 +167,7 @@ def _two_groups() -> Optimizer:
 @pytest.mark.parametrize("warmup_steps", [1, 7])
 def test_warm_up_and_cosine_are_those_of_torch_in_sequence(warmup_steps: int) -> None:
     ours, theirs = _two_groups(), _two_groups()
-    schedule = warmup_cosine(ours, warmup_steps=warmup_steps, total_steps=30, start_factor=0.2, final_factor=0.0)
+    schedule = lr_scheduler.LambdaLR(ours, WarmupCosine(warmup_steps, 30, 0.2, 0.0))
     parts = [
         lr_scheduler.LinearLR(theirs, start_factor=0.2, total_iters=warmup_steps),
         lr_scheduler.CosineAnnealingLR(theirs, T_max=30 - warmup_steps),
@@ -178,7 +178,7 @@ def test_warm_up_and_cosine_are_those_of_torch_in_sequence(warmup_steps: int) ->
 
 def test_warm_up_and_cosine_begin_and_end_at_their_factors_of_each_groups_rate() -> None:
     optimizer = _two_groups()
-    schedule = warmup_cosine(optimizer, warmup_steps=4, total_steps=10, start_factor=0.5, final_factor=0.1)
+    schedule = lr_scheduler.LambdaLR(optimizer, WarmupCosine(4, 10, 0.5, 0.1))
     first, second = np.transpose(_rates(schedule, optimizer, 13))
     np.testing.assert_allclose(second, 100 * first)
     np.testing.assert_allclose(first[[0, 2, 4, 7, 10, 12]], [0.05, 0.075, 0.1, 0.055, 0.01, 0.01])
@@ -191,12 +191,12 @@ def test_warm_up_and_cosine_begin_and_end_at_their_factors_of_each_groups_rate()
 def test_impossible_warm_up_is_refused_by_name(changes: dict[str, float]) -> None:
     values = {"warmup_steps": 4, "total_steps": 10, "start_factor": 0.5, "final_factor": 0.0} | changes
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        warmup_cosine(_two_groups(), **values)  # type: ignore[arg-type]
+        WarmupCosine(**values)  # type: ignore[arg-type]
 
 
 def test_an_untrained_model_takes_any_schedule() -> None:
-    warmup_cosine(_two_groups(), warmup_steps=100, total_steps=0, start_factor=0.01, final_factor=0.0)
-    warmup_cosine(_two_groups(), warmup_steps=0, total_steps=0, start_factor=0.01, final_factor=0.0)
+    for warmup_steps in (100, 0):
+        assert WarmupCosine(warmup_steps, 0, 0.01, 0.0)(0) == (0.01 if warmup_steps else 1.0)
 
 
 def test_clipping_limits_values_first_and_then_the_norm() -> None:
