@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
 
@@ -127,45 +127,50 @@ def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module
             )
 
 
-def warmup_cosine(
-    optimizer: Optimizer, *, warmup_steps: int, total_steps: int, start_factor: float, final_factor: float
-) -> LRScheduler:
-    """Rates that rise linearly to their base and then fall along half a cosine, as factors of each group's base rate.
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Factor on the base rates, for ``LambdaLR``: a linear rise to 1, then half a cosine down.
 
     After t of T steps, of which W are warm-up, with factors a at the start and b at the end:
 
         t < W:   a + (1 - a) t / W
         t >= W:  b + (1 - b) (1 + cos(pi (t - W) / (T - W))) / 2
 
-    Args:
-        optimizer: whose rates are the base.
+    Attributes:
         warmup_steps: W >= 0, in optimizer steps.
         total_steps: T > W, in optimizer steps; 0 for a model that is not trained.
         start_factor: a in (0, 1].
         final_factor: b in [0, 1].
 
     Raises:
-        ConfigError: an argument outside its range.
+        ConfigError: a value outside its range.
 
     Source: Goyal et al. 2017, section 2.2 (gradual warm-up); Loshchilov & Hutter 2017, equation 5 (cosine).
     """
-    if warmup_steps < 0 or warmup_steps >= total_steps > 0:
-        raise ConfigError(
-            f"schedule.warmup_steps ({warmup_steps}) must be from 0 to below total_steps ({total_steps}); lower it or "
-            "raise fit.max_steps"
-        )
-    if not 0 < start_factor <= 1 or not 0 <= final_factor <= 1:
-        raise ConfigError(
-            f"schedule.start_factor ({start_factor}) must be in (0, 1] and final_factor ({final_factor}) in [0, 1]"
-        )
 
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return start_factor + (1 - start_factor) * step / warmup_steps
-        share = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-        return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * share)) / 2
+    warmup_steps: int
+    total_steps: int
+    start_factor: float
+    final_factor: float
 
-    return LambdaLR(optimizer, factor)
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or self.warmup_steps >= self.total_steps > 0:
+            raise ConfigError(
+                f"warmup_steps ({self.warmup_steps}) of the schedule must be from 0 to below total_steps "
+                f"({self.total_steps}); lower it or raise fit.max_steps"
+            )
+        if not 0 < self.start_factor <= 1 or not 0 <= self.final_factor <= 1:
+            raise ConfigError(
+                f"start_factor ({self.start_factor}) of the schedule must be in (0, 1] and final_factor "
+                f"({self.final_factor}) in [0, 1]"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The factor after ``step`` steps."""
+        if step < self.warmup_steps:
+            return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
+        share = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
+        return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * share)) / 2
 
 
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
