@@ -131,6 +131,14 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
         raise
 
 
+def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Whether an open file still lies at ``path``, where it may have been removed or replaced since it was opened."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
