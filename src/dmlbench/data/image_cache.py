@@ -244,12 +244,7 @@ def _build(
     logger.info(
         "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
     )
-    free = shutil.disk_usage(path.parent).free
-    if free < total:
-        raise DataError(
-            f"the image cache of '{data_set}' takes {total / 1e9:.2f} GB, but '{path.parent}' has only "
-            f"{free / 1e9:.2f} GB free; {_REMEDY}"
-        )
+    _require_space(path.parent, total, data_set)
     try:
         with open(temporary, "xb") as file:
             _reserve(file.fileno(), total)
@@ -287,6 +282,15 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
         width, height = height, width
     width, height = resized_size(width, height, short_side)
     return height, width
+
+
+def _require_space(folder: Path, size: int, data_set: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DataError(
+            f"the image cache of '{data_set}' takes {size / 1e9:.2f} GB, but '{folder}' has only "
+            f"{free / 1e9:.2f} GB free; {_REMEDY}"
+        )
 
 
 def _reserve(handle: int, size: int) -> None:
