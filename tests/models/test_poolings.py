@@ -126,7 +126,7 @@ def test_gem_power_trains_only_if_asked() -> None:
 def test_gem_names_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="num_channels"):
         Gem(per_channel=True)
-    with pytest.raises(ConfigError, match=r"positive power \(0\)"):
+    with pytest.raises(ConfigError, match=r"power \(0\) of gem"):
         Gem(power=0)
     with pytest.raises(ConfigError, match=r"8 powers.*3 channels"):
         Gem(num_channels=8, per_channel=True)(torch.rand(1, 3, 2, 2), Projection(3, 2))
