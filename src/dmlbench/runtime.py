@@ -42,7 +42,7 @@ def seed_everything(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """The state of the global generators (of CUDA: the current device's), readable with ``weights_only=True``."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - as in seed_everything
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -64,7 +64,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"][0].cpu())
     name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002 - likewise
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss_next))
 

@@ -337,4 +337,4 @@ def test_poolings_name_what_does_not_fit() -> None:
         Crow(epsilon=math.nan)
     for build in (Crow, Weldon):
         with pytest.raises(ConfigError, match="no variant 'mine'"):
-            build(variant="mine")  # type: ignore[arg-type]
+            build(variant="mine")

@@ -122,7 +122,7 @@ def naive_moments(rows: Tensor, *, official: bool, divisor: int) -> Tensor:
 
 
 def naive_head(head: nn.Module, moments: Tensor, *, rectify: bool, training: bool) -> Tensor:
-    moments = naive_norm(head.norm, moments, training=training)  # type: ignore[arg-type]
+    moments = naive_norm(head.norm, moments, training=training)
     filters, bias = head.get_parameter("rows.weight")[:, 0, :, 0], head.get_parameter("rows.bias")
     hidden = torch.stack(
         [(moments[:, out // 4] * filters[out]).sum(dim=1) + bias[out] for out in range(len(filters))], dim=1
@@ -263,4 +263,4 @@ def test_poolings_name_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"channel_reduction \(8\).*4 channels"):
         Solar(4, channel_reduction=8)
     with pytest.raises(ConfigError, match="no variant 'mine'"):
-        Solar(4, variant="mine")  # type: ignore[arg-type]
+        Solar(4, variant="mine")
