@@ -26,7 +26,7 @@ def _groups() -> tuple[nn.Module, dict[str, list[tuple[str, nn.Parameter]]]]:
 
 def _settings(**changes: object) -> OptimizerSettings:
     values = {"optimizer": partial(torch.optim.Adam, eps=1e-8), "lr": 1e-3, "weight_decay": 0.1} | changes
-    return OptimizerSettings(**values)  # type: ignore[arg-type]
+    return OptimizerSettings(**values)
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:

@@ -33,7 +33,7 @@ class Table:
         """Highest printed mean of each column; None where there is nothing to compare."""
         result: list[float | None] = []
         for i in range(len(self.columns)):
-            means = [round(entries[i].mean, 2) for _, entries in self.rows if entries[i] is not None]  # type: ignore[union-attr]
+            means = [round(entry.mean, 2) for _, entries in self.rows if (entry := entries[i]) is not None]
             result.append(max(means) if len(means) > 1 else None)
         return result
 

@@ -187,11 +187,10 @@ def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
 
 def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: float | None) -> None:
     """Advance a schedule: one that watches the score at validations (``score`` given), any other at every step."""
-    if schedule is None or isinstance(schedule, ReduceLROnPlateau) != (score is not None):
-        return
     if isinstance(schedule, ReduceLROnPlateau):
-        schedule.step(score)  # type: ignore[arg-type]
-    else:
+        if score is not None:
+            schedule.step(score)
+    elif schedule is not None and score is None:
         schedule.step()
 
 
