@@ -144,15 +144,23 @@ NOT_PART_OF_A_RUN = (
 )
 
 
+# Keys that came after the first results, with values that mean what was done before: runs from then keep their names.
+_SAME_AS_ABSENT = {
+    "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
+    "evaluation.kmeans_seed": 0,
+}
+
+
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
     container = OmegaConf.to_container(cfg, resolve=False)
-    for key in excluded:
+    for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")
         node: Any = container
         for parent in parents:
             node = node.get(parent) or {}
-        node.pop(last, None)
+        if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
+            node.pop(last, None)
     return hashlib.sha256(json.dumps(container, sort_keys=True).encode()).hexdigest()
 
 
