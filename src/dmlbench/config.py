@@ -70,7 +70,15 @@ class EvaluateConfig:
 
     run: str | None = None
     embeddings: str | None = None
+    labels: str | None = None
+    gallery: str | None = None
+    gallery_labels: str | None = None
     from_checkpoint: bool = False
+    output: str | None = None
+    per_query: str | None = None
+    per_class: str | None = None
+    hardest: int | None = None
+    hardest_by: str = "map_at_r"
     evaluation: Any = MISSING
     device: str = "auto"
     num_workers: int | None = None
