@@ -113,6 +113,7 @@ class TableConfig:
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    compare: tuple[str, ...] | None = None
     name: str | None = None
     allow_partial: bool = False
     paths: PathsConfig = field(default_factory=PathsConfig)
