@@ -233,10 +233,10 @@ def test_metrics_of_before_keep_the_names_of_cells_and_others_do_not() -> None:
 
 
 def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:
-    check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
+    build.check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
     for overrides, message in (
         (["fit.monitor=nmi"], "no score that evaluation.metrics"),
         (["evaluation.metrics=[intra_class_distance]", "fit.monitor=intra_class_distance"], "is a distance"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check(compose("train", overrides))
+            build.check(compose("train", overrides))

@@ -65,4 +65,7 @@ def test_counts_and_metrics_that_make_no_list_are_refused() -> None:
 def test_tables_read_back_to_the_same_numbers() -> None:
     queries = example()
     table = per_query_table(queries, evaluate(queries))
-    pd.testing.assert_frame_equal(pd.read_csv(io.BytesIO(to_csv(table)), float_precision="round_trip"), table)
+    back = pd.read_csv(io.BytesIO(to_csv(table)), dtype=str, keep_default_na=False)  # pandas' own reading rounds
+    assert list(back) == list(table)
+    for name in table:
+        np.testing.assert_array_equal([float(text) for text in back[name]], table[name])

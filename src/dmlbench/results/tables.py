@@ -91,7 +91,10 @@ def make_table(
             for metric in metrics
         ]
         rows.append((label, tuple(entries)))
-    return Table(title, tuple(columns), tuple(rows), tuple(_notes(summaries, labels)))
+    notes = _notes(summaries, labels)
+    if set(metrics) & set(DISTANCE_METRICS):
+        notes.insert(0, "class distances as they are, not in percent; none is best")
+    return Table(title, tuple(columns), tuple(rows), tuple(notes))
 
 
 def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:
