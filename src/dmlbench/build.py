@@ -29,7 +29,7 @@ from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.table import read_image
 from dmlbench.data.transforms import CropTransform, Kernel
-from dmlbench.evaluation.metrics import score_names
+from dmlbench.evaluation.metrics import DISTANCE_METRICS
 from dmlbench.losses.objective import Objective
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel, pooled_channels
@@ -92,9 +92,17 @@ def check(cfg: DictConfig) -> None:
             f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
             f"transform.eval.crop ({crops[1]}) differ; set both to the same"
         )
-    known_scores = score_names(cfg.evaluation.recall_at)
+    known_scores = [name for name in component(cfg.evaluation).score_names if name not in DISTANCE_METRICS]
+    if cfg.fit.monitor in DISTANCE_METRICS:
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
+            f"small ones; choose one of {', '.join(known_scores)}"
+        )
     if cfg.fit.monitor not in known_scores:
-        raise ConfigError(f"fit.monitor ({cfg.fit.monitor}) is no score: {closest(cfg.fit.monitor, known_scores)}")
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is no score that evaluation.metrics and evaluation.recall_at ask for: "
+            f"{closest(cfg.fit.monitor, known_scores)}"
+        )
     protocol = component(cfg.protocol)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):

@@ -72,7 +72,15 @@ class EvaluateConfig:
 
     run: str | None = None
     embeddings: str | None = None
+    labels: str | None = None
+    gallery: str | None = None
+    gallery_labels: str | None = None
     from_checkpoint: bool = False
+    output: str | None = None
+    per_query: str | None = None
+    per_class: str | None = None
+    hardest: int | None = None
+    hardest_by: str = "map_at_r"
     evaluation: Any = MISSING
     device: str = "auto"
     num_workers: int | None = None
@@ -107,6 +115,7 @@ class TableConfig:
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    compare: tuple[str, ...] | None = None
     name: str | None = None
     allow_partial: bool = False
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -154,15 +163,23 @@ NOT_PART_OF_A_RUN = (
 )
 
 
+# Keys that came after the first results, with values that mean what was done before: runs from then keep their names.
+_SAME_AS_ABSENT = {
+    "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
+    "evaluation.kmeans_seed": 0,
+}
+
+
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
     container = OmegaConf.to_container(cfg, resolve=False)
-    for key in excluded:
+    for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")
         node: Any = container
         for parent in parents:
             node = node.get(parent) or {}
-        node.pop(last, None)
+        if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
+            node.pop(last, None)
     return hashlib.sha256(json.dumps(container, sort_keys=True).encode()).hexdigest()
 
 

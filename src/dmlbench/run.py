@@ -1,9 +1,7 @@
 """One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
 
 import contextlib
-import csv
 import datetime
-import io
 import logging
 import sys
 import time
@@ -18,6 +16,7 @@ from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
 from dmlbench.data.images import ImageSource
+from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embed import embed, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.models.net import MetricModel
@@ -187,7 +186,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             run_dir / store.EMBEDDINGS, queries, gallery,
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
         )  # fmt: skip
-        _write_per_query(run_dir / "per_query.csv", queries, test)
+        atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
         scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
     if cfg.protocol.get("stage") == 1:
@@ -291,19 +290,11 @@ def _result(
         "n_query": test.n_query if test else 0,
         "n_gallery": test.n_gallery if test else 0,
         "n_skipped_queries": test.n_skipped_queries if test else 0,
+        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _write_per_query(path: Path, queries: EmbeddingSet, test: Evaluation) -> None:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(("id", "label", *test.per_query))
-    columns = [column.tolist() for column in test.per_query.values()]
-    writer.writerows(zip(queries.ids.tolist(), queries.labels.tolist(), *columns, strict=True))
-    atomic_write(path, buffer.getvalue().encode())
 
 
 def _keep_checkpoints(run_dir: Path, keep: str) -> None:

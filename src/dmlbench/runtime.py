@@ -19,7 +19,9 @@ from dmlbench.types import ConfigError
 
 Precision = Literal["float32", "bf16"]
 
-_REPORTED_PACKAGES = ("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "faiss-cpu", "faiss-gpu")
+_REPORTED_PACKAGES = (
+    *("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "scikit-learn", "faiss-cpu", "faiss-gpu"),
+)
 
 
 def derive_seed(*parts: int | str) -> int:

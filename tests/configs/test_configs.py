@@ -303,3 +303,22 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
 
 def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
     build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
+
+
+def test_metrics_of_before_keep_the_names_of_cells_and_others_do_not() -> None:
+    def digest(*overrides: str) -> str:
+        return config_sha256(compose("train", list(overrides)))
+
+    usual = digest()
+    assert digest("~evaluation.metrics", "~evaluation.kmeans_seed") == usual
+    assert len({usual, digest("evaluation.metrics=[nmi]"), digest("evaluation.kmeans_seed=1")}) == 3
+
+
+def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:
+    build.check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
+    for overrides, message in (
+        (["fit.monitor=nmi"], "no score that evaluation.metrics"),
+        (["evaluation.metrics=[intra_class_distance]", "fit.monitor=intra_class_distance"], "is a distance"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build.check(compose("train", overrides))

@@ -101,7 +101,13 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert "24 runs: 24 done" in dmlbench("status")
 
-    assert "as in result.json" in dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}")
+    out = dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}", "hardest=1")
+    assert "as in result.json" in out
+    assert "(U+" in out.split("<-")[0]  # the name of the hardest query's image
+    compared = dmlbench("table", "compare=[*/mlrc/*untrained*,*/mlrc/*-????????]", "metrics=[map_at_r]", code=1)
+    assert "must match one cell" in compared
+    cells = sorted({path.parent.name for path in run_dirs(tmp_path)})
+    assert "12 pairs of runs" in dmlbench("table", f"compare=[*/*/{cells[0]},*/*/{cells[1]}]")
     trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
     again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
     assert again.count("as in result.json") == 7
