@@ -128,6 +128,11 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
     monkeypatch.setenv("DMLBENCH_DATA", str(data))
     monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "outputs"))
     monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
+    for name in ("x.npz", "query.npz", "gallery.npz"):
+        np.savez(tmp_path / name, rows=rows, labels=labels)
+    np.save(tmp_path / "x.npy", rows)
+    np.save(tmp_path / "y.npy", labels)
     lines = commands((repository / "README.md").read_text(encoding="utf-8"))
     assert len(lines) > 15
     for line in lines:
@@ -172,6 +177,13 @@ def test_readme_names_the_two_commands_and_only_measured_numbers(repository) -> 
     assert "make test" in text
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (repository / picture).is_file(), picture
+
+
+def test_readme_has_a_row_for_every_loss_with_formula_source_and_reduction(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Losses\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, flags=re.MULTILINE)
+    assert sorted(row[0] for row in rows) == sorted(x.stem for x in (repository / "conf" / "loss").glob("*.yaml"))
 
 
 def test_readme_has_a_row_for_every_pooling_with_its_parameters(repository) -> None:
