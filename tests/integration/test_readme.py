@@ -128,6 +128,11 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
     monkeypatch.setenv("DMLBENCH_DATA", str(data))
     monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "outputs"))
     monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
+    for name in ("x.npz", "query.npz", "gallery.npz"):
+        np.savez(tmp_path / name, rows=rows, labels=labels)
+    np.save(tmp_path / "x.npy", rows)
+    np.save(tmp_path / "y.npy", labels)
     lines = commands((repository / "README.md").read_text(encoding="utf-8"))
     assert len(lines) > 15
     for line in lines:
@@ -141,17 +146,17 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
         if command == "train":
             smaller += SMALLER
             name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
-            if name in ("cub200", "cars196", "cars196_fair", "sop", "inshop", "folder"):
+            if name in ("cub200", "cars196", "gsp_fair", "sop", "inshop", "folder"):
                 smaller += PHOTOS
                 if not any("weights_file" in a or "pretrained" in a for a in arguments):
                     smaller += ["backbone.pretrained=false"]
-                if name == "cars196_fair":
+                if name == "gsp_fair":
                     smaller += ["fold=0", "repeat=0"]
             else:
                 smaller += ["sampler.classes_per_batch=4", "sampler.images_per_class=4"]
             if name in ("glyphs", "omniglot"):
                 smaller += GLYPHS[name]
-            elif name != "folder":
+            elif name != "folder" and "dataset" in line:
                 smaller += ["dataset.table.check_counts=false"]
         elif command == "data" and arguments[0] == "verify":
             arguments.append("dataset.table.check_counts=false")
@@ -172,6 +177,13 @@ def test_readme_names_the_two_commands_and_only_measured_numbers(repository) -> 
     assert "make test" in text
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (repository / picture).is_file(), picture
+
+
+def test_readme_has_a_row_for_every_loss_with_formula_source_and_reduction(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Losses\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, flags=re.MULTILINE)
+    assert sorted(row[0] for row in rows[1:]) == sorted(x.stem for x in (repository / "conf" / "loss").glob("*.yaml"))
 
 
 def test_readme_has_a_row_for_every_pooling_with_its_parameters(repository) -> None:

@@ -1,4 +1,5 @@
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from dmlbench.evaluation.embed import save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.results.aggregate import COLLECTIONS, aggregate_cell, is_current, read_aggregate
+from dmlbench.results.aggregate import COLLECTIONS, PARTIAL, aggregate_cell, is_current, read_aggregate
 from dmlbench.results.store import EMBEDDINGS, find_runs, make_directory, write_result
 from dmlbench.types import EmbeddingSet, RunError
 
@@ -48,6 +49,39 @@ def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_s
     assert len((cell / COLLECTIONS).read_text().splitlines()) == 82
     assert is_current(cell, summary)
     assert read_aggregate(cell) == summary
+    assert not (cell / PARTIAL).exists()  # it is finished
+
+
+def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch) -> None:
+    _write_runs(tmp_path, ALL)
+    runs = find_runs(tmp_path)
+    cell = runs[0].path.parent
+    expected = aggregate_cell(runs, progress=False)
+
+    def kill(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmlbench.results.collections.forget", kill)
+        with pytest.raises(KeyboardInterrupt):
+            aggregate_cell(runs, force=True, progress=False)
+    assert (cell / PARTIAL).is_dir()
+    with monkeypatch.context() as patch:
+        patch.setattr("dmlbench.evaluation.concatenated.rank_choices", kill)  # all queries are known
+        assert aggregate_cell(runs, force=True, progress=False) == expected
+    assert not (cell / PARTIAL).exists()
+
+
+def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
+    from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+
+    _write_runs(tmp_path, ALL)
+    runs = find_runs(tmp_path)
+    unit = aggregate_cell(runs, progress=False)["scores"]["concatenated"]
+    alike = dict.fromkeys(ALL, CosineSimilarity())
+    assert aggregate_cell(runs, distances=alike, force=True, progress=False)["scores"]["concatenated"] == unit
+    other = dict.fromkeys(ALL, LpDistance(normalize_embeddings=False, p=1))
+    assert aggregate_cell(runs, distances=other, force=True, progress=False)["scores"]["concatenated"] != unit
 
 
 def test_missing_runs_are_an_error_that_names_them(tmp_path) -> None:
@@ -100,3 +134,14 @@ def test_cell_without_a_complete_run_is_an_error(tmp_path) -> None:
     make_directory(tmp_path / "glyphs" / "mlrc" / "cell-1" / "fold0_rep0")
     with pytest.raises(RunError, match="no complete run"):
         aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp_path) -> None:
+    _write_runs(tmp_path, ALL)
+    usual = aggregate_cell(find_runs(tmp_path), progress=False)
+    _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}})
+    summary = aggregate_cell(find_runs(tmp_path), progress=False)
+    assert summary["scores"]["separated"].pop("nmi") == {"mean": 0.25, "std": 0.0}
+    assert summary["interval_95"].pop("nmi") == [0.25, 0.25]
+    assert summary["scores"] == usual["scores"]
+    assert summary["interval_95"] == usual["interval_95"]

@@ -18,6 +18,7 @@ from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTa
 from dmlbench.evaluation.frontier import Places, rank_choices
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, PairTile, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, query_scores, score_names
+from dmlbench.evaluation.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
 from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.search import MIN_TILE_BYTES, exclude, unit_search
@@ -55,7 +56,8 @@ def concatenated_scores(
             (the caller checks), D may differ.
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
         spec: what to compute; ``back_end`` is of no use here.
-        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is that of unit vectors.
+        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is that of unit vectors, and
+            so is every distance that ranks as they do.
         partial: folder of what an interrupted call has computed: it is continued, if it is of the same members. The
             scores lie in a file there, so that they take no memory.
         progress: whether to show a bar.
@@ -89,8 +91,8 @@ def _members(
     def member(fold: int, repeat: int, queries: EmbeddingSet) -> Member:
         gallery = None if galleries is None else galleries[fold][repeat]
         distance = None if distances is None else distances[fold][repeat]
-        if distance is not None:
-            return DistanceMember(queries, queries if gallery is None else gallery, distance)
+        if distance is not None and not ranks_like_unit_vectors(distance):
+            return DistanceMember(PairwiseSimilarity(queries, queries if gallery is None else gallery, distance))
         return UnitMember(unit_search(queries, gallery, back_end="torch", tile_bytes=share))
 
     return [[member(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dmlbench.evaluation.candidates import ExactSimilarity
+from dmlbench.evaluation.pairwise import PairwiseSimilarity
 from dmlbench.evaluation.search import UnitSearch
-from dmlbench.evaluation.sets import check_sets
 from dmlbench.evaluation.similarity import FloatRows
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import EmbeddingSet, IntArray
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -71,37 +69,17 @@ class UnitMember:
         return self.search.exact(part)
 
 
+@dataclass(frozen=True)
 class DistanceMember:
-    """A run with a pairwise distance of its own, whose values in its own precision decide.
+    """A run with a pairwise distance of its own, whose values in its own precision decide."""
 
-    Args:
-        queries: rows [Q, D]; the distance is computed on their device.
-        gallery: rows [N, D].
-        distance: larger is nearer if ``is_inverted``. What it separates by rounding alone may depend on the tile.
-
-    Raises:
-        RunError: the sets cannot be searched.
-    """
-
-    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, distance: "BaseDistance") -> None:
-        check_sets(queries, gallery)
-        state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
-        self.distance = distance
-        dtype = state[0].dtype if state else torch.float64
-        self.queries = queries.rows.to(dtype)
-        self.gallery = gallery.rows.to(self.queries.device, dtype)
+    similarity: PairwiseSimilarity
 
     def tile(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> PairTile:
-        """See ``Member``; float32 rounds the distance's values.
-
-        Raises:
-            RunError: a value is not finite.
-        """
-        value = self._similarities(part, self.gallery[start:stop])
+        """See ``Member``; float32 rounds the distance's values."""
+        value = self.similarity(part, slice(start, stop))
         out[...] = value
         largest = float(np.abs(value).max(initial=0.0))
-        if not np.isfinite(largest):
-            raise RunError(f"{type(self.distance).__name__} gave NaN or infinity for finite embeddings")
         return PairTile(out, largest * 2.0**-24 + 2.0**-149, largest)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
@@ -110,13 +88,6 @@ class DistanceMember:
         def similarity(rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
             wanted_rows, row = np.unique(rows, return_inverse=True)
             wanted_columns, column = np.unique(columns, return_inverse=True)
-            index = torch.from_numpy(wanted_columns).to(self.gallery.device)
-            return self._similarities(part[wanted_rows], self.gallery[index])[row, column]
+            return self.similarity(part[wanted_rows], wanted_columns)[row, column]
 
         return similarity
-
-    def _similarities(self, part: IntArray, gallery: Tensor) -> NDArray[np.float64]:
-        with torch.inference_mode():
-            matrix = self.distance(self.queries[torch.from_numpy(part).to(self.queries.device)], gallery)
-        sign = 1.0 if self.distance.is_inverted else -1.0
-        return sign * matrix.to("cpu", torch.float64).numpy()

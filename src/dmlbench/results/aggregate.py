@@ -5,19 +5,26 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, read_result
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
 log = logging.getLogger(__name__)
 
 AGGREGATE, COLLECTIONS = "aggregate.json", "collections.csv"
+PARTIAL = "collections.partial"
+"""Folder of what an interrupted aggregation knows so far; a finished one removes it."""
 AGGREGATE_SCHEMA = 1
 
 
@@ -26,7 +33,8 @@ def aggregate_cell(
     *,
     allow_partial: bool = False,
     recall_at: Sequence[int] = (1, 2, 4, 8),
-    tile_bytes: int = 2**28,
+    tile_bytes: int = TILE_BYTES,
+    distances: Mapping[tuple[int, int], "BaseDistance"] | None = None,
     force: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -34,13 +42,15 @@ def aggregate_cell(
 
     The rule is the protocol's: "collections" (mean and population std over all collections of fold models, embeddings
     apart and concatenated), "best_and_mean" (best repeat, and mean and std over repeats), "mean" (of the validation
-    scores over repeats).
+    scores over repeats), "mean_of_test" (of the test scores over repeats).
 
     Args:
         runs: every run directory of the cell, complete or not.
         allow_partial: summarize although runs are missing; the summary says how many it rests on.
         recall_at: the K of R@K of the concatenated embeddings.
-        tile_bytes: working memory of the search.
+        tile_bytes: bound of the memory taken beyond the embeddings.
+        distances: the runs' own distances by (fold, repeat); a run without one is compared by unit vectors. Only
+            collections rank anew.
         force: compute again although an up-to-date summary exists.
         progress: show a progress bar for long work.
 
@@ -75,7 +85,7 @@ def aggregate_cell(
         return existing
 
     if kind == "collections":
-        scores, extras = _collections(cell, done, results, recall_at, tile_bytes, progress)
+        scores, extras = _collections(cell, done, results, recall_at, tile_bytes, distances or {}, progress)
     else:
         scores, extras = _over_repeats(results, kind)
     part = "val" if kind == "mean" else "test"
@@ -143,6 +153,7 @@ def _collections(
     results: Mapping[tuple[int, int], Mapping[str, Any]],
     recall_at: Sequence[int],
     tile_bytes: int,
+    distances: Mapping[tuple[int, int], "BaseDistance"],
     progress: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     folds = sorted({fold for fold, _ in results})
@@ -152,14 +163,26 @@ def _collections(
     galleries = None
     if loaded[0][0].gallery is not None:
         galleries = [[stored.gallery for stored in row if stored.gallery is not None] for row in loaded]
+    own_distances = [[distances.get(key) for key in keys] for keys in by_fold]
     tested = [[results[key]["metrics"]["test"] for key in keys] for keys in by_fold]
-    have_all = all(f"recall_at_{k}" in tested[0][0] for k in recall_at)
+    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
+    if any(name not in run for fold in tested for run in fold for name in spec.score_names):
+        # The runs were scored by other metrics: those are kept, what collections need is added.
+        tested = [
+            [
+                evaluate(stored.queries, stored.gallery, spec, distance=distance).scores | run
+                for stored, distance, run in zip(*fold, strict=True)
+            ]
+            for fold in zip(loaded, own_distances, tested, strict=True)
+        ]
     frame = collections(
         queries,
         galleries,
-        scores=tested if have_all else None,
+        scores=tested,
         recall_at=recall_at,
         tile_bytes=tile_bytes,
+        distances=own_distances,
+        partial=cell / PARTIAL,
         progress=progress,
     )
     atomic_write(cell / COLLECTIONS, frame.to_csv(index=False).encode())
@@ -171,7 +194,7 @@ def _collections(
             scores[kind][metric] = value
     intervals: dict[str, list[float] | None] = {}
     for metric in scores["separated"]:
-        interval = confidence_interval([[run[metric] for run in fold] for fold in tested]) if have_all else None
+        interval = confidence_interval([[run[metric] for run in fold] for fold in tested])
         intervals[metric] = None if interval is None else list(interval)
     dimension = int(queries[0][0].rows.shape[1])
     return scores, {

@@ -1,0 +1,61 @@
+"""Rho-regularization: now and then a negative of the anchor's own class, so that classes stay spread."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError
+
+Triplets = tuple[Tensor, Tensor, Tensor]
+
+
+class SwitchedNegatives(nn.Module):
+    """Replace the negative of a triplet, with probability rho, by another image of the anchor's class.
+
+    Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
+    class in the batch, without the anchor; it may be the triplet's positive. "R-Margin" is the margin loss with
+    distance-weighted triplets treated so.
+
+    Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
+    2020, section 5 (rho-regularization); as ooDML (Milbich et al. 2021) uses it.
+    """
+
+    def __init__(self, miner: Callable[[Tensor, Tensor], Triplets], *, switch_probability: float = 0.4) -> None:
+        """
+        Args:
+            miner: miner of triplets of pytorch-metric-learning.
+            switch_probability: rho, in [0, 1].
+
+        Raises:
+            ConfigError: rho is no probability.
+        """
+        super().__init__()
+        if not 0 <= switch_probability <= 1:
+            raise ConfigError(f"switch_probability ({switch_probability}) must lie in [0, 1]")
+        self.miner = miner
+        self.switch_probability = switch_probability
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B].
+
+        Raises:
+            ConfigError: the miner gives pairs.
+        """
+        mined = self.miner(embeddings, labels)
+        if len(mined) != 3:
+            raise ConfigError(
+                f"{type(self.miner).__name__} gives pairs, not triplets; switch the negatives of a miner of triplets, "
+                "such as DistanceWeightedMiner"
+            )
+        anchor, positive, negative = mined
+        if not len(anchor):
+            return mined
+        same = labels[anchor][:, None] == labels[None, :]  # [T, B]
+        same[torch.arange(len(anchor), device=anchor.device), anchor] = False
+        drawn = torch.multinomial(same.float(), 1)[:, 0]  # a triplet has a positive, so no row is empty
+        switched = torch.rand(len(anchor), device=anchor.device) < self.switch_probability
+        return anchor, positive, torch.where(switched, drawn, negative)

@@ -1,0 +1,201 @@
+"""Every command of the README runs, on small data made here and with fewer steps."""
+
+import re
+import shlex
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+from scipy.io import savemat
+
+from dmlbench import build
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
+from dmlbench.data.cars196_names import NAMES as CLASS_NAMES
+from dmlbench.data.cifar import CLASSES_100
+from dmlbench.models.bninception import BNInception
+
+SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.patience=null", "device=cpu")
+GLYPHS = {
+    "glyphs": [f"dataset.table.{a}" for a in ("num_classes=16", "images_per_class=8", "image_size=32")],
+    "omniglot": [f"dataset.table.{a}" for a in ("image_size=32", "check_counts=false")],
+}
+PHOTOS = (
+    *("transform.train.resize=40", "transform.train.crop=32"),
+    *("transform.eval.resize=40", "transform.eval.crop=32"),
+    *("sampler.classes_per_batch=2", "sampler.images_per_class=2"),
+)
+
+
+def commands(text: str) -> list[str]:
+    """Lines of the fenced blocks that are marked as bash, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def _photo(path: Path, color: int, *, side: int | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(color).integers(0, 256, (side or 48, side or 56, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def _drawings(file: Path) -> None:
+    """Characters in the layout of Omniglot's archives."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(file, "w") as archive:
+        for character in range(16):
+            for drawing in range(4):
+                buffer = BytesIO()
+                pixels = np.random.default_rng([character, drawing]).random((105, 105)) < 0.5
+                Image.fromarray(pixels).save(buffer, "PNG")
+                name = f"{file.stem}/{file.stem}/character{character + 1:02d}/{character:04d}_{drawing + 1:02d}.png"
+                archive.writestr(name, buffer.getvalue())
+
+
+def _role(label: int, image: int) -> str:
+    return "train" if label < 8 else ("query", "gallery")[image % 2]
+
+
+def _products(root: Path) -> None:
+    """Items in the layout of Stanford Online Products."""
+    for part, labels in (("train", range(1, 9)), ("test", range(9, 17))):
+        lines = ["image_id class_id super_class_id path"]
+        for label in labels:
+            for i in range(4):
+                name = f"bicycle_final/{label}_{i}.JPG"
+                _photo(root / name, label)
+                lines.append(f"{label * 4 + i - 3} {label} 1 {name}")
+        (root / f"Ebay_{part}.txt").write_text("\n".join(lines) + "\n")
+
+
+def _garments(root: Path) -> None:
+    """Items in the layout of In-shop Clothes Retrieval."""
+    lines = ["64", "image_name item_id evaluation_status"]
+    for label in range(16):
+        for i in range(4):
+            name = f"img/WOMEN/Dresses/id_{label + 1:08d}/{i + 1:02d}_1_front.jpg"
+            _photo(root / name, label)
+            lines.append(f"{name} id_{label + 1:08d} {_role(label, i)}")
+    (root / "list_eval_partition.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Sixteen classes of four images in the published layout of every data set that the README names."""
+    root = tmp_path / "data"
+    for part in ("background", "evaluation"):
+        _drawings(root / "omniglot" / f"images_{part}.zip")
+    classes = [*range(1, 9), *range(99, 107)]
+    rows = [(f"car_ims/{label:03d}{i}.jpg", label) for label in classes for i in range(4)]
+    for name, label in rows:
+        _photo(root / "cars196" / name, label)
+    fields = [("relative_im_path", object), ("class", object)]
+    annotations = np.array([(name, label) for name, label in rows], dtype=fields)
+    names = np.array(CLASS_NAMES, dtype=object)
+    savemat(root / "cars196" / "cars_annos.mat", {"annotations": annotations, "class_names": names})
+
+    for label in [*range(1, 9), *range(101, 109)]:
+        for i in range(4):
+            _photo(root / "CUB_200_2011" / "images" / f"{label:03d}.Bird_{label}" / f"{i}.jpg", label)
+    _products(root / "Stanford_Online_Products")
+    _garments(root / "In-shop")
+    for label in range(16):
+        for i in range(4):
+            _photo(root / "mine" / f"class_{label:02d}" / f"{i}.jpg", label)
+            _photo(root / "shop" / f"{label}_{i}.jpg", label)
+    for name, labels in (("to_train.txt", range(8)), ("to_test.txt", range(8, 16))):
+        (root / "mine" / name).write_text("".join(f"class_{label:02d}\n" for label in labels))
+    lines = [f"{label}_{i}.jpg,{label},{_role(label, i)}\n" for label in range(16) for i in range(4)]
+    (root / "shop" / "list.csv").write_text("path,label,role\n" + "".join(lines))
+    for label, name in enumerate(CLASSES_100[::6]):
+        for i in range(4):
+            _photo(root / "cifar100" / ("train", "test")[i % 2] / name / f"{i}.png", label, side=32)
+    for part in ("train", "test"):  # by these folders the data set is recognized
+        (root / "cifar100" / part / CLASSES_100[0]).mkdir(exist_ok=True)
+
+    (tmp_path / "weights").mkdir()
+    torch.save(BNInception(pretrained=False).state_dict(), tmp_path / "weights" / "bn_inception-52deb4733.pth")
+    return root
+
+
+def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DMLBENCH_DATA", str(data))
+    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "outputs"))
+    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
+    for name in ("x.npz", "query.npz", "gallery.npz"):
+        np.savez(tmp_path / name, rows=rows, labels=labels)
+    np.save(tmp_path / "x.npy", rows)
+    np.save(tmp_path / "y.npy", labels)
+    lines = commands((repository / "README.md").read_text(encoding="utf-8"))
+    assert len(lines) > 15
+    for line in lines:
+        line = line.replace("$DMLBENCH_DATA", str(data)).replace("$DMLBENCH_WEIGHTS", str(tmp_path / "weights"))
+        runs = sorted((tmp_path / "outputs" / "glyphs_collage").glob("*/*/*/best.ckpt"))
+        for place, checkpoint in zip(("<run directory>", "<another>"), runs, strict=False):
+            line = line.replace(place, str(checkpoint.parent))
+        program, command, *arguments = shlex.split(line, comments=True)
+        assert program == "dmlbench"
+        smaller: list[str] = []  # before the line's own arguments, which overrule them
+        if command == "train":
+            smaller += SMALLER
+            name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
+            if name in ("cub200", "cars196", "gsp_fair", "sop", "inshop", "folder"):
+                smaller += PHOTOS
+                if not any("weights_file" in a or "pretrained" in a for a in arguments):
+                    smaller += ["backbone.pretrained=false"]
+                if name == "gsp_fair":
+                    smaller += ["fold=0", "repeat=0"]
+            else:
+                smaller += ["sampler.classes_per_batch=4", "sampler.images_per_class=4"]
+            if name in ("glyphs", "omniglot"):
+                smaller += GLYPHS[name]
+            elif name != "folder" and "dataset" in line:
+                smaller += ["dataset.table.check_counts=false"]
+        elif command == "data" and arguments[0] == "verify":
+            arguments.append("dataset.table.check_counts=false")
+        elif command == "data" and arguments[0] == "prepare":
+            arguments += ["--accept-other-checksum", "dataset.table.check_counts=false"]
+        elif command == "report":
+            smaller += ["--queries", "2"]
+        import time; t0=time.process_time(); w0=time.time()
+        with pytest.raises(SystemExit) as info:
+            flags = [arguments.pop(0)] if arguments[:1] == ["-m"] else []
+            main([command, *flags, *smaller, *arguments])
+        captured = capsys.readouterr()
+        open("/tmp/rt.log","a").write(f"{time.process_time()-t0:.1f} {time.time()-w0:.1f} {line[:110]}\n")
+        assert info.value.code == 0, f"{line}\n{captured.err[-2000:]}"
+
+
+def test_readme_names_the_two_commands_and_only_measured_numbers(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    assert "make demo" in text
+    assert "make test" in text
+    for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+        assert (repository / picture).is_file(), picture
+
+
+def test_readme_has_a_row_for_every_loss_with_formula_source_and_reduction(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Losses\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, flags=re.MULTILINE)
+    assert sorted(row[0] for row in rows[1:]) == sorted(x.stem for x in (repository / "conf" / "loss").glob("*.yaml"))
+
+
+def test_readme_has_a_row_for_every_pooling_with_its_parameters(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d,]+) \| [\d.]+ \|", text, flags=re.MULTILINE))
+    options = sorted(file.stem for file in (repository / "conf" / "pooling").glob("*.yaml"))
+    assert sorted(rows) == options
+    for option in options:
+        cfg = compose("train", [f"pooling={option}", "head.out_features=128"])
+        OmegaConf.update(cfg, "runtime.num_channels", 1024)
+        OmegaConf.update(cfg, "runtime.map_size", [7, 7])
+        pooling = build.component(cfg.pooling)
+        assert sum(p.numel() for p in pooling.parameters() if p.requires_grad) == int(rows[option].replace(",", ""))

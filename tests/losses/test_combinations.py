@@ -1,0 +1,96 @@
+"""Every loss, plain and with XBM, ZSR and XML, over GAP and GSP trains on letters, and every part is seen at work."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dmlbench import build
+from dmlbench.build import Data
+from dmlbench.cli.front import compose, config_folder
+from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.training.fit import HISTORY, fit
+from dmlbench.training.log import read_history
+
+LOSSES = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml"))
+OF_PAIRS = ("contrastive", "contrastive_c1", "margin", "margin_gsp", "multi_similarity", "supcon", "triplet")
+MEMORIES = ("xbm", "xbm_contrastive")
+STEPS = 3
+SMALL = (
+    "dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32",
+    "sampler.classes_per_batch=4", "sampler.images_per_class=2", "head.out_features=16", "fit.log_every=1",
+    f"fit.max_steps={STEPS}", "fit.validate_every=100", "optim.lr=1e-3", "num_workers=0", "device=cpu",
+)  # fmt: skip
+MEMORY = ("loss.memory_size=16", "loss.start_step=0")
+GSP = ("pooling=gsp", "pooling.num_prototypes=4", "pooling.memory_rows=8")
+# ZSR and XML need histograms over prototypes; of average pooling gap_histogram gives them.
+REGULARIZED = ("pooling=gap_histogram", "pooling.num_prototypes=4")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Data:
+    cfg = compose("train", [*SMALL, f"paths.cache_dir={tmp_path_factory.mktemp('cache')}"])
+    return build.build_data(cfg)
+
+
+def train(
+    data: Data, run_dir: Path, *overrides: str
+) -> tuple[torch.nn.Module, torch.nn.Module, dict[str, list[float]]]:
+    """The model and the objective after a few steps, and every logged value by name."""
+    cfg = compose("train", [*SMALL, *overrides])
+    build.check(cfg)
+    OmegaConf.update(cfg, "runtime.num_classes", int(data.class_index.max()) + 1)
+    OmegaConf.update(cfg, "runtime.image_size", [32, 32])
+    torch.manual_seed(0)
+    model = build.build_model(cfg)
+    objective = build.build_objective(cfg, model)
+    optimizer, _ = build.build_optimizer(cfg, model, objective)
+    device = torch.device("cpu")
+    images = build.image_opener(cfg, data.table, device)(cfg.transform.train)
+    batches = build.build_train_batches(cfg, data, images, seed=0, device=device)
+    run_dir.mkdir()
+    fit(model, objective, batches, None, optimizer, build.build_fit_settings(cfg), run_dir, device=device)
+    values: dict[str, list[float]] = {}
+    for _, name, value in read_history(run_dir / HISTORY):
+        values.setdefault(name, []).append(value)
+    return model, objective, values
+
+
+QUICK = ("contrastive", "proxy_anchor", "xbm")  # the others take half a minute together
+
+
+@pytest.mark.parametrize("loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOSSES])
+def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path, loss: str) -> None:
+    memory = MEMORY if loss in MEMORIES else ()
+    kinds: dict[str, tuple[str, ...]] = {
+        "plain": (f"loss={loss}", *memory),
+        "zsr": (f"loss={loss}", "regularizer=zsr", *memory),
+        "xml": (f"loss={loss}", "regularizer=xml", *memory),
+    }
+    if loss in OF_PAIRS:
+        kinds["xbm"] = ("loss=xbm", f"loss@loss.loss={loss}", *MEMORY)
+    for kind, overrides in kinds.items():
+        average = REGULARIZED if kind in ("zsr", "xml") else ("pooling=gap",)
+        for pooling in (average, GSP):
+            model, objective, values = train(data, tmp_path / f"{kind}-{pooling[0]}", *overrides, *pooling)
+            assert len(values["train/dml"]) == STEPS
+            assert model.pooling.started
+            if pooling is GSP:
+                assert model.pooling.prototypes.grad is not None
+                assert model.pooling.prototypes.grad.abs().sum() > 0
+            if kind in ("zsr", "xml"):
+                # GSP's prototypes start in the first step, after the forward pass.
+                assert len(values[f"train/{kind}"]) == (STEPS - 1 if pooling is GSP else STEPS)
+                weight = objective.regularizers[kind].weight
+                expected = (1 - weight) * values["train/dml"][-1] + weight * values[f"train/{kind}"][-1]
+                assert values["train/loss"][-1] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            if isinstance(objective.loss, CrossBatchMemory):
+                assert objective.loss.is_active
+                assert objective.loss.filled == 16
+
+
+def test_what_the_memory_cannot_wrap_is_known() -> None:
+    """``OF_PAIRS`` leaves out what compares with classes, what is a memory, and what ranks the whole batch."""
+    with_classes = {name for name in LOSSES if "num_classes" in compose("train", [f"loss={name}"]).loss}
+    assert set(LOSSES) - set(OF_PAIRS) - set(MEMORIES) - with_classes == {"recall_at_k_surrogate"}
