@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation import search as search_module
+from dmlbench.evaluation import back_ends
 from dmlbench.evaluation.candidates import (
     PADDING,
     Keys,
@@ -89,7 +89,7 @@ def test_queries_are_halved_until_the_device_has_memory_and_results_stay(monkeyp
     queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
     host = unit_search(queries, gallery)
     device = dataclasses.replace(host, on_host=False)  # the code of an accelerator, on tensors of the CPU
-    product, sizes = search_module.product_on, []
+    product, sizes = back_ends.product_on, []
 
     def small_memory(*operands: object) -> torch.Tensor:
         result = product(*operands)
@@ -100,14 +100,14 @@ def test_queries_are_halved_until_the_device_has_memory_and_results_stay(monkeyp
 
     expected = nearest_columns(host, 60)
     assert np.array_equal(nearest_columns(device, 60), expected)
-    monkeypatch.setattr(search_module, "product_on", small_memory)
+    monkeypatch.setattr(back_ends, "product_on", small_memory)
     assert np.array_equal(nearest_columns(device, 60), expected)
     assert sizes == [50, 25, 12, 13, 25, 12, 13]
 
     def no_memory(*operands: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("faked")
 
-    monkeypatch.setattr(search_module, "product_on", no_memory)
+    monkeypatch.setattr(back_ends, "product_on", no_memory)
     with pytest.raises(RunError, match="no memory left for one query and 80 gallery items; lower tile_bytes"):
         nearest_columns(device, 60)
 

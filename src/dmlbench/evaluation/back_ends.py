@@ -1,6 +1,7 @@
 """The float32 passes of the search, none of which changes its results: faiss, numpy and torch on a device."""
 
 import importlib.util
+import logging
 from typing import Literal
 
 import numpy as np
@@ -8,11 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.candidates import Found, Keys, floor_below, pack
+from dmlbench.evaluation.candidates import Found, Keys, floor_below, narrow_on_device, pack
 from dmlbench.evaluation.similarity import FloatRows, strict_float32_products
-from dmlbench.types import ConfigError, IntArray
+from dmlbench.types import ConfigError, IntArray, RunError
 
 BackEnd = Literal["auto", "torch", "faiss"]
+
+logger = logging.getLogger(__name__)
 
 _FAISS_EXTRA = 8  # neighbors asked beyond k, so that near ties at rank k seldom need a second search
 
@@ -68,3 +71,40 @@ def product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows
     gallery = right if isinstance(right, Tensor) else torch.from_numpy(right).to(device)
     with strict_float32_products():
         return left @ gallery.T
+
+
+def narrowed_on(
+    device: torch.device,
+    query: FloatRows,
+    right: Tensor | FloatRows,
+    *,
+    own: IntArray,
+    k: int,
+    slack: float,
+    first_column: int,
+) -> Found:
+    """The ``narrow`` of a product on ``device``, column ``own`` [T] left out; halves the queries where memory is short.
+
+    Raises:
+        RunError: one query alone needs more memory than there is.
+    """
+    try:
+        similarity = product_on(device, query, right)
+        held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
+        place = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
+        similarity[place] = -torch.inf
+        return narrow_on_device(similarity, k, slack=slack, first_column=first_column)
+    except torch.OutOfMemoryError as error:
+        if len(query) == 1:
+            raise RunError(
+                f"{device} has no memory left for one query and {len(right)} gallery items; "
+                "lower tile_bytes, or evaluate on the CPU"
+            ) from error
+    logger.warning("%s is out of memory for a tile of %d queries; halving it", device, len(query))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    halves = [
+        narrowed_on(device, query[part], right, own=own[part], k=k, slack=slack, first_column=first_column)
+        for part in (slice(0, len(query) // 2), slice(len(query) // 2, None))
+    ]
+    return Found(*(np.concatenate([getattr(half, name) for half in halves]) for name in ("count", "keys")))

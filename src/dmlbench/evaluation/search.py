@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmlbench.evaluation.back_ends import BackEnd, exclude, faiss_candidates, product_on, resolve_back_end
+from dmlbench.evaluation.back_ends import (
+    BackEnd,
+    exclude,
+    faiss_candidates,
+    narrowed_on,
+    product_on,
+    resolve_back_end,
+)
 from dmlbench.evaluation.candidates import (
     LOWEST,
     MAX_GALLERY,
@@ -29,9 +36,9 @@ from dmlbench.evaluation.candidates import (
     floor_below,
     kth_bound,
     narrow_keys,
-    narrow_on_device,
     settle,
 )
+from dmlbench.evaluation.halves import halves_pay, ranked_by_halves
 from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.sets import check_sets, ids_of, self_columns
 from dmlbench.evaluation.similarity import (
@@ -111,8 +118,11 @@ class UnitSearch:
         """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
 
         Yields:
-            (queries [T], what ``finish`` gave), in the order of ``wanted``.
+            (queries [T], what ``finish`` gave), in the order of ``wanted`` (ascending).
         """
+        if halves_pay(self, k, len(wanted)):
+            yield from ranked_by_halves(self, k, finish, wanted=wanted)
+            return
         threads = num_threads() if self.on_host and self.back_end != "faiss" else 1
         rows, columns = self._tile_shape(len(wanted), k, threads)
         tiles = [wanted[start : start + rows] for start in range(0, len(wanted), rows)]
@@ -166,7 +176,7 @@ class UnitSearch:
                 found = self._on_host(query, start, stop, own=own, k=k, floor=floor)
             else:
                 tile = self._right(start, stop) if right is None else right[start:stop]
-                found = self._elsewhere(query, tile, own=own, k=k, first_column=start)
+                found = narrowed_on(self.device, query, tile, own=own, k=k, slack=self.slack, first_column=start)
             kept = np.concatenate([kept, found.padded()], axis=1) if start else found.padded()
             if stop < len(self.gallery) and kept.shape[1] >= 2 * k:
                 kept, floor = narrow_keys(kept, k, slack=self.slack)
@@ -197,30 +207,6 @@ class UnitSearch:
         if (floor == LOWEST).any():
             floor = np.maximum(floor, floor_below(kth_bound(similarity, k), self.slack))
         return entries_above(similarity, floor, first_column=start)
-
-    def _elsewhere(
-        self, query: FloatRows, right: Tensor | FloatRows, *, own: IntArray, k: int, first_column: int
-    ) -> Found:
-        """As ``_on_host`` on the device; queries are halved where its memory does not do."""
-        try:
-            similarity = product_on(self.device, query, right)
-            held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
-            place = (torch.from_numpy(held).to(self.device), torch.from_numpy(own[held]).to(self.device))
-            similarity[place] = -torch.inf
-            return narrow_on_device(similarity, k, slack=self.slack, first_column=first_column)
-        except torch.OutOfMemoryError as error:
-            if len(query) == 1:
-                raise RunError(
-                    f"{self.device} has no memory left for one query and {len(right)} gallery items; "
-                    "lower tile_bytes, or evaluate on the CPU"
-                ) from error
-        logger.warning("%s is out of memory for a tile of %d queries; halving it", self.device, len(query))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        half = len(query) // 2
-        first = self._elsewhere(query[:half], right, own=own[:half], k=k, first_column=first_column)
-        second = self._elsewhere(query[half:], right, own=own[half:], k=k, first_column=first_column)
-        return Found(np.concatenate([first.count, second.count]), np.concatenate([first.keys, second.keys]))
 
     def exact(self, part: IntArray) -> ExactSimilarity:
         """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
