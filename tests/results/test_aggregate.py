@@ -1,5 +1,4 @@
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
     cell = runs[0].path.parent
     expected = aggregate_cell(runs, progress=False)
 
-    def kill(folder: Path) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -67,7 +66,7 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
             aggregate_cell(runs, force=True, progress=False)
     assert (cell / PARTIAL).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr("dmlbench.evaluation.concatenated.rank_choices", kill)  # all queries are known
+        patch.setattr("dmlbench.evaluation.concatenated.prune", kill)  # all queries are known
         assert aggregate_cell(runs, force=True, progress=False) == expected
     assert not (cell / PARTIAL).exists()
 

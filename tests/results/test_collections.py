@@ -11,7 +11,7 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import concatenated, partial
+from dmlbench.evaluation import concatenated, frontier, partial
 from dmlbench.evaluation.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
 from dmlbench.evaluation.frontier import Places
@@ -85,7 +85,7 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(tmp_path: Path, monkeyp
     members = runs(folds=3, repeats=2, size=60)
     expected = collections(members, recall_at=RECALL_AT, tile_bytes=60_000)
     folder = tmp_path / "partial"
-    rank, calls = concatenated.rank_choices, []
+    rank, calls = frontier.rank_choices, []
 
     def stops_at(limit: int) -> Callable[[Places], object]:
         def ranked(places: Places) -> object:
@@ -100,13 +100,13 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(tmp_path: Path, monkeyp
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        monkeypatch.setattr(concatenated, "rank_choices", stops_at(4))
+        monkeypatch.setattr(frontier, "rank_choices", stops_at(4))
         with pytest.raises(Interrupted):
             collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
         done = sum(calls[:3])
         assert json.loads((folder / "progress.json").read_text())["done"] == done > 0
         calls.clear()
-        monkeypatch.setattr(concatenated, "rank_choices", stops_at(0))
+        monkeypatch.setattr(frontier, "rank_choices", stops_at(0))
         found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
         pd.testing.assert_frame_equal(found, expected, check_exact=True)
         assert sum(calls) == len(concatenated.retrieval_task(members[0][0], members[0][0], recall_at=(1,)).valid) - done

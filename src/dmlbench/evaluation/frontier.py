@@ -6,14 +6,18 @@ the places that are left. Per place, the least and the greatest of the repeats o
 collections below; a place whose upper bound is less than the k-th largest lower bound is left out.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.candidates import Keys, floor_below, kth_bound, pack, padded_place, settle
+from dmlbench.evaluation.evaluate import RetrievalTask, fit_width
 from dmlbench.evaluation.members import Member
+from dmlbench.evaluation.metrics import query_scores
+from dmlbench.evaluation.pruning import Kept
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import IntArray
 
@@ -56,6 +60,50 @@ class _Frontier:
     choice: IntArray
     flat: IntArray
     total: FloatRows
+
+
+def score_frontiers(
+    folds: list[list[Member]],
+    part: IntArray,
+    task: RetrievalTask,
+    kept: Kept,
+    *,
+    recall_at: Sequence[int],
+    out: NDArray[np.float64],
+) -> None:
+    """Write the scores of the queries ``part`` [T] into ``out`` [choices, names, Q].
+
+    Args:
+        folds: [fold][repeat] where exact similarities come from.
+        part: queries.
+        task: labels and depth.
+        kept: the pairs that some collection can need.
+        recall_at: the K of R@K.
+        out: what is written to.
+    """
+    for choice, row, ranked in rank_choices(_places(folds, part, task, kept)):
+        query = part[row]
+        scores = query_scores(fit_width(ranked, task.k), task.positives[query], recall_at=recall_at)
+        for at, values in enumerate(scores.values()):
+            out[choice, at, query] = values
+
+
+def _places(folds: list[list[Member]], part: IntArray, task: RetrievalTask, kept: Kept) -> Places:
+    """Pairs by row, padded to one width."""
+    target, (height, width) = padded_place(kept.count)
+    width += 1  # the last place of every row is padding
+    target += np.repeat(np.arange(height), kept.count)
+    column = np.full(height * width, -1, dtype=np.int64)
+    column[target] = kept.column
+    values = []
+    for value in kept.value:
+        full = np.full(height * width, -np.inf, dtype=np.float32)
+        full[target] = value
+        values.append(full.reshape(height, width))
+    ends = list(itertools.accumulate(map(len, folds), initial=0))
+    by_fold = [values[a:b] for a, b in itertools.pairwise(ends)]
+    columns_left = column.reshape(height, width)
+    return Places(folds, part, columns_left, task.relevant(part, columns_left), by_fold, task.k, kept.slack)
 
 
 def rank_choices(places: Places) -> Iterator[tuple[IntArray, IntArray, NDArray[np.bool_]]]:
