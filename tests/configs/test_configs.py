@@ -1,5 +1,6 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -96,21 +97,32 @@ def test_every_option_instantiates(group: str) -> None:
             assert torch.isfinite(value)
 
 
-@pytest.mark.parametrize("option", EXPERIMENTS)
-def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
-    from itertools import product
-
+def grid_of(option: str) -> dict[str, list[str]]:
+    """Overrides of an experiment's sweep by key; every option of a group has tests of its own, so two stand for all."""
     cfg = compose("train", [f"experiment={option}"], with_hydra=True)
     grid = OmegaConf.to_container(cfg.hydra.sweeper.params or OmegaConf.create())
     assert isinstance(grid, dict)
-    values_of = {key: options(key) if values == "glob(*)" else _split(str(values)) for key, values in grid.items()}
-    if any(values == "glob(*)" for values in grid.values()):  # every option has tests of its own
-        values_of = {key: values[:2] for key, values in values_of.items()}
-    # Coordinates that are no part of a cell are checked at their ends only.
-    values_of |= {key: [values[0], values[-1]] for key, values in values_of.items() if key in ("fold", "repeat")}
-    choices = [[f"{key}={value}" for value in values] for key, values in values_of.items()]
-    for overrides in product(*choices):
-        build.check(compose("train", [f"experiment={option}", *overrides]))
+    values_of = {k: options(k)[:2] if values == "glob(*)" else _split(str(values)) for k, values in grid.items()}
+    return {key: [f"{key}={value}" for value in values] for key, values in values_of.items()}
+
+
+@pytest.mark.parametrize("option", EXPERIMENTS)
+def test_every_experiment_composes_with_every_value_of_its_grid(option: str) -> None:
+    grid = grid_of(option)
+    first = [overrides[0] for overrides in grid.values()]
+    cells = {tuple(first)}
+    for i, overrides in enumerate(grid.values()):
+        cells |= {(*first[:i], override, *first[i + 1 :]) for override in overrides}
+    for cell in cells:
+        build.check(compose("train", [f"experiment={option}", *cell]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", EXPERIMENTS)
+def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
+    grid = {key: overrides for key, overrides in grid_of(option).items() if key not in ("fold", "repeat")}
+    for cell in itertools.product(*grid.values()):
+        build.check(compose("train", [f"experiment={option}", *cell]))
 
 
 def _split(values: str) -> list[str]:
