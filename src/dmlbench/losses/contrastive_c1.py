@@ -6,6 +6,8 @@ from torch.nn.functional import normalize
 
 from dmlbench.types import ConfigError
 
+COLUMNS = 1024  # references at a time on a CPU, so that they and their cosines stay in its cache from pass to pass
+
 
 class ContrastiveC1(nn.Module):
     """Pull all pairs of a class together and push apart pairs of two classes that are more similar than a margin.
@@ -78,15 +80,21 @@ class ContrastiveC1(nn.Module):
             references: [R, D] of unit length.
             positive, negative: [B, R] boolean, nowhere both.
         """
-        with torch.no_grad():
-            s = rows @ references.T  # [B, R]
-            positive = (s < 1 - self.tolerance).logical_and_(positive)
-            negative = (s > self.neg_margin).logical_and_(negative)
-            slope = negative.to(s.dtype).masked_fill_(positive, -1)
-            constant = self._constant(positive.count_nonzero(), negative.count_nonzero())
-        # The loss is linear in s while the same pairs are active. The sum of slope * s over all pairs, taken this way
-        # round, leaves nothing of size [B, R] for the backward pass.
-        return ((slope @ references * rows).sum() + constant) / len(rows)
+        # The loss is linear in s while the same pairs are active: the gradient of s is -1, 0 or 1, and the sum of
+        # it times s over all pairs leaves nothing of size [B, R] for the backward pass if it is taken this way round.
+        pulls, constants = [], []
+        width = COLUMNS if rows.device.type == "cpu" else max(1, len(references))
+        for part, near, far in zip(
+            references.split(width), positive.split(width, dim=1), negative.split(width, dim=1), strict=True
+        ):
+            with torch.no_grad():
+                s = rows @ part.T  # [B, R']
+                near = (s < 1 - self.tolerance).logical_and_(near)
+                far = (s > self.neg_margin).logical_and_(far)
+                constants.append(self._constant(near.count_nonzero(), far.count_nonzero()))
+                slope = (far.view(torch.int8) - near.view(torch.int8)).to(s.dtype)
+            pulls.append(slope @ part)
+        return ((sum(pulls) * rows).sum() + sum(constants)) / len(rows)
 
     def _reduce(self, s_positive: Tensor, s_negative: Tensor, batch: int) -> Tensor:
         positive, negative = s_positive < 1 - self.tolerance, s_negative > self.neg_margin

@@ -1,8 +1,11 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import normalize
 
 from dmlbench.types import ConfigError
 
@@ -62,9 +65,56 @@ class ProxyNca(nn.Module):
         if indices_tuple is not None:
             raise ConfigError("ProxyNCA compares images with proxies and takes no pairs of a miner; set miner=null")
         # -scale (2 - 2 cos); the constant cancels between the two parts.
-        logits = 2 * self.softmax_scale * normalize(embeddings) @ normalize(self.proxies).T  # [B, classes]
-        if self.assignment_probability:
-            return cross_entropy(logits, labels)
-        right = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, labels[:, None], True)
-        others = logits.masked_fill(right, -torch.inf).logsumexp(1)
-        return (others - logits.gather(1, labels[:, None])[:, 0]).mean()
+        scaled = 2 * self.softmax_scale * normalize(embeddings)
+        value: Tensor = _CrossEntropyOverProxies.apply(scaled, self.proxies, labels, self.assignment_probability)
+        return value
+
+
+class _CrossEntropyOverProxies(torch.autograd.Function):
+    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l_c = x . p_c / |p_c|.
+
+    With g = dloss/dl = (softmax(l) - onehot(y)) / B [B, C], which the forward pass takes along, the gradients are
+    g / |p| times p for x, and for p_c: sum over b of g_bc (x_b - l_bc p_c / |p_c|) / |p_c|.
+    So the proxies, many more numbers than the batch and its logits, are read where they lie: normalizing them first
+    would take several passes over copies of them and cost more than the products. For the same reason the sum stands
+    outside: sum over b of g_bc l_bc needs the logits alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, proxies: Tensor, labels: Tensor, count_right: bool) -> Tensor:
+        """
+        Args:
+            ctx: what the backward pass reads.
+            x: [B, D].
+            proxies: [C, D]; their lengths count as at least 1e-12, as in ``normalize``.
+            labels: [B] in [0, C).
+            count_right: whether the sum holds the right class y.
+        """
+        length = torch.linalg.vector_norm(proxies, dim=1)  # [C]
+        inverse = length.clamp(min=1e-12).reciprocal_()
+        logits = (x @ proxies.T).mul_(inverse)  # [B, C]
+        right = (torch.arange(len(labels), device=labels.device), labels)
+        summed = logits
+        if not count_right:
+            summed = logits.clone()
+            summed[right] = -torch.inf
+        log_sum = summed.logsumexp(1, keepdim=True)  # [B, 1]
+        slope = (summed - log_sum).exp_()  # [B, C]; B times g
+        slope[right] -= 1
+        ctx.save_for_backward(x, proxies, inverse, length, logits, slope)
+        return (log_sum[:, 0] - logits[right]).mean()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, proxies, inverse, length, logits, slope = ctx.saved_tensors
+        scale = inverse * (grad / len(x))  # [C]
+        weights = slope * scale  # [B, C]; g / |p|
+        grad_x = grad_proxies = None
+        if ctx.needs_input_grad[0]:
+            grad_x = weights @ proxies
+        if ctx.needs_input_grad[1]:
+            along = (slope * logits).sum(0).mul_(scale * inverse)  # [C]; 0 where a length does not count
+            along = along.masked_fill_(length < 1e-12, 0).neg_()
+            grad_proxies = (proxies * along[:, None]).addmm_(weights.T, x)
+        return grad_x, grad_proxies, None, None
