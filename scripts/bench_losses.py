@@ -151,8 +151,9 @@ def estimate_share(batch: int, size: int) -> None:
     network = 3 * 2 * 4.1e9 * batch
     traffic = 4 * (2 * MEMORY * size + 20 * batch * MEMORY)
     print(
-        f"\noperations of both products: 2 x 2 x {batch} x {MEMORY} x {size} = {products / 1e9:.2f} GFLOP; of a ResNet50 "
-        f"step (224 x 224): 3 x 2 x 4.1 GMAC x {batch} = {network / 1e9:.0f} GFLOP; share {100 * products / network:.2f} %"
+        f"\noperations of both products: 2 x 2 x {batch} x {MEMORY} x {size} = {products / 1e9:.2f} GFLOP; of a "
+        f"ResNet50 step (224 x 224): 3 x 2 x 4.1 GMAC x {batch} = {network / 1e9:.0f} GFLOP; "
+        f"share {100 * products / network:.2f} %"
     )
     print(
         f"bytes, if the memory is read twice and [B, memory] passes 20 times: {traffic / 1e9:.2f} GB, "

@@ -94,27 +94,27 @@ class _CrossEntropyOverProxies(torch.autograd.Function):
         inverse = length.clamp(min=1e-12).reciprocal_()
         logits = (x @ proxies.T).mul_(inverse)  # [B, C]
         right = (torch.arange(len(labels), device=labels.device), labels)
-        summed = logits
+        at_right = logits[right]  # [B]
         if not count_right:
-            summed = logits.clone()
-            summed[right] = -torch.inf
-        log_sum = summed.logsumexp(1, keepdim=True)  # [B, 1]
-        slope = (summed - log_sum).exp_()  # [B, C]; B times g
+            logits[right] = -torch.inf
+        log_sum = logits.logsumexp(1, keepdim=True)  # [B, 1]
+        slope = (logits - log_sum).exp_()  # [B, C]; B times g
         slope[right] -= 1
-        ctx.save_for_backward(x, proxies, inverse, length, logits, slope)
-        return (log_sum[:, 0] - logits[right]).mean()
+        logits[right] = at_right
+        # In place, and here rather than in the backward pass: large tensors cost most when they are made.
+        along = logits.mul_(slope).sum(0)  # [C]
+        ctx.save_for_backward(x, proxies, inverse, along.masked_fill_(length < 1e-12, 0), slope)
+        return (log_sum[:, 0] - at_right).mean()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, proxies, inverse, length, logits, slope = ctx.saved_tensors
+        x, proxies, inverse, along, slope = ctx.saved_tensors
         scale = inverse * (grad / len(x))  # [C]
         weights = slope * scale  # [B, C]; g / |p|
         grad_x = grad_proxies = None
         if ctx.needs_input_grad[0]:
             grad_x = weights @ proxies
         if ctx.needs_input_grad[1]:
-            along = (slope * logits).sum(0).mul_(scale * inverse)  # [C]; 0 where a length does not count
-            along = along.masked_fill_(length < 1e-12, 0).neg_()
-            grad_proxies = (proxies * along[:, None]).addmm_(weights.T, x)
+            grad_proxies = (proxies * (-along * scale * inverse)[:, None]).addmm_(weights.T, x)
         return grad_x, grad_proxies, None, None
