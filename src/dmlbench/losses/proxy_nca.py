@@ -107,7 +107,7 @@ class _CrossEntropyOverProxies(torch.autograd.Function):
         return (log_sum[:, 0] - at_right).mean()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, proxies, inverse, along, slope = ctx.saved_tensors
         scale = inverse * (grad / len(x))  # [C]
