@@ -20,9 +20,9 @@ def test_derived_seed_is_a_frozen_function_of_its_parts() -> None:
 def test_restoring_the_random_state_repeats_every_generator() -> None:
     runtime.seed_everything(3)
     state = runtime.random_state()
-    first = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002
+    first = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002 - the one to restore
     runtime.restore_random_state(state)
-    second = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002
+    second = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002 - the one to restore
     assert first[:2] == second[:2]
     assert torch.equal(first[2], second[2])
 

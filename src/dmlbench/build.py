@@ -18,6 +18,7 @@ import hydra
 import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,13 +29,14 @@ from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.table import read_image
 from dmlbench.data.transforms import CropTransform, Kernel
-from dmlbench.evaluation.metrics import score_names
+from dmlbench.evaluation.metrics import DISTANCE_METRICS
 from dmlbench.losses.objective import Objective
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel, pooled_channels
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
+from dmlbench.training.replay import Plan, replayed
 from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
@@ -53,7 +55,13 @@ def check(cfg: DictConfig) -> None:
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
-    _check_components(container, "")
+    try:
+        _check_components(container, "")
+    except ConfigError as error:
+        groups = " ".join(f"~{name.rpartition('/')[0]}" for name in cfg.runtime.tuned)
+        raise ConfigError(
+            f"{error} (papers' settings took part; {groups} leaves them out)" if groups else str(error)
+        ) from None
     sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
     for key, value in sizes.items():
         if value < 1:
@@ -73,32 +81,44 @@ def check(cfg: DictConfig) -> None:
             f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"
         )
     # What is cheap to make is made: its constructor knows the ranges of its values.
-    for node in (
-        cfg.fit,
-        cfg.optim,
-        cfg.evaluation,
-        cfg.transform.train,
-        cfg.transform.eval,
-    ):
-        component(node)
+    for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
+        if not _waits_for_data(node):
+            component(node)
     component(cfg.head, in_features=1)
     asked = OmegaConf.to_yaml(cfg.pooling, resolve=False)
-    if "${runtime." not in asked:  # else its ranges depend on the backbone, which is built after the data are read
-        component(cfg.pooling)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     if "${runtime.map_size}" in asked and crops[0] != crops[1]:
         raise ConfigError(
             f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
             f"transform.eval.crop ({crops[1]}) differ; set both to the same"
         )
-    known_scores = score_names(cfg.evaluation.recall_at)
+    known_scores = [name for name in component(cfg.evaluation).score_names if name not in DISTANCE_METRICS]
+    if cfg.fit.monitor in DISTANCE_METRICS:
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
+            f"small ones; choose one of {', '.join(known_scores)}"
+        )
     if cfg.fit.monitor not in known_scores:
-        raise ConfigError(f"fit.monitor ({cfg.fit.monitor}) is no score: {closest(cfg.fit.monitor, known_scores)}")
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is no score that evaluation.metrics and evaluation.recall_at ask for: "
+            f"{closest(cfg.fit.monitor, known_scores)}"
+        )
     protocol = component(cfg.protocol)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
             possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
             raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+
+
+def _waits_for_data(node: Any) -> bool:
+    """Whether values of a node depend on what ``runtime`` will say once the data and the backbone are there."""
+    try:
+        OmegaConf.to_container(node, resolve=True)
+    except InterpolationResolutionError as error:
+        if "Missing mandatory value: runtime." in str(error):
+            return True
+        raise
+    return False
 
 
 def component(node: Any, **provided: Any) -> Any:
@@ -233,8 +253,13 @@ def _describe(annotation: Any) -> str:
     return str(annotation).replace("typing.", "")
 
 
-def build_fit_settings(cfg: DictConfig) -> FitSettings:
-    return component(cfg.fit)
+def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
+    """Length, selection and numerics of the training; with a ``plan``, of the plan's length and without selection."""
+    settings: FitSettings = component(cfg.fit)
+    if plan is None:
+        return settings
+    steps = plan.steps(cfg.runtime.steps_per_epoch)
+    return dataclasses.replace(settings, max_steps=steps, patience=None, warmup_steps=min(settings.warmup_steps, steps))
 
 
 @dataclass(frozen=True)
@@ -257,6 +282,9 @@ def build_data(cfg: DictConfig) -> Data:
     split = component(cfg.protocol).split(table, fold=cfg.fold)
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
+    # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a cell.
+    sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
+    OmegaConf.update(cfg, "runtime.steps_per_epoch", len(sampler))
     OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
     return Data(table, split, index)
 
@@ -354,9 +382,13 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     return objective
 
 
-def build_optimizer(cfg: DictConfig, model: MetricModel, objective: Objective) -> tuple[Optimizer, Any]:
-    """Optimizer over the named groups, and its schedule or None."""
+def build_optimizer(
+    cfg: DictConfig, model: MetricModel, objective: Objective, plan: Plan | None = None
+) -> tuple[Optimizer, Any]:
+    """Optimizer over the named groups, and its schedule or None; with a ``plan``, the plan's rates instead."""
     optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))
+    if plan is not None:
+        return optimizer, replayed(optimizer, plan, steps_per_epoch=cfg.runtime.steps_per_epoch)
     return optimizer, component(cfg.schedule, optimizer=optimizer)
 
 

@@ -31,6 +31,8 @@ class RuntimeConfig:
     num_channels: int = MISSING  # of the map that is pooled
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
     choices: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,7 +72,15 @@ class EvaluateConfig:
 
     run: str | None = None
     embeddings: str | None = None
+    labels: str | None = None
+    gallery: str | None = None
+    gallery_labels: str | None = None
     from_checkpoint: bool = False
+    output: str | None = None
+    per_query: str | None = None
+    per_class: str | None = None
+    hardest: int | None = None
+    hardest_by: str = "map_at_r"
     evaluation: Any = MISSING
     device: str = "auto"
     num_workers: int | None = None
@@ -105,6 +115,7 @@ class TableConfig:
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    compare: tuple[str, ...] | None = None
     name: str | None = None
     allow_partial: bool = False
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -120,10 +131,18 @@ SCHEMAS = {
 
 
 def register_schemas() -> None:
-    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults."""
+    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults.
+
+    Also makes ``${epochs:3}`` known, the optimizer steps of so many epochs.
+    """
+    OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(group="schema", name=name, node=schema, package="_global_")
+
+
+def _steps_of_epochs(epochs: float, *, _root_: DictConfig) -> int:
+    return max(1, round(epochs * _root_.runtime.steps_per_epoch))
 
 
 # What a cell is not made of: coordinates, seed, and everything that does not move a number.
@@ -144,15 +163,23 @@ NOT_PART_OF_A_RUN = (
 )
 
 
+# Keys that came after the first results, with values that mean what was done before: runs from then keep their names.
+_SAME_AS_ABSENT = {
+    "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
+    "evaluation.kmeans_seed": 0,
+}
+
+
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
     container = OmegaConf.to_container(cfg, resolve=False)
-    for key in excluded:
+    for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")
         node: Any = container
         for parent in parents:
             node = node.get(parent) or {}
-        node.pop(last, None)
+        if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
+            node.pop(last, None)
     return hashlib.sha256(json.dumps(container, sort_keys=True).encode()).hexdigest()
 
 
@@ -160,7 +187,8 @@ def cell_id(cfg: DictConfig) -> str:
     """Readable and unique name of the cell: backbone, pooling and loss as chosen, and a hash of all that defines it."""
     choices = cfg.runtime.choices
     words = [choices.get(group, group) for group in ("backbone", "pooling", "loss")]
-    if cfg.fit.get("max_steps") == 0:
+    # Not resolved: a number of epochs is not known before the data are.
+    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
     name = "-".join(str(word).replace("/", "_") for word in words)
     return f"{name}-{_digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)[:8]}"

@@ -1,9 +1,7 @@
 """One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
 
 import contextlib
-import csv
 import datetime
-import io
 import logging
 import sys
 import time
@@ -18,6 +16,7 @@ from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
 from dmlbench.data.images import ImageSource
+from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embed import embed, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.models.net import MetricModel
@@ -34,7 +33,9 @@ from dmlbench.runtime import (
     select_device,
     set_strict_float32,
 )
-from dmlbench.training.fit import BEST, LAST, FitResult, fit
+from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
+from dmlbench.training.log import read_history
+from dmlbench.training.replay import Plan, load_plan, plan_of, save_plan
 from dmlbench.training.signals import StopSignal
 from dmlbench.types import EmbeddingSet, RetrievalSet, RunError
 
@@ -82,6 +83,18 @@ def directory_of(cfg: DictConfig) -> Path:
     protocol = build.component(cfg.protocol).name
     name = cfg.dataset.name
     return store.run_directory(cfg.paths.output_dir, name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
+
+
+def _plan_of_stage_1(cfg: DictConfig) -> Plan | None:
+    """What stage 1 of this cell and repeat found, where this is stage 2."""
+    if cfg.protocol.get("stage") != 2:
+        return None
+    first = OmegaConf.merge(cfg, {"protocol": {"stage": 1}})
+    assert isinstance(first, DictConfig)
+    plan = load_plan(directory_of(first) / store.PLAN)
+    steps = plan.steps(cfg.runtime.steps_per_epoch)
+    log.info("stage 1 found %.1f epochs and %d rate changes: %d steps here", plan.epochs, len(plan.changes), steps)
+    return plan
 
 
 def run_seed(cfg: DictConfig) -> int:
@@ -132,9 +145,11 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
-    settings = build.build_fit_settings(cfg)
+    plan = _plan_of_stage_1(cfg)
+    settings = build.build_fit_settings(cfg, plan)
     build.move(model, objective, device, channels_last=settings.channels_last)
-    optimizer, schedule = build.build_optimizer(cfg, model, objective)
+    optimizer, schedule = build.build_optimizer(cfg, model, objective, plan)
+    first_rate = optimizer.param_groups[0]["lr"]
     atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(cfg, resolve=True).encode())
     log.info(
         "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes
@@ -148,7 +163,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         torch.cuda.reset_peak_memory_stats(device)
     try:
         progress = fit(
-            model, objective, batches, scorer.validate, optimizer, settings, run_dir,
+            model, objective, batches, scorer.validate if data.split.val else None, optimizer, settings, run_dir,
             device=device, schedule=schedule, loggers=loggers, stop=stop,
             data_fingerprint=data.table.fingerprint,
         )  # fmt: skip
@@ -171,14 +186,21 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             run_dir / store.EMBEDDINGS, queries, gallery,
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
         )  # fmt: skip
-        _write_per_query(run_dir / "per_query.csv", queries, test)
-    scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
+        atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
+    if data.split.val is not None:
+        scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
+    if cfg.protocol.get("stage") == 1:
+        plan = plan_of(
+            read_history(run_dir / HISTORY), first_rate=first_rate, best_step=progress.best_step,
+            steps_per_epoch=cfg.runtime.steps_per_epoch,
+        )  # fmt: skip
+        save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
     store.write_result(
         run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.pooling.started}
     )
     _keep_checkpoints(run_dir, settings.keep)
-    summary = ", ".join(f"{name} {value:.4f}" for name, value in (test.scores if test else scores["val"]).items())
+    summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
              "test" if test else "validation", summary)  # fmt: skip
 
@@ -204,6 +226,7 @@ class Scorer:
 
     def validate(self) -> dict[str, float]:
         """Scores of the current weights on the validation set."""
+        assert self.data.split.val is not None
         return self.score(*self.embed(self.data.split.val)).scores
 
     def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
@@ -267,19 +290,11 @@ def _result(
         "n_query": test.n_query if test else 0,
         "n_gallery": test.n_gallery if test else 0,
         "n_skipped_queries": test.n_skipped_queries if test else 0,
+        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _write_per_query(path: Path, queries: EmbeddingSet, test: Evaluation) -> None:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(("id", "label", *test.per_query))
-    columns = [column.tolist() for column in test.per_query.values()]
-    writer.writerows(zip(queries.ids.tolist(), queries.labels.tolist(), *columns, strict=True))
-    atomic_write(path, buffer.getvalue().encode())
 
 
 def _keep_checkpoints(run_dir: Path, keep: str) -> None:

@@ -19,7 +19,9 @@ from dmlbench.types import ConfigError
 
 Precision = Literal["float32", "bf16"]
 
-_REPORTED_PACKAGES = ("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "faiss-cpu", "faiss-gpu")
+_REPORTED_PACKAGES = (
+    *("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "scikit-learn", "faiss-cpu", "faiss-gpu"),
+)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -42,7 +44,7 @@ def seed_everything(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """The state of the global generators (of CUDA: the current device's), readable with ``weights_only=True``."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - as in seed_everything
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -64,7 +66,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"][0].cpu())
     name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002 - likewise
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss_next))
 
@@ -129,6 +131,14 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Whether an open file still lies at ``path``, where it may have been removed or replaced since it was opened."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _umask() -> int:

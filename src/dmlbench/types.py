@@ -103,7 +103,7 @@ class Split:
         name: protocol and coordinates in words, for messages.
         fold: the fold's number (0 where the protocol has none).
         train: rows to train on.
-        val: what early stopping and selection look at.
+        val: what early stopping and selection look at; None where the length of the training is given.
         test: what is reported; None where the protocol must not look at the test half (``hpo``).
         val_is_test: True when the selection looks at the test half; printed with every number.
     """
@@ -111,7 +111,7 @@ class Split:
     name: str
     fold: int
     train: IntArray
-    val: RetrievalSet
+    val: RetrievalSet | None
     test: RetrievalSet | None
     val_is_test: bool = False
 

@@ -1,5 +1,6 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import _of_each_job, compose, config_folder
-from dmlbench.config import cell_id, config_sha256
+from dmlbench.cli.front import _of_each_job, _without_null, compose, config_folder
+from dmlbench.config import cell_id, config_sha256, flatten
 from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()
@@ -25,7 +26,11 @@ def options(group: str) -> list[str]:
 
 
 ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
-SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "hydra")]
+SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "enhancement", "hydra")]
+EXPERIMENTS = sorted(
+    str(path.relative_to(CONF / "experiment").with_suffix("")) for path in (CONF / "experiment").rglob("*.yaml")
+)
+TUNED = sorted(str(path.relative_to(CONF).with_suffix("")) for path in (CONF / "tuned").rglob("*.yaml"))
 
 OURS = [(g, o) for g, o in SINGLE if "_target_: dmlbench." in (CONF / g / f"{o}.yaml").read_text()]
 
@@ -47,7 +52,18 @@ def test_every_option_composes_and_fits_the_signature_of_its_target(group: str, 
 @pytest.mark.parametrize(("group", "option"), OURS)
 def test_every_option_spells_out_every_argument_of_its_target(group: str, option: str) -> None:
     cfg = compose("train", [f"{group}={option}"])
-    derived = {"in_features", "run_dir", "mean", "std", "out_levels", "out_indices", "num_channels", "labels", "seed"}
+    derived = {
+        "in_features",
+        "run_dir",
+        "mean",
+        "std",
+        "out_levels",
+        "out_indices",
+        "num_channels",
+        "labels",
+        "seed",
+        "optimizer",
+    }
     nodes = list(components(OmegaConf.to_container(cfg[group], resolve=False)))
     assert nodes
     for node in nodes:
@@ -65,6 +81,7 @@ def test_every_option_instantiates(group: str) -> None:
             overrides.append("backbone.pretrained=false")
         cfg = compose("train", overrides)
         OmegaConf.update(cfg, "runtime.num_classes", 6)
+        OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
         OmegaConf.update(cfg, "runtime.image_size", [64, 64])
         model = build.build_model(cfg)
         objective = build.build_objective(cfg, model)
@@ -79,19 +96,66 @@ def test_every_option_instantiates(group: str) -> None:
             assert torch.isfinite(value)
 
 
-@pytest.mark.parametrize("option", [path.stem for path in (CONF / "experiment").glob("*.yaml")])
+@pytest.mark.parametrize("option", EXPERIMENTS)
 def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
     from itertools import product
 
     cfg = compose("train", [f"experiment={option}"], with_hydra=True)
-    grid = OmegaConf.to_container(cfg.hydra.sweeper.params) or {}
+    grid = OmegaConf.to_container(cfg.hydra.sweeper.params or OmegaConf.create())
     assert isinstance(grid, dict)
-    values_of = {key: options(key) if values == "glob(*)" else str(values).split(",") for key, values in grid.items()}
+    values_of = {key: options(key) if values == "glob(*)" else _split(str(values)) for key, values in grid.items()}
     if any(values == "glob(*)" for values in grid.values()):  # every option has tests of its own
         values_of = {key: values[:2] for key, values in values_of.items()}
+    # Coordinates that are no part of a cell are checked at their ends only.
+    values_of |= {key: [values[0], values[-1]] for key, values in values_of.items() if key in ("fold", "repeat")}
     choices = [[f"{key}={value}" for value in values] for key, values in values_of.items()]
     for overrides in product(*choices):
         build.check(compose("train", [f"experiment={option}", *overrides]))
+
+
+def _split(values: str) -> list[str]:
+    """Values of a sweep; commas in brackets belong to a value."""
+    return re.split(r",(?![^\[]*\])", values)
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_every_tuned_file_names_its_source_and_fits_its_choices(name: str) -> None:
+    _, folder, file = name.split("/")
+    groups = folder.removeprefix("by_").split("_")
+    values = file.split("-")
+    assert len(groups) == len(values)
+    text = (CONF / f"{name}.yaml").read_text()
+    assert re.search("supplement|section|table|code|No paper", text)
+    cfg = compose("train", [f"{group}={value}" for group, value in zip(groups, values, strict=True)])
+    build.check(cfg)
+    composed = flatten(OmegaConf.to_container(cfg, resolve=False))
+    wanted = flatten(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False))
+    assert wanted.items() <= composed.items()
+
+
+def test_tuned_values_stand_between_an_option_and_the_command_line() -> None:
+    assert compose("train", ["loss=triplet", "dataset=cars196"]).loss.margin == 0.119
+    assert compose("train", ["loss=triplet", "dataset=cars196", "loss.margin=0.3"]).loss.margin == 0.3
+    assert compose("train", ["loss=triplet", "dataset=cars196", "~tuned/by_loss_dataset"]).loss.margin == 0.0961
+    assert compose("train", ["loss=triplet", "dataset=glyphs"]).loss.margin == 0.0961
+    gsp = compose("train", ["experiment=gsp_fair", "dataset=sop", "loss=proxy_anchor", "pooling=gsp"])
+    assert (gsp.sampler.classes_per_batch, gsp.sampler.images_per_class, gsp.optim.lr) == (32, 1, 5e-6)
+    assert (gsp.pooling.num_prototypes, gsp.pooling.smoothing, gsp.optim.lr_multipliers.loss) == (128, 0.5, 100.0)
+
+
+def test_enhancements_add_up_in_any_combination() -> None:
+    def cell(*names: str) -> Any:
+        return compose("train", ["experiment=proxynca_pp/table7", f"enhancement=[{','.join(names)}]"])
+
+    none, every = cell("none"), cell("scale", "norm", "cbs", "max", "fast", "prob")
+    whole = compose("train", ["experiment=proxynca_pp/whole", "pooling=gmp"])
+    for key in ("sampler", "pooling", "head", "optim", "fit", "schedule", "protocol", "transform"):
+        assert every[key] == whole[key], key
+        assert none[key] == whole[key] or key in ("sampler", "pooling", "head", "optim"), key
+    assert OmegaConf.to_container(every.loss, resolve=False) == OmegaConf.to_container(whole.loss, resolve=False)
+    assert cell("cbs").sampler == every.sampler
+    assert cell("cbs", "max").pooling == every.pooling
+    assert cell("max").sampler == none.sampler
 
 
 @pytest.mark.parametrize("name", ["evaluate", "aggregate", "table"])
@@ -163,6 +227,10 @@ MISTAKES = [
     (["transform=mlrc", "transform.eval.crop=300"], "crop \\(300\\) exceeds resize \\(256\\)"),
     (["sampler=random", "sampler.batch_size=0"], "sampler.batch_size \\(0\\)"),
     (["sampler.images_per_clas=2"], "did you mean 'images_per_class'"),
+    (
+        ["loss=proxy_anchor", "dataset=sop", "sampler=random"],
+        "classes_per_batch is not an argument.*~tuned/by_loss_dataset",
+    ),
 ]
 
 
@@ -174,7 +242,6 @@ def test_mistakes_end_in_one_message_before_data_is_read(tmp_path, capsys, monke
     monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
     with pytest.raises(SystemExit) as info:
         main(["train", *overrides])
-    import re
 
     error = capsys.readouterr().err
     assert re.search(message, error), error
@@ -219,5 +286,39 @@ def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
         assert _of_each_job(left_alone) == left_alone
 
 
+def test_null_takes_a_group_out_of_the_configuration() -> None:
+    arguments = [
+        "schedule=null",
+        "regularizer=null,zsr",
+        "tuned/by_loss=null",
+        "pooling.width=null",
+        "experiment=null",
+        "x",
+    ]
+    assert [_without_null(argument) for argument in arguments] == [
+        "schedule=none", "regularizer=none,zsr", "~tuned/by_loss", "pooling.width=null", "~experiment", "x"
+    ]  # fmt: skip
+    assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
+
+
 def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
     build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
+
+
+def test_metrics_of_before_keep_the_names_of_cells_and_others_do_not() -> None:
+    def digest(*overrides: str) -> str:
+        return config_sha256(compose("train", list(overrides)))
+
+    usual = digest()
+    assert digest("~evaluation.metrics", "~evaluation.kmeans_seed") == usual
+    assert len({usual, digest("evaluation.metrics=[nmi]"), digest("evaluation.kmeans_seed=1")}) == 3
+
+
+def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:
+    build.check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
+    for overrides, message in (
+        (["fit.monitor=nmi"], "no score that evaluation.metrics"),
+        (["evaluation.metrics=[intra_class_distance]", "fit.monitor=intra_class_distance"], "is a distance"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build.check(compose("train", overrides))

@@ -76,7 +76,7 @@ def test_archive_folder_and_bare_files_are_the_same_data(tmp_path: Path, suffix:
     packed = tmp_path / "packed"
     packed.mkdir()
     mode = {"tar": "w", "tar.gz": "w:gz", "tar.xz": "w:xz"}[suffix]
-    with tarfile.open(packed / f"cifar-10-python.{suffix}", mode) as tar:  # type: ignore[call-overload]
+    with tarfile.open(packed / f"cifar-10-python.{suffix}", mode) as tar:
         tar.add(tmp_path / "a" / "cifar-10-batches-py", "cifar-10-batches-py")
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "cifar-10-batches-py").rename(tmp_path / "b" / "cifar10")

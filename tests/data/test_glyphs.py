@@ -220,7 +220,7 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
 )
 def test_arguments_out_of_range_are_named(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        glyphs(cache_dir=tmp_path, **arguments)  # type: ignore[arg-type]
+        glyphs(cache_dir=tmp_path, **arguments)
 
 
 @pytest.mark.slow

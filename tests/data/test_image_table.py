@@ -19,7 +19,7 @@ def small_table(**changes: object) -> ImageTable:
         "role": halved_roles(labels, 2),
         "content": np.array([10, 20, 30, 40]),
     }
-    return make_table("small", "/root", **(parts | changes))  # type: ignore[arg-type]
+    return make_table("small", "/root", **(parts | changes))
 
 
 def test_fingerprint_depends_on_names_sizes_labels_and_roles_but_not_on_order_or_folder() -> None:

@@ -231,11 +231,11 @@ def test_files_of_one_size_are_held_as_one_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", ["pillow", "torch"])
 def test_batches_from_the_cache_are_those_from_the_files_to_the_bit(kernel: str, tmp_path: Path) -> None:
     table = file_table(tmp_path)
-    train = random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0), kernel=kernel)  # type: ignore[arg-type]
-    test = center_crop(resize=24, crop=16, kernel=kernel)  # type: ignore[arg-type]
+    train = random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0), kernel=kernel)
+    test = center_crop(resize=24, crop=16, kernel=kernel)
     sources = [
-        DecodedImages(table, short_side=24, kernel=kernel),  # type: ignore[arg-type]
-        cached_images(table, tmp_path / "cache", short_side=24, kernel=kernel),  # type: ignore[arg-type]
+        DecodedImages(table, short_side=24, kernel=kernel),
+        cached_images(table, tmp_path / "cache", short_side=24, kernel=kernel),
     ]
     for num_workers in (0, 1):
         runs = []

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dmlbench.data.protocols import Conventional, Hpo, Mlrc, MlrcMusgrave, check_split, class_index
+from dmlbench.data.protocols import Conventional, Hpo, Mlrc, MlrcMusgrave, TwoStage, check_split, class_index
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet
 
 CUB, CARS, SOP = (200, 100), (196, 98), (22_634, 11_318)
@@ -122,6 +122,21 @@ def test_hpo_holds_out_one_of_five_parts_and_never_sees_the_test_half(part: int)
     assert Hpo().held_out_part == 4
 
 
+def test_two_stages_train_on_half_and_on_all_train_classes_and_only_the_second_is_tested() -> None:
+    table = table_of(*CUB)
+    first, second = (TwoStage(stage=stage).split(table, fold=0) for stage in (1, 2))
+    assert classes(table, first.train) == span(0, 49)
+    assert first.val is not None
+    assert classes(table, first.val.query) == span(50, 99)
+    assert first.test is None
+    assert classes(table, second.train) == span(0, 99)
+    assert second.val is None
+    assert second.test is not None
+    assert not second.val_is_test
+    assert classes(table, second.test.query) == span(100, 199)
+    assert (TwoStage(stage=1).aggregation, TwoStage(stage=2).aggregation) == ("mean", "mean_of_test")
+
+
 def test_every_protocol_says_how_its_runs_are_summed_up() -> None:
     facts = {
         p.name: (p.num_folds, p.num_repeats, p.aggregation) for p in (Mlrc(), MlrcMusgrave(), Conventional(), Hpo())
@@ -142,6 +157,8 @@ def test_a_fold_that_does_not_exist_names_the_range(protocol: Mlrc, last: int) -
 
 
 def test_settings_out_of_range_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"stage \(3\).*1 or 2"):
+        TwoStage(stage=3)
     with pytest.raises(ConfigError, match="num_folds"):
         Mlrc(num_folds=1)
     with pytest.raises(ConfigError, match="num_repeats"):

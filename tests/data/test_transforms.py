@@ -45,7 +45,7 @@ def test_evaluation_equals_torchvision_on_pil_images(size: tuple[int, int]) -> N
 @pytest.mark.parametrize("size", [(400, 300), (90, 140), (700, 200)])
 def test_training_crops_equal_torchvision_given_the_box(size: tuple[int, int], resize: int | None) -> None:
     image = picture(*size)
-    transform = random_resized_crop(**MLRC | {"resize": resize})  # type: ignore[arg-type]
+    transform = random_resized_crop(**MLRC | {"resize": resize})
     resized = image if resize is None else v2.functional.resize(image, resize)
     for seed in SEEDS[:6]:
         cut = transform.plan(np.array([resized.size[::-1]]), [seed])
@@ -57,7 +57,7 @@ def test_training_crops_equal_torchvision_given_the_box(size: tuple[int, int], r
 
 def test_boxes_are_distributed_as_torchvision_s() -> None:
     height, width = 256, 320
-    transform = random_resized_crop(**MLRC)  # type: ignore[arg-type]
+    transform = random_resized_crop(**MLRC)
     ours = transform.plan(np.tile([[height, width]], (len(SEEDS), 1)), SEEDS)
     reference = v2.RandomResizedCrop(227, scale=(0.16, 1.0), ratio=(3 / 4, 4 / 3))
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_an_image_that_no_box_fits_gives_its_middle_as_torchvision_does() -> Non
 
 
 def test_each_image_s_seed_decides_alone() -> None:
-    transform = random_resized_crop(**MLRC)  # type: ignore[arg-type]
+    transform = random_resized_crop(**MLRC)
     sizes = np.array([[256, 300], [280, 256], [256, 256]])
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -111,7 +111,7 @@ def test_the_torch_kernel_is_at_most_one_grey_level_away() -> None:
     for image in (blurred, picture(500, 333)):
         by_kernel = {}
         for kernel in ("pillow", "torch"):
-            transform = random_resized_crop(**MLRC, kernel=kernel)  # type: ignore[arg-type]
+            transform = random_resized_crop(**MLRC, kernel=kernel)
             small = short_side_resized(image, 256, "pillow")
             cuts = transform.plan(np.tile([small.shape[:2]], (8, 1)), SEEDS[:8])
             by_kernel[kernel] = np.stack([transform.cut(small, box) for box in cuts.boxes]).astype(int)
@@ -135,11 +135,11 @@ def batch_of(images: torch.Tensor) -> torch.Tensor:
 def test_a_shift_is_a_window_of_the_padded_image(mode: str, flip: float) -> None:
     images = torch.randint(1, 255, (40, 9, 12), dtype=torch.uint8)
     seeds = SEEDS[:40]
-    shifted = random_shift(padding=2, padding_mode=mode, flip=flip)(images, batch_of(images), seeds)  # type: ignore[arg-type]
+    shifted = random_shift(padding=2, padding_mode=mode, flip=flip)(images, batch_of(images), seeds)
     assert shifted.shape == (40, 3, 9, 12)
     offsets = set()
     for image, result in zip(images.numpy(), shifted.numpy(), strict=True):
-        padded = np.pad(image, 2, mode=mode)  # type: ignore[call-overload]
+        padded = np.pad(image, 2, mode=mode)
         window = result[0, :, ::-1] if flip else result[0]
         windows = [(i, j) for i in range(5) for j in range(5) if (padded[i : i + 9, j : j + 12] == window).all()]
         assert len(windows) == 1
@@ -172,7 +172,7 @@ def test_no_padding_and_identity_change_nothing() -> None:
 
 
 def test_each_transform_says_what_it_works_on() -> None:
-    train, test = random_resized_crop(**MLRC), center_crop(crop=227, resize=256)  # type: ignore[arg-type]
+    train, test = random_resized_crop(**MLRC), center_crop(crop=227, resize=256)
     assert (train.works_on, train.is_random) == ("image", True)
     assert (test.works_on, test.is_random) == ("image", False)
     assert (random_shift(padding=1).works_on, random_shift(padding=1).is_random) == ("batch", True)
@@ -191,10 +191,10 @@ def test_values_out_of_range_are_named() -> None:
         ({"kernel": "opencv"}, "kernel 'opencv'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            random_resized_crop(**MLRC | changes)  # type: ignore[arg-type]
+            random_resized_crop(**MLRC | changes)
     with pytest.raises(ConfigError, match="padding"):
         random_shift(padding=-1)
     with pytest.raises(ConfigError, match="padding_mode 'wrap'"):
-        random_shift(padding=1, padding_mode="wrap")  # type: ignore[arg-type]
+        random_shift(padding=1, padding_mode="wrap")
     with pytest.raises(ConfigError, match="smaller than the images"):
         random_shift(padding=8)(torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor([0]), [0])

@@ -1,6 +1,8 @@
 """Scores of embedding sets: recorded values of other code, loops over exact arithmetic, and equality of all routes."""
 
+import importlib.util
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate, ranks_like_unit_vectors
+from dmlbench.evaluation.metrics import METRICS, query_score_names
 from dmlbench.evaluation.search import TILE_BYTES, BackEnd, nearest
 from dmlbench.evaluation.similarity import unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 CASES = ("single_unbalanced", "single_no_singletons", "query_gallery", "single_large_n_gt_1001", "perfect_clusters")
 RECALL_AT = (1, 2, 4, 8, 10, 100)
+QUERY_METRICS = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map", "oodml_map_at_1000")
+BACK_ENDS: tuple[BackEnd, ...] = ("torch", "faiss") if importlib.util.find_spec("faiss") else ("torch",)
 
 
 def embedding_set(rows: NDArray, labels: NDArray, ids: NDArray | None = None) -> EmbeddingSet:
@@ -30,8 +35,7 @@ def by_loops(queries: EmbeddingSet, gallery: EmbeddingSet | None, recall_at: tup
     """Every score from a sorted list per query, with float64 inner products and the rule for ties."""
     reference = queries if gallery is None else gallery
     x, y = unit_rows(queries.rows).astype(np.float64), unit_rows(reference.rows).astype(np.float64)
-    scores: dict[str, list[float]] = {"p_at_1": [], "r_precision": [], "map_at_r": []}
-    scores.update({f"recall_at_{k}": [] for k in recall_at})
+    scores: dict[str, list[float]] = {name: [] for name in query_score_names(recall_at, QUERY_METRICS)}
     for q in range(len(queries)):
         # equal rows give equal sums here, so duplicates tie
         items = [(-float(np.sum(x[q] * y[g])), g) for g in range(len(reference)) if reference.ids[g] != queries.ids[q]]
@@ -44,14 +48,18 @@ def by_loops(queries: EmbeddingSet, gallery: EmbeddingSet | None, recall_at: tup
         scores["p_at_1"].append(float(marks[0]))
         scores["r_precision"].append(sum(marks[:r]) / r)
         scores["map_at_r"].append(sum(sum(marks[: i + 1]) / (i + 1) for i in range(r) if marks[i]) / r)
+        precision = [sum(marks[: i + 1]) / (i + 1) for i in range(len(marks)) if marks[i]]
+        scores["map"].append(sum(precision) / r)
+        scores["oodml_map_at_1000"].append(sum(precision[: sum(marks[:1000])]) / (r + 1))
         for k in recall_at:
             scores[f"recall_at_{k}"].append(float(any(marks[:k])))
     return scores
 
 
 def assert_equals_loops(result: Evaluation, expected: dict[str, list[float]]) -> None:
-    for name, values in expected.items():
-        np.testing.assert_allclose(result.per_query[name], values, rtol=0, atol=1e-14, err_msg=name)
+    assert result.per_query
+    for name, values in result.per_query.items():
+        np.testing.assert_allclose(values, expected[name], rtol=0, atol=1e-14, err_msg=name)
 
 
 def difficult_set(seed: int, *, size: int = 90, dimension: int = 6) -> EmbeddingSet:
@@ -88,7 +96,7 @@ def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
     if not facts["self_excluded"]:
         rows, labels = golden[f"{case}_gallery"], golden[f"{case}_gallery_labels"]
         gallery = embedding_set(rows, labels, np.arange(len(rows)) + 10_000)
-    result = evaluate(queries, gallery, EvaluationSpec(recall_at=RECALL_AT, back_end=back_end))
+    result = evaluate(queries, gallery, EvaluationSpec(RECALL_AT, back_end, metrics=QUERY_METRICS))
     assert (result.n_query, result.n_gallery) == (facts["n_query"], facts["n_gallery"])
     assert result.n_skipped_queries == facts["queries_without_positive"]
     for k in RECALL_AT:
@@ -98,6 +106,17 @@ def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
         assert result.scores[ours] == pytest.approx(golden[f"{case}_np_{theirs}"], abs=1e-12)
     for ours, theirs in {**names, "map_at_r": "mean_average_precision_at_r"}.items():
         assert result.scores[ours] == pytest.approx(golden[f"{case}_pml_{theirs}"], abs=1e-12)
+    if f"{case}_np_map_full" not in golden:  # the project's own file holds what every run computes
+        return
+    assert result.scores["map"] == pytest.approx(float(golden[f"{case}_np_map_full"]), abs=1e-12)
+    if facts["self_excluded"]:
+        positives = (queries.labels[:, None] == queries.labels).sum(dim=1).numpy() - 1
+        by_positives = result.per_query["oodml_map_at_1000"] * (positives + 1) / np.maximum(positives, 1)
+        assert np.nanmean(by_positives) == pytest.approx(float(golden[f"{case}_np_map_at_1000_div_R"]), abs=1e-12)
+    if f"{case}_oodml_mAP_1000" in golden:
+        # The recorded mean counts queries without a positive as 0; its float32 search swaps near neighbors.
+        mean = np.nan_to_num(result.per_query["oodml_map_at_1000"]).mean()
+        assert mean == pytest.approx(float(golden[f"{case}_oodml_mAP_1000"]), abs=1e-7)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -127,6 +146,57 @@ def test_a_query_is_excluded_by_its_row_id_wherever_the_gallery_holds_it(seed: i
     queries, gallery = part(pick[:30]), part(pick[15:])  # half of the queries are in the gallery
     result = evaluate(queries, gallery, EvaluationSpec(recall_at=(1, 4)))
     assert_equals_loops(result, by_loops(queries, gallery, (1, 4)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("separate", [False, True])
+def test_whole_rankings_equal_loops_by_every_route(seed: int, separate: bool) -> None:
+    """Duplicates, near ties, one-image classes; tiles down to one query; a gallery that holds half of the queries."""
+    everything = difficult_set(seed, size=60, dimension=3 + 5 * seed)
+    queries, gallery = everything, None
+    if separate:
+        queries = EmbeddingSet(everything.rows[:40], everything.labels[:40], everything.ids[:40])
+        gallery = EmbeddingSet(everything.rows[20:], everything.labels[20:], everything.ids[20:])
+    expected = by_loops(queries, gallery, (1, 7))
+    results = [
+        evaluate(queries, gallery, EvaluationSpec((1, 7), back_end, tile_bytes, QUERY_METRICS))
+        for back_end in BACK_ENDS
+        for tile_bytes in (4096, 50_000, TILE_BYTES)
+    ]
+    for result in results:
+        assert list(result.per_query) == list(expected)
+        assert_equals_loops(result, expected)
+        assert result.scores == results[0].scores
+
+
+def test_metrics_asked_for_do_not_move_the_others() -> None:
+    queries = difficult_set(11)
+    usual, every = evaluate(queries), evaluate(queries, None, EvaluationSpec(metrics=METRICS))
+    assert list(every.scores) == [*usual.scores, *METRICS[4:]]
+    assert {name: every.scores[name] for name in usual.scores} == usual.scores
+    assert usual.kmeans is None
+    assert every.kmeans is not None and every.kmeans.endswith("seed 0")
+    few = evaluate(queries, None, EvaluationSpec(metrics=("inter_class_distance", "map_at_r")))
+    assert few.scores == {name: every.scores[name] for name in ("map_at_r", "inter_class_distance")}
+
+
+def test_memory_of_whole_rankings_is_bounded_by_the_tile() -> None:
+    rng = np.random.default_rng(0)
+    queries = embedding_set(rng.normal(size=(700, 16)), rng.integers(0, 200, 700))
+    tracemalloc.start()  # counts numpy's arrays, not torch's
+    try:
+        evaluate(queries, None, EvaluationSpec(tile_bytes=2**20, metrics=("map",)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20  # all 700 x 700 pairs at once take 33 MB
+
+
+def test_metrics_of_unit_vectors_are_refused_with_other_distances() -> None:
+    from pytorch_metric_learning.distances import SNRDistance
+
+    with pytest.raises(ConfigError, match="nmi compare unit vectors, which SNRDistance does not"):
+        evaluate(difficult_set(0), None, EvaluationSpec(metrics=("nmi", "map")), distance=SNRDistance())
 
 
 def test_all_routes_give_equal_bits() -> None:

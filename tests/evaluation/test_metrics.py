@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from dmlbench.evaluation.metrics import check_recall_at, mean_scores, positives_per_query, query_scores
+from dmlbench.evaluation.metrics import (
+    METRICS,
+    check_metrics,
+    check_recall_at,
+    depth,
+    mean_scores,
+    positives_per_query,
+    query_scores,
+    score_names,
+)
 from dmlbench.types import ConfigError
 
 
@@ -23,6 +32,56 @@ def test_scores_equal_their_definitions_spelled_out_as_loops() -> None:
         assert scores["p_at_1"][q] == float(relevant[q, 0])
         assert scores["recall_at_3"][q] == float(any(relevant[q, :3]))
         assert scores["recall_at_50"][q] == float(any(relevant[q]))
+
+
+def test_scores_of_whole_rankings_equal_their_definitions_spelled_out_as_loops() -> None:
+    rng = np.random.default_rng(2)
+    relevant = rng.random((12, 1300)) < 0.02
+    relevant[:, 1200] = True  # beyond the thousandth place
+    positives = relevant.sum(axis=1)
+    scores = query_scores(relevant, positives, recall_at=(1,), metrics=("map", "oodml_map_at_1000"))
+    assert list(scores) == ["map", "oodml_map_at_1000"]
+    for q in range(12):
+        ranks = np.flatnonzero(relevant[q]) + 1
+        precision = [(i + 1) / rank for i, rank in enumerate(ranks)]
+        within = [value for value, rank in zip(precision, ranks, strict=True) if rank <= 1000]
+        assert len(within) < len(precision)
+        assert scores["map"][q] == pytest.approx(sum(precision) / positives[q], abs=1e-14)
+        assert scores["oodml_map_at_1000"][q] == pytest.approx(sum(within) / (positives[q] + 1), abs=1e-14)
+
+
+def test_oodml_map_of_a_perfect_ranking_stays_below_one_by_the_query_itself() -> None:
+    relevant = np.array([[True, True, True, False]])
+    scores = query_scores(relevant, np.array([3]), recall_at=(1,), metrics=["oodml_map_at_1000"])
+    assert scores["oodml_map_at_1000"].tolist() == [0.75]
+
+
+def test_a_ranking_is_as_deep_as_its_scores_need() -> None:
+    def of(*metrics: str) -> int:
+        return depth(np.array([3, 7]), 5000, recall_at=(1, 4), metrics=metrics)
+
+    assert (of("map_at_r"), of("oodml_map_at_1000", "nmi"), of("map", "oodml_map_at_1000")) == (7, 1000, 5000)
+    assert depth(np.array([2]), 9, recall_at=(1,), metrics=["oodml_map_at_1000"]) == 9
+
+
+def test_scores_are_listed_in_one_order_whatever_the_order_they_are_asked_in() -> None:
+    assert score_names((1, 5)) == ("p_at_1", "recall_at_1", "recall_at_5", "r_precision", "map_at_r")
+    assert score_names((1, 5), ["nmi", "recall_at_k", "map"]) == ("recall_at_1", "recall_at_5", "map", "nmi")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["map_at_1000"], "did you mean 'oodml_map_at_1000'"),
+        (["recall_at_10"], "set recall_at"),
+        (["nmi", "nmi"], "names one twice"),
+        ([], "name at least one of p_at_1"),
+    ],
+)
+def test_unknown_repeated_and_absent_metrics_are_refused(metrics: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_metrics(metrics)
+    check_metrics(METRICS)
 
 
 def test_scores_have_the_same_bits_however_many_places_are_known() -> None:

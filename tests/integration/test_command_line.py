@@ -101,7 +101,13 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert "24 runs: 24 done" in dmlbench("status")
 
-    assert "as in result.json" in dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}")
+    out = dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}", "hardest=1")
+    assert "as in result.json" in out
+    assert "(U+" in out.split("<-")[0]  # the name of the hardest query's image
+    compared = dmlbench("table", "compare=[*/mlrc/*untrained*,*/mlrc/*-????????]", "metrics=[map_at_r]", code=1)
+    assert "must match one cell" in compared
+    cells = sorted({path.parent.name for path in run_dirs(tmp_path)})
+    assert "12 pairs of runs" in dmlbench("table", f"compare=[*/*/{cells[0]},*/*/{cells[1]}]")
     trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
     again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
     assert again.count("as in result.json") == 7
@@ -347,3 +353,24 @@ def test_protocols_over_repeats_are_aggregated_by_their_own_rule(dmlbench, proto
     assert ("SELECTED ON TEST" in table) == (protocol == "conventional")
     assert ("the test half was not looked at" in table) == (protocol == "hpo")
     assert ("best" in table.splitlines()[2]) == (protocol == "conventional")
+
+
+def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench, tmp_path) -> None:
+    two_stage = (
+        "train", *TINY, "protocol=two_stage", "fit.validate_every=${epochs:1}", "fit.max_steps=${epochs:4}",
+        "schedule=plateau", "schedule.patience=0", "schedule.threshold=1.0", "schedule.min_lr=0.0",
+    )  # fmt: skip
+    assert "run stage 1 of this cell and repeat first" in dmlbench(*two_stage, "protocol.stage=2", code=1)
+    dmlbench(*two_stage, "-m", "protocol.stage=1,2", "repeat=0,1")
+    runs = {2 if (path / "embeddings.safetensors").exists() else 1: path for path in run_dirs(tmp_path)}
+    first, second = (json.loads((runs[stage] / "result.json").read_text()) for stage in (1, 2))
+    assert (set(first["metrics"]), set(second["metrics"])) == ({"val"}, {"test"})
+    plan = json.loads((runs[1] / "plan.json").read_text())
+    assert first["steps"] == 4 * 2  # 4 classes x 8 images in batches of 16
+    assert plan["epochs"] == first["best_step"] / 2
+    assert second["steps"] == second["best_step"] == plan["epochs"] * 4  # 8 classes
+    assert all(change in ([2.0, 0.5], [3.0, 0.25]) for change in plan["changes"])
+    dmlbench("aggregate", "allow_partial=true")
+    table = dmlbench("table", "allow_partial=true")
+    assert table.count("mean") >= 2
+    assert "the test half was not looked at" in table

@@ -141,17 +141,17 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
         if command == "train":
             smaller += SMALLER
             name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
-            if name in ("cub200", "cars196", "cars196_fair", "sop", "inshop", "folder"):
+            if name in ("cub200", "cars196", "gsp_fair", "sop", "inshop", "folder"):
                 smaller += PHOTOS
                 if not any("weights_file" in a or "pretrained" in a for a in arguments):
                     smaller += ["backbone.pretrained=false"]
-                if name == "cars196_fair":
+                if name == "gsp_fair":
                     smaller += ["fold=0", "repeat=0"]
             else:
                 smaller += ["sampler.classes_per_batch=4", "sampler.images_per_class=4"]
             if name in ("glyphs", "omniglot"):
                 smaller += GLYPHS[name]
-            elif name != "folder":
+            elif name != "folder" and "dataset" in line:
                 smaller += ["dataset.table.check_counts=false"]
         elif command == "data" and arguments[0] == "verify":
             arguments.append("dataset.table.check_counts=false")

@@ -269,9 +269,9 @@ def naive_supcon(x: Tensor, y: Tensor) -> Tensor:
         others = [j for j in range(len(x)) if j != i]
         positives = [j for j in others if y[j] == y[i]]
         if positives:
-            whole = torch.log(sum(torch.exp(x[i] @ x[j] / 0.1) for j in others))  # type: ignore[arg-type]
+            whole = torch.log(sum(torch.exp(x[i] @ x[j] / 0.1) for j in others))
             values.append(sum(whole - x[i] @ x[j] / 0.1 for j in positives) / len(positives))
-    return torch.stack(values).mean()  # type: ignore[arg-type]
+    return torch.stack(values).mean()
 
 
 def _cases() -> dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]:

@@ -115,9 +115,9 @@ def test_regularizers_that_leave_nothing_to_the_loss_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"cannot be called '{name}'"):
             Objective(Sum(), None, {name: Mean(0.5)})
     with pytest.raises(ConfigError, match="'a' is a Sum, which is no Regularizer"):
-        Objective(Sum(), None, {"a": Sum()})  # type: ignore[dict-item]
+        Objective(Sum(), None, {"a": Sum()})
     with pytest.raises(ConfigError, match="mixing 'sum' is unknown"):
-        Objective(Sum(), None, {}, mixing="sum")  # type: ignore[arg-type]
+        Objective(Sum(), None, {}, mixing="sum")
 
 
 def test_a_regularizer_that_the_pooling_cannot_serve_is_refused_when_the_run_is_built() -> None:

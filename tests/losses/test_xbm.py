@@ -270,7 +270,7 @@ def test_bad_settings_are_refused() -> None:
         ({"start_step": -1}, "start_step .* at least 0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            CrossBatchMemory(loss, 6, 10, **settings)  # type: ignore[arg-type]
+            CrossBatchMemory(loss, 6, 10, **settings)
     with pytest.raises(ConfigError, match=r"memory_size \(0\)"):
         CrossBatchMemory(loss, 6, 0)
     memory = CrossBatchMemory(loss, 6, 3, start_step=100)

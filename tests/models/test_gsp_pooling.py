@@ -22,7 +22,7 @@ def batch(seed: int, rows: int = 8, channels: int = 5, height: int = 3, width: i
 
 def started_gsp(**arguments: float) -> tuple[Gsp, Projection]:
     torch.manual_seed(0)
-    gsp, project = Gsp(6, 4, memory_rows=16, **arguments), Projection(5, 6)  # type: ignore[arg-type]
+    gsp, project = Gsp(6, 4, memory_rows=16, **arguments), Projection(5, 6)
     for step in (1, 2):
         gsp.observe(gsp(batch(step), project), step=step)
     assert gsp.started

@@ -1,13 +1,13 @@
 """GSoP and SOLAR against recorded values of the GSP study's code, in training and inference, and naive loops."""
 
 import math
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.pooling.spatial import Variant
@@ -16,95 +16,67 @@ from dmlbench.types import ConfigError
 
 INPUTS = ("signed", "nonneg")
 MODES = ("train", "infer")
-# Names here to numbers of the recorded weights; "" is the projection.
-GSOP = {
-    "": 0,
-    "channel_reduce.weight": 1,
-    "channel_reduce.bias": 2,
-    "channel_norm.weight": 3,
-    "channel_norm.bias": 4,
-    "channel_head.norm.weight": 5,
-    "channel_head.norm.bias": 6,
-    "channel_head.rows.weight": 7,
-    "channel_head.rows.bias": 8,
-    "channel_head.out.weight": 9,
-    "channel_head.out.bias": 10,
-    "pixel_reduce.weight": 11,
-    "pixel_reduce.bias": 12,
-    "pixel_norm.weight": 13,
-    "pixel_norm.bias": 14,
-    "pixel_head.norm.weight": 15,
-    "pixel_head.norm.bias": 16,
-    "pixel_head.rows.weight": 17,
-    "pixel_head.rows.bias": 18,
-    "pixel_head.out.weight": 19,
-    "pixel_head.out.bias": 20,
-}
-GSOP_STATISTICS = {"channel_norm": 21, "channel_head.norm": 23, "pixel_norm": 25, "pixel_head.norm": 27}
-SOLAR = {
-    "query.weight": 0,
-    "query.bias": 1,
-    "query_norm.weight": 2,
-    "query_norm.bias": 3,
-    "key.weight": 4,
-    "key.bias": 5,
-    "key_norm.weight": 6,
-    "key_norm.bias": 7,
-    "value.weight": 8,
-    "value.bias": 9,
-    "out.weight": 10,
-    "out.bias": 11,
-    "gem.power": 12,
-    "": 13,
-}
-SOLAR_STATISTICS = {"query_norm": 14, "key_norm": 16}
-
-
-@pytest.fixture(scope="module")
-def golden(shared_dir: Path) -> dict[str, Tensor]:
-    with np.load(shared_dir / "golden" / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
-
-
-def as_recorded(kernel: Tensor, like: Tensor) -> Tensor:
-    """A Keras kernel [(height, width,) in, out] in torch's order; grouped filters [1, n, 1, out] to [out, 1, n, 1]."""
-    if kernel.ndim == 4:
-        kernel = kernel.permute(3, 2, 1, 0)
-    elif kernel.ndim == 2:
-        kernel = kernel.T
-    return kernel.reshape(like.shape)
+# The weights by name in the order of the recorded ones; "" is the projection.
+GSOP = (
+    "",
+    "channel_reduce.weight",
+    "channel_reduce.bias",
+    "channel_norm.weight",
+    "channel_norm.bias",
+    "channel_head.norm.weight",
+    "channel_head.norm.bias",
+    "channel_head.rows.weight",
+    "channel_head.rows.bias",
+    "channel_head.out.weight",
+    "channel_head.out.bias",
+    "pixel_reduce.weight",
+    "pixel_reduce.bias",
+    "pixel_norm.weight",
+    "pixel_norm.bias",
+    "pixel_head.norm.weight",
+    "pixel_head.norm.bias",
+    "pixel_head.rows.weight",
+    "pixel_head.rows.bias",
+    "pixel_head.out.weight",
+    "pixel_head.out.bias",
+    "channel_norm.running_mean",
+    "channel_norm.running_var",
+    "channel_head.norm.running_mean",
+    "channel_head.norm.running_var",
+    "pixel_norm.running_mean",
+    "pixel_norm.running_var",
+    "pixel_head.norm.running_mean",
+    "pixel_head.norm.running_var",
+)
+SOLAR = (
+    "query.weight",
+    "query.bias",
+    "query_norm.weight",
+    "query_norm.bias",
+    "key.weight",
+    "key.bias",
+    "key_norm.weight",
+    "key_norm.bias",
+    "value.weight",
+    "value.bias",
+    "out.weight",
+    "out.bias",
+    "gem.power",
+    "",
+    "query_norm.running_mean",
+    "query_norm.running_var",
+    "key_norm.running_mean",
+    "key_norm.running_var",
+)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["gsop", "solar"])
-def test_pooling_equals_recorded_values(golden: dict[str, Tensor], name: str, mode: str, kind: str) -> None:
-    pooling: Gsop | Solar = Gsop(6, (4, 4), attention_dim=5) if name == "gsop" else Solar(8)
-    weights, statistics = (GSOP, GSOP_STATISTICS) if name == "gsop" else (SOLAR, SOLAR_STATISTICS)
+def test_pooling_equals_recorded_values(check_recorded: Callable[..., None], name: str, mode: str, kind: str) -> None:
+    pooling: Pooling = Gsop(6, (4, 4), attention_dim=5) if name == "gsop" else Solar(8)
     pooling.train(mode == "train")
-    prefix = f"{name}_{mode}"
-    project = Projection(8, 6)
-    owners = {key: project.weight if key == "" else pooling.get_parameter(key) for key in weights}
-    with torch.no_grad():
-        for key, number in weights.items():
-            owners[key].copy_(as_recorded(golden[f"{prefix}_w{number}"], owners[key]))
-        for key, number in statistics.items():
-            pooling.get_buffer(f"{key}.running_mean").copy_(golden[f"{prefix}_w{number}"])
-            pooling.get_buffer(f"{key}.running_var").copy_(golden[f"{prefix}_w{number + 1}"])
-    x = golden[f"features_{kind}"].permute(0, 3, 1, 2).clone().requires_grad_()
-    out = pooling(x, project).embedding
-    torch.testing.assert_close(out, golden[f"{prefix}_{kind}_out"], atol=1e-5, rtol=1e-5)
-    (out * golden["grad_out"][:, :6]).sum().backward()
-    expected = golden[f"{prefix}_{kind}_grad_features"].permute(0, 3, 1, 2)
-    torch.testing.assert_close(x.grad, expected, atol=1e-5, rtol=1e-4)
-    for key, number in weights.items():
-        expected = as_recorded(golden[f"{prefix}_{kind}_grad_w{number}"], owners[key])
-        torch.testing.assert_close(owners[key].grad, expected, atol=1e-5, rtol=1e-4)
-
-
-class Identity(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+    check_recorded(pooling, f"{name}_{mode}", kind, GSOP if name == "gsop" else SOLAR)
 
 
 def random_map(seed: int = 0, shape: tuple[int, ...] = (2, 5, 3, 4)) -> Tensor:
@@ -150,7 +122,7 @@ def naive_moments(rows: Tensor, *, official: bool, divisor: int) -> Tensor:
 
 
 def naive_head(head: nn.Module, moments: Tensor, *, rectify: bool, training: bool) -> Tensor:
-    moments = naive_norm(head.norm, moments, training=training)  # type: ignore[arg-type]
+    moments = naive_norm(head.norm, moments, training=training)
     filters, bias = head.get_parameter("rows.weight")[:, 0, :, 0], head.get_parameter("rows.bias")
     hidden = torch.stack(
         [(moments[:, out // 4] * filters[out]).sum(dim=1) + bias[out] for out in range(len(filters))], dim=1
@@ -178,7 +150,7 @@ def test_gsop_equals_a_naive_loop_on_a_map_that_is_not_square(variant: Variant, 
     moments = torch.stack([naive_moments(image.T, official=official, divisor=5**2) for image in reduced])
     pixels = naive_head(pooling.pixel_head, moments, rectify=True, training=training)
     expected = torch.maximum(flat * channels[:, :, None], positive * pixels[:, None]).mean(dim=2)
-    pooled = pooling(x, Identity())
+    pooled = pooling(x, nn.Identity())
     torch.testing.assert_close(pooled.embedding, expected, atol=1e-12, rtol=1e-10)
     shares = pixels / pixels.sum(dim=1, keepdim=True)
     torch.testing.assert_close(pooled.side["weights"].flatten(1), shares, atol=1e-12, rtol=1e-10)
@@ -204,8 +176,8 @@ def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction
                 weights[image, i] += terms[i] / sum(terms) / 12
                 seen[image, :, row] += terms[i] / sum(terms) * value[image, :, i]
     enhanced = (flat + naive_convolution(pooling.out, seen)).view_as(x)
-    pooled = pooling(x, Identity())
-    expected = pooling.gem(enhanced, Identity()).embedding
+    pooled = pooling(x, nn.Identity())
+    expected = pooling.gem(enhanced, nn.Identity()).embedding
     torch.testing.assert_close(pooled.embedding, expected, atol=1e-10, rtol=1e-8)
     torch.testing.assert_close(pooled.side["weights"].flatten(1), weights, atol=1e-12, rtol=1e-10)
 
@@ -225,7 +197,7 @@ def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
 
     def embed(x: Tensor, *values: Tensor) -> Tensor:
         state = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(pooling, state, (x, Identity())).embedding
+        return torch.func.functional_call(pooling, state, (x, nn.Identity())).embedding
 
     values = [parameter.detach().clone().requires_grad_() for parameter in pooling.parameters()]
     assert torch.autograd.gradcheck(embed, (x, *values), fast_mode=True)
@@ -248,9 +220,9 @@ def test_running_statistics_change_in_training_only(name: str) -> None:
         return {key: tensor.clone() for key, tensor in pooling.named_buffers()}
 
     start = statistics()
-    pooling.eval()(x, Identity())
+    pooling.eval()(x, nn.Identity())
     assert all(torch.equal(start[key], value) for key, value in statistics().items())
-    pooling.train()(x, Identity())
+    pooling.train()(x, nn.Identity())
     changed = statistics()
     assert all(not torch.equal(start[key], value) for key, value in changed.items())
     if isinstance(pooling, Solar):
@@ -291,4 +263,4 @@ def test_poolings_name_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"channel_reduction \(8\).*4 channels"):
         Solar(4, channel_reduction=8)
     with pytest.raises(ConfigError, match="no variant 'mine'"):
-        Solar(4, variant="mine")  # type: ignore[arg-type]
+        Solar(4, variant="mine")

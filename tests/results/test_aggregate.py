@@ -100,3 +100,14 @@ def test_cell_without_a_complete_run_is_an_error(tmp_path) -> None:
     make_directory(tmp_path / "glyphs" / "mlrc" / "cell-1" / "fold0_rep0")
     with pytest.raises(RunError, match="no complete run"):
         aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp_path) -> None:
+    _write_runs(tmp_path, ALL)
+    usual = aggregate_cell(find_runs(tmp_path), progress=False)
+    _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}})
+    summary = aggregate_cell(find_runs(tmp_path), progress=False)
+    assert summary["scores"]["separated"].pop("nmi") == {"mean": 0.25, "std": 0.0}
+    assert summary["interval_95"].pop("nmi") == [0.25, 0.25]
+    assert summary["scores"] == usual["scores"]
+    assert summary["interval_95"] == usual["interval_95"]

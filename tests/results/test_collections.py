@@ -142,3 +142,13 @@ def test_interval_is_the_t_interval_of_the_design() -> None:
     assert confidence_interval([[0.5], [0.4]]) is None
     with pytest.raises(ConfigError, match="level"):
         confidence_interval(scores, level=95)
+
+
+def test_scores_of_whole_sets_are_averaged_over_the_members_of_a_collection() -> None:
+    members = runs(folds=2, repeats=2)
+    spec = EvaluationSpec(RECALL_AT)
+    own = [[dict(evaluate(m, None, spec).scores, nmi=0.1 * f + 0.01 * r) for r, m in enumerate(fold)]
+           for f, fold in enumerate(members)]  # fmt: skip
+    frame = collections(members, scores=own, recall_at=RECALL_AT)
+    assert frame["separated_nmi"].tolist() == pytest.approx([0.05, 0.055, 0.055, 0.06])
+    assert "concatenated_nmi" not in frame

@@ -81,3 +81,15 @@ def test_labels_name_only_what_differs() -> None:
     assert cell_labels([cell("gap"), cell("gsp")]) == ["gap", "gsp"]
     with_rates = [cell("gap"), cell("gap", **{"optim.lr": 2.0}), cell("gap", **{"fit.max_steps": 0})]
     assert cell_labels(with_rates) == ["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"]
+
+
+def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
+    summaries = [_summary(0.5, 0.1), _summary(0.7, 0.1)]
+    for summary, mean in zip(summaries, (0.25, 0.5), strict=True):
+        summary["scores"] = {
+            "mean": {"intra_class_distance": {"mean": mean, "std": 0.01}, "nmi": {"mean": mean, "std": None}}
+        }
+    text = to_text(make_table("t", summaries, ["a", "b"], ["intra_class_distance", "nmi"]))
+    assert "0.25 ± 0.01 " in text
+    assert "0.50 ± 0.01 " in text
+    assert "50.00*" in text

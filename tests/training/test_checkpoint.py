@@ -28,7 +28,7 @@ def test_truncated_checkpoint_is_refused_with_a_remedy(tmp_path, share: float) -
 
 def test_checkpoint_that_would_execute_code_is_refused(tmp_path) -> None:
     class Harmful:
-        def __reduce__(self):  # type: ignore[no-untyped-def]
+        def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     torch.save({"model": Harmful()}, tmp_path / "last.ckpt", pickle_module=pickle)

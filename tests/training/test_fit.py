@@ -4,25 +4,28 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
 
 from dmlbench.losses.objective import Objective
 from dmlbench.training.fit import BEST, LAST, FitResult, FitSettings, fit
 from dmlbench.training.log import read_history
+from dmlbench.training.optim import WarmupCosine
 from dmlbench.training.signals import EXIT_PREEMPTED, Preempted, StopSignal
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
 
 
 class ToyModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, batch_norm: bool = True) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if batch_norm else nn.Tanh())
         self.pooling = nn.Identity()
         self.head = nn.Linear(4, 2)
         self.observed: list[int] = []
@@ -62,14 +65,23 @@ class ToyBatches:
         self.step = state["step"]
 
 
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "none": lambda optimizer: None,
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, mode="max", patience=0),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=20),
+    "step": partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
+    "multi_step": partial(lr_scheduler.MultiStepLR, milestones=[3, 6, 14], gamma=0.5),
+    "warmup_cosine": partial(lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(6, 20, 0.1, 0.0)),
+}
+
+
 def _train(
     run_dir: Path, scores: Iterator[float] | None = None, *, batches: ToyBatches | None = None,
-    stop: StopSignal | None = None, schedule: bool = False, lr: float = 0.1, **settings: Any,
+    stop: StopSignal | None = None, schedule: str = "none", lr: float = 0.1, batch_norm: bool = True, **settings: Any,
 ) -> tuple[FitResult, ToyModel, Objective]:  # fmt: skip
     torch.manual_seed(0)
-    model, objective = ToyModel(), Objective(SquaredNorm())
+    model, objective = ToyModel(batch_norm=batch_norm), Objective(SquaredNorm())
     optimizer = torch.optim.Adam([*model.parameters(), *objective.parameters()], lr=lr)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0) if schedule else None
 
     def validate() -> dict[str, float]:
         return {"map_at_r": -model.head.weight.abs().sum().item() if scores is None else next(scores)}
@@ -77,7 +89,7 @@ def _train(
     values = {"max_steps": 20, "validate_every": 5, "log_every": 1} | settings
     result = fit(
         model, objective, batches or ToyBatches(), validate, optimizer, FitSettings(**values), run_dir,
-        device=torch.device("cpu"), schedule=plateau, stop=stop,
+        device=torch.device("cpu"), schedule=SCHEDULES[schedule](optimizer), stop=stop,
     )  # fmt: skip
     return result, model, objective
 
@@ -120,6 +132,36 @@ def test_warm_up_trains_head_and_loss_only_and_then_ends(tmp_path, caplog) -> No
     assert not torch.equal(later.state_dict()["backbone.0.weight"], fresh["backbone.0.weight"])
 
 
+@pytest.mark.parametrize(
+    ("groups", "resting"),
+    [(["head"], {"head"}), (["loss"], {"loss"}), (["backbone", "head"], {"backbone", "head"})],
+)
+def test_warm_up_freezes_the_groups_it_is_told_to(tmp_path, groups: list[str], resting: set[str]) -> None:
+    torch.manual_seed(0)
+    fresh = ToyModel().state_dict() | {"loss.target": torch.ones(2)}
+    _, model, objective = _train(tmp_path, iter([1.0, 0.0]), max_steps=6, warmup_steps=5, warmup_frozen=groups)
+    trained = model.state_dict() | objective.state_dict()
+    weights = {"backbone": "backbone.0.weight", "head": "head.weight", "loss": "loss.target"}
+    assert {group for group, name in weights.items() if torch.equal(trained[name], fresh[name])} == resting
+
+
+def test_warm_up_that_would_train_nothing_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"fit\.warmup_frozen \(backbone, head, loss\) freezes every"):
+        _train(tmp_path, warmup_steps=2, warmup_frozen=["backbone", "head", "loss"])
+    _train(tmp_path, max_steps=3, warmup_frozen=["backbone", "head", "loss"])  # without a warm-up it says nothing
+
+
+def test_plateau_of_falling_scores_is_refused_before_the_first_step(tmp_path) -> None:
+    batches = ToyBatches()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ConfigError, match=r"schedule\.mode \(min\).*maximized; set schedule\.mode=max"),
+    ):
+        patch.setitem(SCHEDULES, "plateau", lr_scheduler.ReduceLROnPlateau)
+        _train(tmp_path, batches=batches, schedule="plateau")
+    assert batches.step == 0
+
+
 @pytest.fixture
 def _folders(tmp_path) -> tuple[Path, Path]:
     for name in ("whole", "resumed"):
@@ -133,11 +175,18 @@ def _make_folders(tmp_path) -> None:
         (tmp_path / name).mkdir()
 
 
-@pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 13, 19])
-def test_resumed_training_ends_in_the_same_bits(_folders, stop_at: int, schedule: bool) -> None:
+@pytest.mark.parametrize(
+    ("stop_at", "changes"),
+    [
+        *[(stop_at, {}) for stop_at in (1, 4, 5, 19)],
+        *[(7, {"schedule": schedule}) for schedule in SCHEDULES if schedule != "none"],
+        (9, {"accumulate": 2, "forward_batch": 3}),  # in the midst of step 5
+    ],
+)
+def test_resumed_training_ends_in_the_same_bits(_folders, stop_at: int, changes: dict[str, Any]) -> None:
+    """Stopped when batch ``stop_at`` had been drawn: the schedule, the sampler and the draws go on from there."""
     whole_dir, resumed_dir = _folders
-    whole, model, objective = _train(whole_dir, schedule=schedule)
+    whole, model, objective = _train(whole_dir, **changes)
 
     class Killed(Exception):
         pass
@@ -149,12 +198,34 @@ def test_resumed_training_ends_in_the_same_bits(_folders, stop_at: int, schedule
             return super().__next__()
 
     with pytest.raises(Killed):
-        _train(resumed_dir, batches=Fragile(), checkpoint_every=1, schedule=schedule)
-    resumed, model2, objective2 = _train(resumed_dir, checkpoint_every=1, schedule=schedule)
+        _train(resumed_dir, batches=Fragile(), checkpoint_every=1, **changes)
+    resumed, model2, objective2 = _train(resumed_dir, checkpoint_every=1, **changes)
     assert (resumed.step, resumed.best_step, resumed.best_score) == (whole.step, whole.best_step, whole.best_score)
     for ours, theirs in ((model, model2), (objective, objective2)):
         assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
-    assert read_history(whole_dir / "history.csv") == read_history(resumed_dir / "history.csv")
+    history = read_history(whole_dir / "history.csv")
+    assert history == read_history(resumed_dir / "history.csv")
+    rates = {value for _, name, value in history if name == "lr"}
+    assert (len(rates) > 1) == (changes.get("schedule", "none") != "none")
+
+
+def test_training_in_parts_ends_with_the_weights_of_whole_batches(_folders) -> None:
+    whole_dir, parts_dir = _folders
+    _, model, objective = _train(whole_dir, iter([1.0]), max_steps=5, batch_norm=False)
+    _, model2, objective2 = _train(parts_dir, iter([1.0]), max_steps=5, batch_norm=False, forward_batch=3)
+    for ours, theirs in ((model, model2), (objective, objective2)):
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(theirs.state_dict()[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_steps_count_optimizer_steps_of_several_batches(tmp_path) -> None:
+    batches = ToyBatches()
+    result, model, _ = _train(tmp_path, iter([0.1, 0.2]), batches=batches, max_steps=4, validate_every=2, accumulate=3)
+    assert (result.step, batches.step) == (4, 12)
+    assert model.observed == [step for step in (1, 2, 3, 4) for _ in range(3)]
+    saved = torch.load(tmp_path / LAST, weights_only=True)
+    assert (saved["progress"]["step"], saved["batches"]["step"]) == (4, 12)
+    assert {step for step, _, _ in read_history(tmp_path / "history.csv")} == {1, 2, 3, 4}
 
 
 def test_best_weights_survive_a_kill_between_the_two_checkpoints(_folders, monkeypatch) -> None:
@@ -225,7 +296,12 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"max_steps": -1}, {"validate_every": 0}, {"patience": 0}, {"clip_norm": 0.0}, {"warmup_steps": 20}]
+    "changes",
+    [
+        *[{"max_steps": -1}, {"validate_every": 0}, {"patience": 0}, {"clip_norm": 0.0}, {"warmup_steps": 20}],
+        *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
+        {"warmup_frozen": [], "warmup_steps": 1},
+    ],
 )
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):

@@ -1,10 +1,20 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from dmlbench.training.optim import OptimizerSettings, clip_gradients, frozen, make_optimizer, parameter_groups
+from dmlbench.training.optim import (
+    OptimizerSettings,
+    WarmupCosine,
+    clip_gradients,
+    frozen,
+    make_optimizer,
+    parameter_groups,
+)
 from dmlbench.types import ConfigError
 
 
@@ -16,7 +26,7 @@ def _groups() -> tuple[nn.Module, dict[str, list[tuple[str, nn.Parameter]]]]:
 
 def _settings(**changes: object) -> OptimizerSettings:
     values = {"optimizer": partial(torch.optim.Adam, eps=1e-8), "lr": 1e-3, "weight_decay": 0.1} | changes
-    return OptimizerSettings(**values)  # type: ignore[arg-type]
+    return OptimizerSettings(**values)
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
@@ -62,16 +72,131 @@ def test_impossible_rates_are_refused(changes: dict[str, float]) -> None:
         _settings(**changes)
 
 
-def test_frozen_module_keeps_weights_and_statistics_and_thaws_as_it_was() -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    module[0].bias.requires_grad_(False)  # frozen by someone else: must stay so
-    before = module[1].running_mean.clone()
-    with frozen(module):
-        assert not any(p.requires_grad for p in module.parameters())
-        module(torch.randn(2, 3, 4, 4))
-    assert torch.equal(module[1].running_mean, before)
-    assert [p.requires_grad for p in module.parameters()] == [True, False, True, True]
-    assert module.training
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        self.pooling = nn.BatchNorm2d(4)
+        self.projection = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ((), set()),
+        (("backbone", "pooling"), {"backbone", "pooling"}),
+        (("head",), {"projection"}),
+        (("loss",), {"loss"}),
+    ],
+)
+def test_frozen_groups_keep_weights_and_statistics_and_thaw_as_they_were(groups, expected: set[str]) -> None:
+    model, objective = _Model(), nn.Linear(2, 2)
+    model.backbone[0].bias.requires_grad_(False)  # frozen by someone else: must stay so
+    with frozen(groups, model, objective):
+        both = [*model.named_parameters(), *objective.named_parameters(prefix="loss")]
+        trained = {name.split(".")[0] for name, p in both if p.requires_grad}
+        assert trained == {"backbone", "pooling", "projection", "loss"} - expected
+        model.pooling(model.backbone(torch.randn(2, 3, 4, 4)))
+        assert objective.training  # memories of the loss fill although its parameters rest
+    for name, norm in (("backbone", model.backbone[1]), ("pooling", model.pooling)):
+        assert int(norm.num_batches_tracked) == (name not in expected)
+    assert [p.requires_grad for p in model.parameters()] == [True, False, *[True] * 6]
+    assert all(p.requires_grad for p in objective.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def _recursion(
+    start: Tensor, gradients: list[Tensor], *, lr: float, decay: float, decoupled: bool, eps: float
+) -> Tensor:
+    """Adam as printed by Kingma & Ba (2015), algorithm 1, with L2 in the gradient or decay beside it."""
+    beta1, beta2 = 0.9, 0.99
+    x, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient if decoupled else gradient + decay * x
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+        x = x - lr * update - (lr * decay * x if decoupled else 0)
+    return x
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1.0])  # 1.0: ProxyNCA++
+@pytest.mark.parametrize(("optimizer", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
+def test_adam_decays_in_the_gradient_and_adamw_beside_it_by_group(optimizer, decoupled: bool, eps: float) -> None:
+    torch.manual_seed(0)
+    model, objective = _Model().double(), nn.Linear(2, 2).double()
+    groups = {
+        "backbone": list(model.backbone.named_parameters()),
+        "pooling": list(model.pooling.named_parameters()),
+        "head": list(model.projection.named_parameters()),
+    }
+    rates = {"backbone": 0.5, "pooling": 1.0, "head": 2.0, "loss": 100.0}
+    settings = OptimizerSettings(
+        partial(optimizer, betas=(0.9, 0.99), eps=eps), lr=1e-2, weight_decay=0.1, lr_multipliers=rates
+    )
+    made = make_optimizer(parameter_groups(groups, objective), settings)
+    owners = {p: name for name, members in groups.items() for _, p in members}
+    owners |= dict.fromkeys(objective.parameters(), "loss")
+    starts = {p: p.detach().clone() for p in owners}
+    gradients = {p: [torch.randn_like(p) for _ in range(4)] for p in owners}
+    for t in range(4):
+        for p in owners:
+            p.grad = gradients[p][t].clone()
+        made.step()
+    for p, owner in owners.items():
+        decay = 0.1 if p.ndim > 1 else 0.0  # batch norm and biases do not decay
+        expected = _recursion(
+            starts[p], gradients[p], lr=1e-2 * rates[owner], decay=decay, decoupled=decoupled, eps=eps
+        )
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+def _rates(schedule: LRScheduler, optimizer: Optimizer, steps: int) -> list[list[float]]:
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def _two_groups() -> Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 10.0)], lr=1.0)
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 7])
+def test_warm_up_and_cosine_are_those_of_torch_in_sequence(warmup_steps: int) -> None:
+    ours, theirs = _two_groups(), _two_groups()
+    schedule = lr_scheduler.LambdaLR(ours, WarmupCosine(warmup_steps, 30, 0.2, 0.0))
+    parts = [
+        lr_scheduler.LinearLR(theirs, start_factor=0.2, total_iters=warmup_steps),
+        lr_scheduler.CosineAnnealingLR(theirs, T_max=30 - warmup_steps),
+    ]
+    sequence = lr_scheduler.SequentialLR(theirs, parts, milestones=[warmup_steps])
+    np.testing.assert_allclose(_rates(schedule, ours, 30), _rates(sequence, theirs, 30), rtol=1e-9)
+
+
+def test_warm_up_and_cosine_begin_and_end_at_their_factors_of_each_groups_rate() -> None:
+    optimizer = _two_groups()
+    schedule = lr_scheduler.LambdaLR(optimizer, WarmupCosine(4, 10, 0.5, 0.1))
+    first, second = np.transpose(_rates(schedule, optimizer, 13))
+    np.testing.assert_allclose(second, 100 * first)
+    np.testing.assert_allclose(first[[0, 2, 4, 7, 10, 12]], [0.05, 0.075, 0.1, 0.055, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"warmup_steps": 10}, {"warmup_steps": -1}, {"start_factor": 0.0}, {"start_factor": 2.0}, {"final_factor": -0.1}],
+)
+def test_impossible_warm_up_is_refused_by_name(changes: dict[str, float]) -> None:
+    values = {"warmup_steps": 4, "total_steps": 10, "start_factor": 0.5, "final_factor": 0.0} | changes
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        WarmupCosine(**values)  # type: ignore[arg-type]
+
+
+def test_an_untrained_model_takes_any_schedule() -> None:
+    for warmup_steps in (100, 0):
+        assert WarmupCosine(warmup_steps, 0, 0.01, 0.0)(0) == (0.01 if warmup_steps else 1.0)
 
 
 def test_clipping_limits_values_first_and_then_the_norm() -> None:

@@ -82,6 +82,7 @@ def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) 
     if images is not None:
         return np.array([_row(table, image) for image in images], dtype=np.int64)
     part = run.data.split.test or run.data.split.val
+    assert part is not None  # a protocol looks at one of them
     chosen = generator("explain", len(part.query)).choice(
         len(part.query), size=min(num_images, len(part.query)), replace=False
     )

@@ -1,40 +1,165 @@
-"""Scores of a finished run again, from its embeddings or from its checkpoint, and of embeddings from anywhere."""
+"""Scores of a finished run again, from its embeddings or its checkpoint, and of embeddings from anywhere."""
 
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.apps.trained import load_run
+from dmlbench.evaluation.analysis import HardQuery, hardest_queries, per_class_table, per_query_table, to_csv
+from dmlbench.evaluation.arrays import zero_rows
 from dmlbench.evaluation.embed import load_embeddings
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.results.store import EMBEDDINGS, read_result
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.evaluation.files import read_embeddings
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.run import Scorer
-from dmlbench.runtime import set_strict_float32
-from dmlbench.types import RunError
+from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
+from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
+
+log = logging.getLogger(__name__)
 
 
-def evaluate_file(path: str, cfg: DictConfig) -> Evaluation:
-    """Scores of a file with the tensors rows [N, D], labels [N], ids [N] and role [N]."""
-    stored = load_embeddings(Path(path))
-    return evaluate(stored.queries, stored.gallery, build.component(cfg.evaluation))
+@dataclass(frozen=True)
+class Evaluated:
+    """What was evaluated, and its scores.
+
+    Attributes:
+        source: the run or file.
+        queries: the queries; ``gallery`` is None where they were searched among themselves.
+        spec: how.
+        evaluation: the scores.
+        stored: a run's scores in its ``result.json``, else None.
+        table: the images that the ids count, where they were asked for and found.
+    """
+
+    source: str
+    queries: EmbeddingSet
+    gallery: EmbeddingSet | None
+    spec: EvaluationSpec
+    evaluation: Evaluation
+    stored: dict[str, float] | None = None
+    table: ImageTable | None = None
+
+    def notes(self) -> list[str]:
+        """What a reader of the scores must know."""
+        result, n = [], self.evaluation
+        if n.n_skipped_queries:
+            result.append(
+                f"{n.n_skipped_queries} of {n.n_query} queries have no positive and are left out of the means"
+            )
+        parts = {"query": self.queries} | ({} if self.gallery is None else {"gallery": self.gallery})
+        for name, part in parts.items():
+            zeros = zero_rows(part)
+            if zeros:
+                more = " ..." if len(zeros) > 5 else ""
+                ids = ", ".join(map(str, zeros[:5]))
+                result.append(f"zero vectors, similar to nothing: {len(zeros)} in the {name} set (ids {ids}{more})")
+        beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
+        if beyond and "recall_at_k" in self.spec.metrics:
+            result.append(f"recall at {', '.join(map(str, beyond))} looks at the whole gallery of {n.n_gallery}")
+        if n.kmeans is not None:
+            result.append(f"clusters of nmi and ami: k-means of {n.kmeans}")
+        return result
+
+    def summary(self) -> dict[str, Any]:
+        """Scores, counts and settings, for a JSON file."""
+        n = self.evaluation
+        return {
+            "source": self.source,
+            "scores": n.scores,
+            **{key: getattr(n, key) for key in ("n_query", "n_gallery", "n_skipped_queries")},
+            "settings": {**dataclasses.asdict(self.spec), "kmeans": n.kmeans},
+            "notes": self.notes(),
+            "versions": package_versions(),
+        }
 
 
-def evaluate_run(path: str, cfg: DictConfig) -> tuple[Evaluation, dict[str, float]]:
-    """Scores of a run's test set now, and those in its ``result.json``.
+def evaluate_from(cfg: DictConfig) -> Evaluated:
+    """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for.
 
     Raises:
-        RunError: the run is not complete, or what is asked for was not kept.
+        ConfigError: it names both a run and a file or neither, or options of the other.
+        RunError: what is named cannot be evaluated, or a file cannot be written.
     """
-    run_dir = Path(path)
+    if (cfg.run is None) == (cfg.embeddings is None):
+        raise ConfigError("give either run=<run directory> or embeddings=<file>")
+    if cfg.run is not None:
+        for key in ("labels", "gallery", "gallery_labels"):
+            if cfg[key] is not None:
+                raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
+    outputs = [Path(cfg[key]) for key in ("output", "per_query", "per_class") if cfg[key] is not None]
+    for path in outputs:  # before the work rather than after it
+        if not path.parent.is_dir():
+            raise RunError(f"cannot write {path}: there is no folder {path.parent}")
+    result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
+    if cfg.output is not None:
+        _write(Path(cfg.output), (json.dumps(result.summary(), indent=1) + "\n").encode())
+    if cfg.per_query is not None:
+        _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
+    if cfg.per_class is not None:
+        names = None if result.table is None else result.table.class_names
+        _write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
+    return result
+
+
+def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
+    """The queries of an evaluation with the lowest scores (see ``hardest_queries``)."""
+    return hardest_queries(result.queries, result.gallery, result.evaluation, count=count, metric=metric)
+
+
+def _evaluate_file(cfg: DictConfig) -> Evaluated:
+    spec: EvaluationSpec = build.component(cfg.evaluation)
+    stored = read_embeddings(
+        cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels
+    )  # fmt: skip
+    evaluation = evaluate(stored.queries, stored.gallery, spec)
+    return Evaluated(str(cfg.embeddings), stored.queries, stored.gallery, spec, evaluation)
+
+
+def _evaluate_run(cfg: DictConfig) -> Evaluated:
+    run_dir = Path(cfg.run)
     result = read_result(run_dir)
     stored = result["metrics"].get("test")
     if stored is None:
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    spec: EvaluationSpec = build.component(cfg.evaluation)
     if not cfg.from_checkpoint:
-        return evaluate_file(str(run_dir / EMBEDDINGS), cfg), stored
+        kept = load_embeddings(run_dir / EMBEDDINGS)
+        evaluation = evaluate(kept.queries, kept.gallery, spec)
+        named = cfg.per_class is not None or cfg.hardest is not None
+        table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
+        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table)
     set_strict_float32()
     trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
     assert trained.data.split.test is not None
     scorer = Scorer(trained.config, trained.data, trained.images, trained.model, trained.device)
-    return scorer.score(*scorer.embed(trained.data.split.test)), stored
+    queries, gallery = scorer.embed(trained.data.split.test)
+    evaluation = scorer.score(queries, gallery)
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, trained.data.table)
+
+
+def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
+    """The images of a run, or None, with a warning, where they are not on this machine: ids then have to do."""
+    config = OmegaConf.load(run_dir / CONFIG)
+    assert isinstance(config, DictConfig)
+    try:
+        table: ImageTable = build.component(config.dataset.table)
+    except DataError as error:
+        log.warning("ids and labels stay without names, the data are not here: %s", error)
+        return None
+    if table.fingerprint != fingerprint:
+        log.warning("ids and labels stay without names: %s here is not the data of the run", table.name)
+        return None
+    return table
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        atomic_write(path, data)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error

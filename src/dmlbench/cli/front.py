@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
@@ -33,12 +34,23 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
     register_schemas()
     flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    others = [a for a in arguments if a not in flags]
+    others = [_without_null(a) for a in arguments if a not in flags]
     sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
     hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(task)()
+
+
+def _without_null(argument: str) -> str:
+    """``group=null`` as Hydra understands it: by the group's option ``none``, or by leaving out its default."""
+    key, equals, value = argument.partition("=")
+    folder = config_folder() / key
+    if not equals or not key or not folder.is_dir() or "null" not in value.split(","):
+        return argument
+    if (folder / "none.yaml").is_file():
+        return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
+    return f"~{key}" if value == "null" else argument
 
 
 def _of_each_job(arguments: Sequence[str]) -> list[str]:
@@ -80,6 +92,8 @@ def guarded(action: Callable[[], None]) -> int:
         return _report(error, EXIT_BAD_CONFIGURATION)
     except DmlbenchError as error:
         return _report(error, EXIT_FAILED)
+    except yaml.YAMLError as error:
+        return _report(f"a configuration file is no YAML: {' '.join(str(error).split())}", EXIT_BAD_CONFIGURATION)
     except (HydraException, OmegaConfBaseException) as error:
         cause = _root(error)
         if isinstance(cause, DmlbenchError):
@@ -112,7 +126,9 @@ def explain(error: Exception) -> str:
 
 def groups() -> list[str]:
     """Names of the configuration groups that ship with the project."""
-    return sorted(path.name for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
+    return sorted(
+        path.name for path in config_folder().iterdir() if path.is_dir() and path.name not in ("hydra", "tuned")
+    )
 
 
 def _root(error: BaseException) -> BaseException:

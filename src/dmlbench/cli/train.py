@@ -1,11 +1,15 @@
 """``dmlbench train``: one run, or a sweep with ``-m``."""
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.front import run_hydra
+
+log = logging.getLogger(__name__)
 
 
 def task(cfg: DictConfig) -> str:
@@ -17,9 +21,17 @@ def task(cfg: DictConfig) -> str:
 
 
 def with_choices(cfg: DictConfig) -> DictConfig:
-    """Record which option of each group was chosen; the readable part of a cell's name is made of it."""
-    choices = {group: str(option) for group, option in HydraConfig.get().runtime.choices.items() if "/" not in group}
+    """Record which option of each group was chosen (a cell's name is made of it) and which tuned files took part."""
+    runtime = HydraConfig.get().runtime
+    choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
+    # Optional defaults are chosen whether there is such a file or not.
+    wanted = [f"{group}/{option}" for group, option in runtime.choices.items() if group.startswith("tuned/")]
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    tuned = [name for name in wanted if any((folder / f"{name}.yaml").is_file() for folder in folders)]
+    OmegaConf.update(cfg, "runtime.tuned", tuned)
+    if tuned:
+        log.info("settings of papers: %s", ", ".join(tuned))
     return cfg
 
 

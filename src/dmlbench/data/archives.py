@@ -1,19 +1,17 @@
 """Extracts archives of data sets: whole or not at all, never over a folder that it did not make itself."""
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmlbench.data.files import Progress, file_digest, no_progress, storage_error
+from dmlbench.data.files import Progress, file_digest, locked_file, no_progress, storage_error
 from dmlbench.data.unpack import MAX_BYTES, MAX_MEMBERS, Unpacked, unpack
 from dmlbench.types import DataError
 
@@ -105,10 +103,14 @@ def extract(
         return made
     try:
         into.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(into):
-            if (made := _made_before(into, described)) is not None:  # by another process meanwhile
-                return made
-            return _extract(known, into, password, max_bytes, max_members, described, notes or {}, check, stage)
+        lock = into.parent / f".{into.name}.lock"
+        with locked_file(lock, doing=f"making '{into}'"):
+            try:
+                if (made := _made_before(into, described)) is not None:  # by another process meanwhile
+                    return made
+                return _extract(known, into, password, max_bytes, max_members, described, notes or {}, check, stage)
+            finally:
+                lock.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, into.parent, doing=f"make '{into}'") from error
 
@@ -181,28 +183,3 @@ def _extract(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Extraction(into, files=total.files, bytes=total.bytes, was_there=False)
-
-
-@contextlib.contextmanager
-def _locked(into: Path) -> Iterator[None]:
-    """Hold the right to make ``into``; the system takes it back when the process ends, however that happens."""
-    path = into.parent / f".{into.name}.lock"
-    while True:
-        with open(path, "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(
-                    f"another process is making '{into}'; wait until it is done, then start again"
-                ) from None
-            try:
-                current = os.stat(path).st_ino == os.fstat(lock.fileno()).st_ino
-            except FileNotFoundError:
-                current = False
-            if not current:
-                continue  # its last holder removed the file between our opening and locking it
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return

@@ -71,6 +71,27 @@ class Source:
 
 _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
 
+
+def _cifar(classes: int, *, md5: str, size: int, unpacked: str) -> Source:
+    """CIFAR-10 or CIFAR-100, ``unpacked`` being the folder inside the archive."""
+    archive = f"cifar-{classes}-python.tar.gz"
+    return Source(
+        name=f"cifar{classes}",
+        title=f"CIFAR-{classes}",
+        home="https://www.cs.toronto.edu/~kriz/cifar.html",
+        terms="none stated; cite the report",
+        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+        alternatives=((Archive(archive, md5=md5, urls=(f"https://www.cs.toronto.edu/~kriz/{archive}",), size=size),),),
+        by_hand=f"get {archive} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
+        expected=(f"{archive}, not unpacked", unpacked),
+        folder=f"cifar{classes}",
+        module="cifar",
+        is_read_packed=True,
+        finder=f"find{classes}",
+        published=f"PUBLISHED_{classes}",
+    )
+
+
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
@@ -166,54 +187,8 @@ SOURCES: dict[str, Source] = {
             folder="inshop",
             module="inshop",
         ),
-        Source(
-            name="cifar10",
-            title="CIFAR-10",
-            home="https://www.cs.toronto.edu/~kriz/cifar.html",
-            terms="none stated; cite the report",
-            citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-            alternatives=(
-                (
-                    Archive(
-                        "cifar-10-python.tar.gz",
-                        md5="c58f30108f718f92721af3b95e74349a",
-                        urls=("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
-                        size=170_498_071,
-                    ),
-                ),
-            ),
-            by_hand="get cifar-10-python.tar.gz (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
-            expected=("cifar-10-python.tar.gz, not unpacked", "cifar-10-batches-py/"),
-            folder="cifar10",
-            module="cifar",
-            is_read_packed=True,
-            finder="find10",
-            published="PUBLISHED_10",
-        ),
-        Source(
-            name="cifar100",
-            title="CIFAR-100",
-            home="https://www.cs.toronto.edu/~kriz/cifar.html",
-            terms="none stated; cite the report",
-            citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-            alternatives=(
-                (
-                    Archive(
-                        "cifar-100-python.tar.gz",
-                        md5="eb9058c3a382ffc7106e4002c42a8d85",
-                        urls=("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",),
-                        size=169_001_437,
-                    ),
-                ),
-            ),
-            by_hand="get cifar-100-python.tar.gz (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
-            expected=("cifar-100-python.tar.gz, not unpacked", "cifar-100-python/"),
-            folder="cifar100",
-            module="cifar",
-            is_read_packed=True,
-            finder="find100",
-            published="PUBLISHED_100",
-        ),
+        _cifar(10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071, unpacked="cifar-10-batches-py/"),
+        _cifar(100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437, unpacked="cifar-100-python/"),
         Source(
             name="omniglot",
             title="Omniglot",

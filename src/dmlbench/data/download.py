@@ -1,7 +1,5 @@
 """Downloads a file whole and checked, or not at all; an interrupted download goes on where it ended."""
 
-import contextlib
-import fcntl
 import http.client
 import json
 import logging
@@ -12,12 +10,11 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dmlbench.data.files import Progress, file_digest, no_progress, storage_error
+from dmlbench.data.files import Progress, file_digest, locked_file, no_progress, storage_error
 from dmlbench.types import ConfigError, DataError
 
 _BLOCK = 1 << 18
@@ -92,7 +89,7 @@ def fetch(
     source = _Source(url, size, bool(expected), elsewhere, timeout_s, attempts, pause_s, progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(part) as file:
+        with locked_file(part, doing=f"downloading '{part}'") as file:
             if path.exists():  # another process was faster
                 part.unlink()
                 return path
@@ -276,23 +273,3 @@ def _read_note(part: Path) -> _Known:
 
 def _write_note(part: Path, known: _Known) -> None:
     _note(part).write_text(json.dumps(known.__dict__), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _locked(part: Path) -> Iterator[IO[bytes]]:
-    """The ``.part`` file, which no other process writes meanwhile."""
-    while True:
-        with open(part, "ab", buffering=0) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(
-                    f"another process is downloading '{part}'; wait until it is done, then start again"
-                ) from None
-            try:
-                current = os.stat(part).st_ino == os.fstat(file.fileno()).st_ino
-            except FileNotFoundError:
-                current = False
-            if current:  # else another process finished it between our opening and locking it
-                yield file
-                return

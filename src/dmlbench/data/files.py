@@ -1,10 +1,14 @@
 """Small things about files that downloading, extracting and preparing data share."""
 
+import contextlib
 import errno
+import fcntl
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
+from dmlbench.runtime import is_open_at
 from dmlbench.types import DataError
 
 Progress = Callable[[int, int | None], None]
@@ -42,6 +46,30 @@ def file_digest(path: str | Path, algorithm: str = "md5", *, progress: Progress 
             f"cannot read '{path}' ({error.strerror or error}); check the path and its permissions"
         ) from error
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked_file(path: str | Path, *, doing: str) -> Iterator[IO[bytes]]:
+    """A file, open for appending, which no other process holds meanwhile; whoever holds it may remove or rename it.
+
+    The system takes the lock back when the process ends, however that happens.
+
+    Args:
+        path: the file, made when it is missing.
+        doing: what its holder does, as in "making 'cub200'".
+
+    Raises:
+        DataError: another process holds it.
+    """
+    while True:
+        with open(path, "ab", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"another process is {doing}; wait until it is done, then start again") from None
+            if is_open_at(path, file.fileno()):  # else its last holder was done between our opening and locking it
+                yield file
+                return
 
 
 def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:

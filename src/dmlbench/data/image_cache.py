@@ -18,17 +18,17 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from dmlbench.data.table import read_image
+from dmlbench.data.threads import for_each
 from dmlbench.data.transforms import Kernel, resized_size, short_side_resized
 from dmlbench.runtime import available_cores
 from dmlbench.types import DataError, ImageTable, IntArray
@@ -36,7 +36,6 @@ from dmlbench.types import DataError, ImageTable, IntArray
 VERSION = 2  # raise it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
 _ALIGNMENT = 64
-_ORIENTATION = 0x0112  # EXIF tag; 5 to 8 turn the image by a quarter
 _RELEASE_EVERY = 2**26  # bytes read between releases of the mapped pages
 _REMEDY = "free some space, choose another paths.cache_dir, or do without with image_cache=false"
 
@@ -227,78 +226,46 @@ def _build(
     for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a process that was killed: we hold the lock
         stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    threads = num_threads or available_cores()
     short_side, kernel = header["short_side"], header["kernel"]
+    sizes = np.zeros((len(names), 2), dtype=np.int32)
+
+    def each(work: Callable[[int], None], what: str) -> None:
+        with tqdm(total=len(names), desc=f"{data_set}: {what}", unit="image", disable=not progress, leave=False) as bar:
+            threads = num_threads or available_cores()
+            for_each(work, len(names), num_threads=threads, watch=bar.update, check=check)
+
+    def measure(k: int) -> None:
+        sizes[k] = _size_on_disk(names[k], short_side)
+
+    each(measure, "sizes")
+    head = _encode(header, sizes[:, 0].copy(), sizes[:, 1].copy())
+    layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1])
+    total = int(layout.offsets[-1])
+    logger.info(
+        "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
+    )
+    _require_space(path.parent, total, data_set)
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            sizes = np.zeros((len(names), 2), dtype=np.int32)
+        with open(temporary, "xb") as file:
+            _reserve(file.fileno(), total)
+            _write_all(file.fileno(), head, 0)
 
-            def measure(k: int) -> None:
-                sizes[k] = _size_on_disk(names[k], short_side)
+            def store(k: int) -> None:
+                image = short_side_resized(read_image(names[k]), short_side, kernel)
+                if image.shape[:2] != tuple(sizes[k]):
+                    raise DataError(
+                        f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]} where its header led to expect "
+                        f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
+                    )
+                _write_all(file.fileno(), np.ascontiguousarray(image), int(layout.offsets[k]))
 
-            _each(pool, measure, len(names), check, progress, f"{data_set}: sizes")
-            head = _encode(header, sizes[:, 0].copy(), sizes[:, 1].copy())
-            layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1])
-            total = int(layout.offsets[-1])
-            logger.info(
-                "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
-            )
-            free = shutil.disk_usage(path.parent).free
-            if free < total:
-                raise DataError(
-                    f"the image cache of '{data_set}' takes {total / 1e9:.2f} GB, but '{path.parent}' has only "
-                    f"{free / 1e9:.2f} GB free; {_REMEDY}"
-                )
-            with open(temporary, "xb") as file:
-                _reserve(file.fileno(), total)
-                _write_all(file.fileno(), head, 0)
-
-                def store(k: int) -> None:
-                    image = short_side_resized(read_image(names[k]), short_side, kernel)
-                    if image.shape[:2] != tuple(sizes[k]):
-                        raise DataError(
-                            f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]} where its header led to expect "
-                            f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
-                        )
-                    _write_all(file.fileno(), np.ascontiguousarray(image), int(layout.offsets[k]))
-
-                _each(pool, store, len(names), check, progress, f"{data_set}: image cache")
-                file.flush()
-                os.fsync(file.fileno())
+            each(store, "image cache")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return layout
-
-
-def _each(
-    pool: ThreadPoolExecutor,
-    work: Callable[[int], None],
-    count: int,
-    check: Callable[[], None],
-    progress: bool,
-    describe: str,
-) -> None:
-    """``work`` for 0 to count - 1 in the pool, in slices, so that an error or ``check`` ends it soon."""
-    slices = [range(start, min(start + 16, count)) for start in range(0, count, 16)]
-
-    def run(part: range) -> int:
-        for k in part:
-            work(k)
-        return len(part)
-
-    with tqdm(total=count, desc=describe, unit="image", disable=not progress, leave=False) as bar:
-        pending: set[Future[int]] = {pool.submit(run, part) for part in slices}
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    bar.update(future.result())
-                check()
-        except BaseException:
-            for future in pending:
-                future.cancel()
-            raise
 
 
 def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
@@ -306,8 +273,8 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     try:
         with Image.open(name) as image:
             width, height = image.size
-            # Pillow's reader of TIFF has turned the size already.
-            turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+            # 5 to 8 are turned by a quarter; Pillow's reader of TIFF has turned the size already.
+            turned = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError):
         read_image(name)  # says what is wrong
         raise
@@ -315,6 +282,15 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
         width, height = height, width
     width, height = resized_size(width, height, short_side)
     return height, width
+
+
+def _require_space(folder: Path, size: int, data_set: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DataError(
+            f"the image cache of '{data_set}' takes {size / 1e9:.2f} GB, but '{folder}' has only "
+            f"{free / 1e9:.2f} GB free; {_REMEDY}"
+        )
 
 
 def _reserve(handle: int, size: int) -> None:

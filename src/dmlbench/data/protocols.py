@@ -12,7 +12,7 @@ import numpy as np
 from dmlbench.data.table import rows_of_classes
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
 
-Aggregation = Literal["collections", "best_and_mean", "mean"]
+Aggregation = Literal["collections", "best_and_mean", "mean", "mean_of_test"]
 
 
 class SplitProtocol(Protocol):
@@ -22,11 +22,14 @@ class SplitProtocol(Protocol):
         name: as in the configuration and in results.
         num_folds: folds, numbered from 0.
         num_repeats: independent runs of each fold.
-        aggregation: "collections" (one run of each fold, all combinations), "best_and_mean" or "mean" of the repeats.
+        aggregation: "collections" (one run of each fold, all combinations); of the repeats' test scores
+            "best_and_mean" or "mean_of_test"; "mean" of their validation scores where there is no test.
     """
 
     name: ClassVar[str]
-    aggregation: ClassVar[Aggregation]
+
+    @property
+    def aggregation(self) -> Aggregation: ...
 
     @property
     def num_folds(self) -> int: ...
@@ -198,6 +201,46 @@ class Hpo:
         )
 
 
+@dataclass(frozen=True)
+class TwoStage:
+    """Find the length of the training and its rates on one half of the train classes, then train on all with them.
+
+    Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
+    What it leaves (see ``training.replay``) is the whole plan of stage 2, which trains on all train classes without
+    validation, is tested once at its end, and so selects nothing on the test half.
+
+    Attributes:
+        stage: 1 or 2; stage 2 needs stage 1 of the same cell and repeat.
+
+    Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020, section 4.1.
+    """
+
+    stage: int = 1
+    num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
+    name: ClassVar[str] = "two_stage"
+
+    def __post_init__(self) -> None:
+        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
+        if self.stage not in (1, 2):
+            raise ConfigError(f"stage ({self.stage}) of protocol '{self.name}' must be 1 or 2")
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return "mean" if self.stage == 1 else "mean_of_test"
+
+    def split(self, table: ImageTable, *, fold: int) -> Split:
+        _check_fold(self.name, fold, self.num_folds)
+        classes = _train_classes(table, at_least=2)
+        half = len(classes) // 2
+        name = f"{table.name} {self.name} stage {self.stage}"
+        if self.stage == 1:
+            train, val = (_train_rows(table, part) for part in (classes[:half], classes[half:]))
+            return check_split(Split(name, fold, train=train, val=RetrievalSet(val), test=None), table)
+        split = Split(name, fold, train=_train_rows(table, classes), val=None, test=_test_set(table))
+        return check_split(split, table)
+
+
 def check_split(split: Split, table: ImageTable) -> Split:
     """The split itself, if nothing that must be apart overlaps and every set can be used.
 
@@ -208,7 +251,9 @@ def check_split(split: Split, table: ImageTable) -> Split:
     Raises:
         DataError: one of these does not hold.
     """
-    sets = {"training": split.train, "validation": split.val.rows}
+    sets = {"training": split.train}
+    if split.val is not None:
+        sets["validation"] = split.val.rows
     if split.test is not None:
         sets["test"] = split.test.rows
     for what, rows in sets.items():

@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -158,7 +158,34 @@ class _PlannedSampler:
         return len(self.labels) // batch_size
 
 
-class ClassBalancedBatchSampler(_PlannedSampler):
+class _BalancedSampler(_PlannedSampler):
+    """Batches of ``classes_per_batch`` classes x ``images_per_class`` images."""
+
+    with_replacement: ClassVar[bool] = False
+    """Whether images repeat anyway, so that a class with few of them is nothing to warn of."""
+
+    def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
+        """Plan batches.
+
+        Args:
+            labels: [N] class of each training row; any integers.
+            classes_per_batch: distinct classes of a batch, at least 1.
+            images_per_class: images of each, at least 1.
+            seed: of every draw.
+
+        Raises:
+            ConfigError: a number below 1, more classes than ``labels`` has, or, where each batch draws classes anew, a
+                batch larger than it.
+        """
+        self.classes_per_batch = classes_per_batch
+        self.images_per_class = images_per_class
+        sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
+        super().__init__(labels, seed=seed, sizes=sizes)
+        if not self.with_replacement:
+            _warn_of_small_classes(self._sizes, images_per_class)
+
+
+class ClassBalancedBatchSampler(_BalancedSampler):
     """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement (GSP).
 
     In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; what is left over
@@ -171,24 +198,6 @@ class ClassBalancedBatchSampler(_PlannedSampler):
     Source: the sampling of Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV
         2023 (public code).
     """
-
-    def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
-        """Plan batches.
-
-        Args:
-            labels: [N] class of each training row; any integers.
-            classes_per_batch: distinct classes of a batch, at least 1.
-            images_per_class: images of each, at least 1.
-            seed: of every shuffle.
-
-        Raises:
-            ConfigError: a number below 1, or more classes than ``labels`` has.
-        """
-        self.classes_per_batch = classes_per_batch
-        self.images_per_class = images_per_class
-        sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
-        super().__init__(labels, seed=seed, sizes=sizes)
-        _warn_of_small_classes(self._sizes, images_per_class)
 
     def _plan_epoch(self, epoch: int) -> IntArray:
         random = generator(self.seed, "sampler", epoch)
@@ -222,7 +231,7 @@ class ClassBalancedBatchSampler(_PlannedSampler):
         return shuffled[start[owner][:, None] + within], first
 
 
-class RotatingClassBatchSampler(_PlannedSampler):
+class RotatingClassBatchSampler(_BalancedSampler):
     """Each batch: classes drawn anew, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
 
     A class's sequence is shuffled again when fewer than ``images_per_class`` images are left in it. A class with fewer
@@ -231,14 +240,6 @@ class RotatingClassBatchSampler(_PlannedSampler):
     Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
         (``BalancedBatchSampler``), whose epoch has floor((N - 1) / B) batches.
     """
-
-    def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
-        """Plan batches; arguments and errors as for ``ClassBalancedBatchSampler``, and a batch must fit the images."""
-        self.classes_per_batch = classes_per_batch
-        self.images_per_class = images_per_class
-        sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
-        super().__init__(labels, seed=seed, sizes=sizes)
-        _warn_of_small_classes(self._sizes, images_per_class)
 
     def _plan_epoch(self, epoch: int) -> IntArray:
         random = generator(self.seed, "sampler", epoch)
@@ -260,19 +261,14 @@ class RotatingClassBatchSampler(_PlannedSampler):
         return rows.reshape(len(classes), batch_size)
 
 
-class IndependentClassBatchSampler(_PlannedSampler):
+class IndependentClassBatchSampler(_BalancedSampler):
     """Each batch: distinct classes, and of each images with replacement, whatever came before (ProxyAnchor, balanced).
 
     Source: S. Kim et al., "Proxy Anchor Loss for Deep Metric Learning", CVPR 2020; public code
         tjddus9597/Proxy-Anchor-CVPR2020 (``BalancedSampler``), whose epoch has floor(N / B) batches.
     """
 
-    def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
-        """Plan batches; arguments and errors as for ``ClassBalancedBatchSampler``, and a batch must fit the images."""
-        self.classes_per_batch = classes_per_batch
-        self.images_per_class = images_per_class
-        sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
-        super().__init__(labels, seed=seed, sizes=sizes)
+    with_replacement: ClassVar[bool] = True
 
     def _plan_epoch(self, epoch: int) -> IntArray:
         random = generator(self.seed, "sampler", epoch)

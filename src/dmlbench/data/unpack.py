@@ -281,7 +281,7 @@ def _unpack_tar(file: IO[bytes], writer: _Writer, *, size: int, magic: bytes, pr
     _check_space(writer, size)
     source = _Decompressed(stream)
     links: list[tuple[str, str]] = []
-    with tarfile.open(fileobj=source, mode="r:") as content:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=source, mode="r:") as content:  # type: ignore[call-overload]  # it only reads and seeks
         while (member := content.next()) is not None:
             name = _safe_name(member.name, archive)
             writer.admit(member.size if member.isreg() else 0)

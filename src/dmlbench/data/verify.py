@@ -4,22 +4,20 @@ import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile
 
+from dmlbench.data.files import file_digest
 from dmlbench.data.layouts import IMAGE_SUFFIXES
 from dmlbench.data.table import file_sizes, read_image
+from dmlbench.data.threads import for_each
 from dmlbench.types import ROLES, DataError, ImageTable
 
 TINY_SIDE = 16
-_ORIENTATION = 0x0112  # EXIF tag; 1 is upright
-_SLICE = 16
-_READ_BYTES = 1 << 20
 
 Watch = Callable[[int], None]
 """Called with the number of images that were just looked at."""
@@ -109,7 +107,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
         seen[row] = _look(names[row], with_digest=has_rival[row])
 
     with _truncated_images_refused():
-        _each(look, len(names), num_threads, watch)
+        for_each(look, len(names), num_threads=max(1, num_threads), watch=watch)
     paths = table.paths.tolist()
     return Report(
         looked_at=len(names),
@@ -144,10 +142,10 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
     digest = ""
     try:
         if with_digest:
-            digest = _sha256(name)
+            digest = file_digest(name, "sha256")
         read_image(name)
         with Image.open(name) as image:  # again, for what the conversion hides; this reads the header only
-            mode, size, orientation = image.mode, image.size, image.getexif().get(_ORIENTATION, 1)
+            mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
     except DataError as error:
         return _Seen(reason=_reason(error, name), digest=digest)
     except OSError as error:
@@ -157,16 +155,8 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
 
 def _reason(error: DataError, name: str) -> str:
     cause = error.__cause__
-    text = str(error) if cause is None else str(cause) or type(cause).__name__
+    text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
     return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "")
-
-
-def _sha256(name: str) -> str:
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -178,28 +168,6 @@ def _truncated_images_refused() -> Iterator[None]:
         yield
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
-
-
-def _each(work: Callable[[int], None], count: int, num_threads: int, watch: Watch) -> None:
-    """``work`` for 0 to count - 1 in threads, in slices, so that an error or Ctrl-C ends it soon."""
-
-    def run(start: int) -> int:
-        stop = min(start + _SLICE, count)
-        for row in range(start, stop):
-            work(row)
-        return stop - start
-
-    with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        pending: set[Future[int]] = {pool.submit(run, start) for start in range(0, count, _SLICE)}
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    watch(future.result())
-        except BaseException:
-            for future in pending:
-                future.cancel()
-            raise
 
 
 def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
@@ -225,8 +193,7 @@ def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
         colors = image.reshape(image.shape[0] * image.shape[1], -1)
         if (colors == colors[0]).all():
             constant.append(str(table.paths[row]))
-        if row % _SLICE == _SLICE - 1 or row == len(table) - 1:
-            watch(row % _SLICE + 1)
+        watch(1)
     return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
 
 

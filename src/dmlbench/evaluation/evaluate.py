@@ -1,4 +1,4 @@
-"""The scores of a set of embeddings: from rows, labels and ids to P@1, R@K, R-precision and MAP@R."""
+"""The scores of a set of embeddings: from rows, labels and ids to every metric of ``dmlbench.evaluation.metrics``."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -6,17 +6,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from dmlbench.evaluation.clustering import cluster_scores, kmeans_library
 from dmlbench.evaluation.metrics import (
+    CLUSTER_METRICS,
+    DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
+    check_metrics,
     check_recall_at,
+    depth,
     mean_scores,
     positives_per_query,
+    query_score_names,
     query_scores,
     score_names,
 )
+from dmlbench.evaluation.pairwise import distance_tiles, ranks_like_unit_vectors
 from dmlbench.evaluation.search import (
     TILE_BYTES,
     BackEnd,
@@ -28,10 +34,12 @@ from dmlbench.evaluation.search import (
     settle,
     unit_search,
 )
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
+
+_DEEP_BYTES = 128  # per query and place of a deep ranking: candidates, their order, and the sums of the scores
 
 logger = logging.getLogger(__name__)
 
@@ -44,28 +52,42 @@ class EvaluationSpec:
         recall_at: values of K for R@K, increasing.
         back_end: float32 pass of the search; every choice gives the same scores.
         tile_bytes: memory of a similarity tile with its temporary copies; no influence on the scores.
+        metrics: what to compute, names of ``dmlbench.evaluation.metrics.METRICS``; "recall_at_k" is for every K.
+        kmeans_seed: decides where the clusters of nmi and ami begin.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
     back_end: BackEnd = "auto"
     tile_bytes: int = TILE_BYTES
+    metrics: tuple[str, ...] = DEFAULT_METRICS
+    kmeans_seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
+        object.__setattr__(self, "metrics", tuple(self.metrics))
         check_recall_at(self.recall_at)
         check_tile_bytes(self.tile_bytes)
+        check_metrics(self.metrics)
+        if not 0 <= self.kmeans_seed < 2**31:
+            raise ConfigError(f"kmeans_seed ({self.kmeans_seed}) must lie in [0, 2^31), the seeds that faiss takes")
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the scores, in the order in which results list them."""
+        return score_names(self.recall_at, self.metrics)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores as fractions in [0, 1].
+    """Scores as fractions in [0, 1] (ami may fall below 0; class distances lie in [0, 2]).
 
     Attributes:
-        scores: mean over the queries that have a positive, by name.
+        scores: mean over the queries that have a positive, by name; then the scores of the whole set.
         per_query: [Q] by name; NaN for a query without a positive.
         n_query: queries given.
         n_gallery: gallery items searched (the queries, where no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
+        kmeans: library and seed of the clusters of nmi and ami, or None.
     """
 
     scores: dict[str, float]
@@ -73,6 +95,7 @@ class Evaluation:
     n_query: int
     n_gallery: int
     n_skipped_queries: int
+    kmeans: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,13 @@ class RetrievalTask:
         return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
 
 
-def retrieval_task(queries: EmbeddingSet, gallery: EmbeddingSet, *, recall_at: Sequence[int]) -> RetrievalTask:
+def retrieval_task(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet,
+    *,
+    recall_at: Sequence[int],
+    metrics: Sequence[str] = DEFAULT_METRICS,
+) -> RetrievalTask:
     """Check two sets against each other and count the positives.
 
     Raises:
@@ -129,7 +158,7 @@ def retrieval_task(queries: EmbeddingSet, gallery: EmbeddingSet, *, recall_at: S
             f"none of the {len(queries)} queries has another item of its class among the {len(gallery)} gallery "
             "items; a score needs classes with at least two images"
         )
-    k = max(int(positives.max()), *recall_at, 1)
+    k = depth(positives, len(gallery), recall_at=recall_at, metrics=metrics)
     return RetrievalTask(query_labels, gallery_labels, own, positives, valid, k)
 
 
@@ -159,39 +188,48 @@ def evaluate(
     Raises:
         RunError: no query has a positive; empty sets, widths that differ, NaN, repeated gallery ids, or an id with two
             labels.
-        ConfigError: the back end is missing.
+        ConfigError: the back end is missing; a metric of classes or clusters is asked for with a distance that unit
+            vectors do not have.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
-    task = retrieval_task(queries, reference, recall_at=spec.recall_at)
+    recall_at, metrics = spec.recall_at, spec.metrics
+    task = retrieval_task(queries, reference, recall_at=recall_at, metrics=metrics)
     if distance is None or ranks_like_unit_vectors(distance):
         tiles = _unit_tiles(queries, gallery, spec, task)
     else:
-        tiles = _distance_tiles(queries, reference, spec, task, distance)
+        _refuse_cluster_metrics(spec, distance)
+        tiles = distance_tiles(queries, reference, task, distance, tile_bytes=spec.tile_bytes)
 
-    per_query = {name: np.full(len(queries), np.nan) for name in score_names(spec.recall_at)}
-    for part, relevant in tiles:
-        for name, values in query_scores(relevant, task.positives[part], recall_at=spec.recall_at).items():
-            per_query[name][part] = values
+    per_query = {name: np.full(len(queries), np.nan) for name in query_score_names(recall_at, metrics)}
+    if per_query:
+        for part, relevant in tiles:
+            scores = query_scores(relevant, task.positives[part], recall_at=recall_at, metrics=metrics)
+            for name, values in scores.items():
+                per_query[name][part] = values
     if task.n_skipped_queries:
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
         )
-    return Evaluation(mean_scores(per_query), per_query, len(queries), len(reference), task.n_skipped_queries)
+    of_the_set = cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=spec.kmeans_seed)
+    clustered = f"{kmeans_library()}, seed {spec.kmeans_seed}" if {"nmi", "ami"} & set(metrics) else None
+    return Evaluation(
+        mean_scores(per_query) | of_the_set,
+        per_query,
+        len(queries),
+        len(reference),
+        task.n_skipped_queries,
+        kmeans=clustered,
+    )
 
 
-def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
-    """Whether ``distance`` orders pairs as the Euclidean distance of unit vectors does: then the exact search serves.
-
-    Asked of the exact type: a subclass may compute anything.
-    """
-    from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-    if not distance.normalize_embeddings or distance.p != 2:
-        return False
-    if type(distance) is LpDistance:
-        return distance.power > 0
-    return type(distance) in (CosineSimilarity, DotProductSimilarity)
+def _refuse_cluster_metrics(spec: EvaluationSpec, distance: "BaseDistance") -> None:
+    asked = [metric for metric in spec.metrics if metric in CLUSTER_METRICS]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} compare unit vectors, which {type(distance).__name__} does not; "
+            "leave them out of evaluation.metrics"
+        )
 
 
 def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
@@ -204,48 +242,14 @@ def _unit_tiles(
     queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, task: RetrievalTask
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
-    search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
-    for part, candidates in search.tiles(task.k, wanted=task.valid):
-        found = task.relevant(part, candidates.column)
-        _, relevant = settle(candidates, search.exact(part), k=task.k, slack=search.slack, relevant=found)
-        assert relevant is not None  # it was passed
-        yield part, fit_width(relevant, task.k)
-
-
-def _distance_tiles(
-    queries: EmbeddingSet,
-    gallery: EmbeddingSet,
-    spec: EvaluationSpec,
-    task: RetrievalTask,
-    distance: "BaseDistance",
-) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
-    """(queries [T], relevance by rank [T, k]) by the distance's own pairwise matrix, tiled on both axes."""
-    state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
-    device = queries.rows.device
-    dtype = state[0].dtype if state else torch.float64
-    entries = spec.tile_bytes // 32  # float64 values, their sorted copies and positions
-    columns = max(1, min(len(gallery), entries))
-    rows = max(1, min(len(task.valid), entries // columns))
-    sign = -1.0 if distance.is_inverted else 1.0
-    reference = gallery.rows.to(device, dtype)
+    width = min(task.k, len(task.gallery_labels))
+    # Faiss keeps a heap of k per query: for much of the gallery, sorting all of it is many times as fast.
+    back_end = "torch" if spec.back_end == "auto" and 8 * width > len(task.gallery_labels) else spec.back_end
+    search = unit_search(queries, gallery, back_end=back_end, tile_bytes=spec.tile_bytes)
+    rows = max(1, spec.tile_bytes // (_DEEP_BYTES * width))  # deep rankings outgrow the tile they come from
     for start in range(0, len(task.valid), rows):
-        part = task.valid[start : start + rows]
-        query = queries.rows[torch.from_numpy(part).to(device)].to(dtype)
-        kept_value = np.empty((len(part), 0))
-        kept_column = np.empty((len(part), 0), dtype=np.int64)
-        for first in range(0, len(gallery), columns):
-            with torch.inference_mode():
-                matrix = distance(query, reference[first : first + columns])  # [T, columns]
-            value = sign * matrix.to("cpu", torch.float64).numpy()
-            if np.isnan(value).any():
-                raise RunError(f"{type(distance).__name__} gave NaN for finite embeddings; its state is damaged")
-            column = np.broadcast_to(np.arange(first, first + value.shape[1]), value.shape)
-            value = np.where(column == task.own_column[part, None], np.inf, value)
-            kept_value = np.concatenate([kept_value, value], axis=1)
-            kept_column = np.concatenate([kept_column, column], axis=1)
-            # columns ascend, so a stable sort puts ties in the order of the gallery
-            order = np.argsort(kept_value, axis=1, kind="stable")[:, : task.k + 1]
-            kept_value = np.take_along_axis(kept_value, order, axis=1)
-            kept_column = np.take_along_axis(kept_column, order, axis=1)
-        relevant = task.relevant(part, kept_column) & (kept_column != task.own_column[part, None])
-        yield part, fit_width(relevant, task.k)
+        for part, candidates in search.tiles(task.k, wanted=task.valid[start : start + rows]):
+            found = task.relevant(part, candidates.column)
+            _, relevant = settle(candidates, search.exact(part), k=task.k, slack=search.slack, relevant=found)
+            assert relevant is not None  # it was passed
+            yield part, fit_width(relevant, width)

@@ -62,8 +62,8 @@ class ClassSplits(nn.Module):
             self._warn(len(on_host))
             return []
         return [
-            tuple(torch.from_numpy(rows).to(labels.device) for rows in _halves(class_of, len(classes), rng))  # type: ignore[misc]
-            for _ in range(self.num_splits)
+            (torch.from_numpy(first).to(labels.device), torch.from_numpy(second).to(labels.device))
+            for first, second in (_halves(class_of, len(classes), rng) for _ in range(self.num_splits))
         ]
 
     def _warn(self, size: int) -> None:

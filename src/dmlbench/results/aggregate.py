@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, read_result
 from dmlbench.runtime import atomic_write
@@ -34,7 +35,7 @@ def aggregate_cell(
 
     The rule is the protocol's: "collections" (mean and population std over all collections of fold models, embeddings
     apart and concatenated), "best_and_mean" (best repeat, and mean and std over repeats), "mean" (of the validation
-    scores over repeats).
+    scores over repeats), "mean_of_test" (of the test scores over repeats).
 
     Args:
         runs: every run directory of the cell, complete or not.
@@ -153,11 +154,17 @@ def _collections(
     if loaded[0][0].gallery is not None:
         galleries = [[stored.gallery for stored in row if stored.gallery is not None] for row in loaded]
     tested = [[results[key]["metrics"]["test"] for key in keys] for keys in by_fold]
-    have_all = all(f"recall_at_{k}" in tested[0][0] for k in recall_at)
+    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
+    if any(name not in run for fold in tested for run in fold for name in spec.score_names):
+        # The runs were scored by other metrics: those are kept, what collections need is added.
+        tested = [
+            [evaluate(stored.queries, stored.gallery, spec).scores | run for stored, run in zip(*pair, strict=True)]
+            for pair in zip(loaded, tested, strict=True)
+        ]
     frame = collections(
         queries,
         galleries,
-        scores=tested if have_all else None,
+        scores=tested,
         recall_at=recall_at,
         tile_bytes=tile_bytes,
         progress=progress,
@@ -171,7 +178,7 @@ def _collections(
             scores[kind][metric] = value
     intervals: dict[str, list[float] | None] = {}
     for metric in scores["separated"]:
-        interval = confidence_interval([[run[metric] for run in fold] for fold in tested]) if have_all else None
+        interval = confidence_interval([[run[metric] for run in fold] for fold in tested])
         intervals[metric] = None if interval is None else list(interval)
     dimension = int(queries[0][0].rows.shape[1])
     return scores, {

@@ -19,7 +19,7 @@ from scipy import stats
 
 from dmlbench.evaluation.concatenated import Members, concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
-from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, score_names
+from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
@@ -51,7 +51,8 @@ def collections(
 
     Returns:
         One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,
-        ``separated_<score>`` and ``concatenated_<score>`` (fractions).
+        ``separated_<score>`` (of every metric that all given scores have) and ``concatenated_<score>`` (of rankings),
+        as fractions.
 
     Raises:
         RunError: a fold without members, members of different test sets (naming the first difference), given scores
@@ -59,21 +60,24 @@ def collections(
         ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
     """
     spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
-    names = score_names(spec.recall_at)
+    names = list(score_names(spec.recall_at))
     _check_members(members, galleries)
     if scores is None:
         scores = _own_scores(members, galleries, spec)
     _check_scores(scores, members, names)
     concatenated = concatenated_scores(members, galleries, spec=spec, progress=progress)
+    # What else every member was scored by, such as nmi, has a mean over members but no ranking of joined embeddings.
+    separated = names + [name for name in METRICS if name not in names and all(name in s for f in scores for s in f)]
     rows = []
     for choice, evaluation in concatenated.items():
         row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
-        for name in names:
+        for name in separated:
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
         row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
         rows.append(row)
     repeat_columns = [f"repeat_fold{f}" for f in range(len(members))]
-    columns = repeat_columns + [f"{kind}_{name}" for kind in ("separated", "concatenated") for name in names]
+    columns = [*repeat_columns, *(f"separated_{name}" for name in separated)]
+    columns += [f"concatenated_{name}" for name in names]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import atomic_write
+from dmlbench.runtime import atomic_write, is_open_at
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS = (
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, PLAN = (
     "result.json",
     "error.txt",
     "run.lock",
     "config.yaml",
     "embeddings.safetensors",
+    "plan.json",  # of stage 1 of the two-stage protocol
 )
 RESULT_SCHEMA = 1
 
@@ -73,7 +74,7 @@ def locked(run_dir: Path) -> Iterator[None]:
                 f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
                 "another paths.output_dir"
             ) from error
-        if not (run_dir / LOCK).exists() or os.stat(run_dir / LOCK).st_ino != os.fstat(file.fileno()).st_ino:
+        if not is_open_at(run_dir / LOCK, file.fileno()):
             raise RunError(f"{run_dir} was released by another process just now; start the command again")
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")

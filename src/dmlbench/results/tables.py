@@ -6,12 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dmlbench.evaluation.metrics import DISTANCE_METRICS
+
+_LABELS = {
+    "p_at_1": "P@1",
+    "r_precision": "R-precision",
+    "map_at_r": "MAP@R",
+    "map": "MAP",
+    "oodml_map_at_1000": "mAP@1000 (ooDML)",
+    "nmi": "NMI",
+    "ami": "AMI",
+    "intra_class_distance": "intra-class distance",
+    "inter_class_distance": "inter-class distance",
+}
+_NOT_BETTER = tuple(_LABELS[name] for name in DISTANCE_METRICS)
 KINDS = {"separated": "separated", "concatenated": "concatenated", "best": "best", "mean": "mean"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A score in percent; ``std`` is None where there is nothing to deviate."""
+    """A score in percent (a class distance as it is); ``std`` is None where there is nothing to deviate."""
 
     mean: float
     std: float | None
@@ -30,18 +44,25 @@ class Table:
     notes: tuple[str, ...]
 
     def best(self) -> list[float | None]:
-        """Highest printed mean of each column; None where there is nothing to compare."""
+        """Highest printed mean of each column; None where there is nothing to compare, or more is not better."""
         result: list[float | None] = []
-        for i in range(len(self.columns)):
-            means = [round(entries[i].mean, 2) for _, entries in self.rows if entries[i] is not None]  # type: ignore[union-attr]
+        for i, (_, label) in enumerate(self.columns):
+            if label in _NOT_BETTER:
+                result.append(None)
+                continue
+            means = [round(entry.mean, 2) for _, entries in self.rows if (entry := entries[i]) is not None]
             result.append(max(means) if len(means) > 1 else None)
         return result
 
 
 def metric_label(name: str) -> str:
     """``map_at_r`` as the field writes it: MAP@R."""
-    labels = {"p_at_1": "P@1", "r_precision": "R-precision", "map_at_r": "MAP@R"}
-    return labels.get(name) or name.replace("recall_at_", "R@")
+    return _LABELS.get(name) or name.replace("recall_at_", "R@")
+
+
+def metric_scale(name: str) -> float:
+    """What a score is multiplied by to be printed: percent, but for distances."""
+    return 1.0 if name in DISTANCE_METRICS else 100.0
 
 
 def make_table(
@@ -64,17 +85,24 @@ def make_table(
         columns += [(KINDS[kind] + size, metric_label(metric)) for metric in metrics]
     rows = []
     for summary, label in zip(summaries, labels, strict=True):
-        entries = [_entry(summary["scores"].get(kind, {}).get(metric)) for kind in kinds for metric in metrics]
+        entries = [
+            _entry(summary["scores"].get(kind, {}).get(metric), metric_scale(metric))
+            for kind in kinds
+            for metric in metrics
+        ]
         rows.append((label, tuple(entries)))
-    return Table(title, tuple(columns), tuple(rows), tuple(_notes(summaries, labels)))
+    notes = _notes(summaries, labels)
+    if set(metrics) & set(DISTANCE_METRICS):
+        notes.insert(0, "class distances as they are, not in percent; none is best")
+    return Table(title, tuple(columns), tuple(rows), tuple(notes))
 
 
-def _entry(score: Mapping[str, float | None] | None) -> Entry | None:
+def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:
     if score is None:
         return None
     mean, std = score["mean"], score["std"]
     assert mean is not None
-    return Entry(100 * mean, None if std is None else 100 * std)
+    return Entry(scale * mean, None if std is None else scale * std)
 
 
 def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:

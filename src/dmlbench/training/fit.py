@@ -17,28 +17,15 @@ from tqdm import tqdm
 
 from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
+from dmlbench.training.large_batch import Model, accumulate_gradients, require_finite
 from dmlbench.training.log import History, Logger
-from dmlbench.training.optim import clip_gradients, frozen, step_schedule
+from dmlbench.training.optim import GROUPS, check_schedule, check_warmup, clip_gradients, frozen, step_schedule
 from dmlbench.training.signals import StopSignal
-from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
+from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
 
 log = logging.getLogger(__name__)
 
-LAST, BEST = "last.ckpt", "best.ckpt"
-
-
-class Model(Protocol):
-    """What the loop asks of a model beside being a ``torch.nn.Module``."""
-
-    @property
-    def backbone(self) -> nn.Module: ...
-
-    @property
-    def pooling(self) -> nn.Module: ...
-
-    def __call__(self, images: Tensor) -> ModelOutput: ...
-
-    def observe(self, output: ModelOutput, *, step: int) -> None: ...
+LAST, BEST, HISTORY = "last.ckpt", "best.ckpt", "history.csv"
 
 
 class Batches(Protocol):
@@ -61,7 +48,11 @@ class FitSettings:
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
         monitor: name of the validation score that is maximized.
-        warmup_steps: first steps in which only head and loss parameters (proxies) are trained.
+        warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
+        warmup_frozen: of "backbone", "pooling", "head" and "loss" (proxies); see ``training.optim.frozen``.
+        accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
+        forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
+            The gradient is that of the whole batch but for batch norms that are training (see there).
         clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
         channels_last: memory format of the images and the network.
@@ -76,6 +67,9 @@ class FitSettings:
     min_improvement: float = 0.0
     monitor: str = "map_at_r"
     warmup_steps: int = 0
+    warmup_frozen: Sequence[str] = ("backbone", "pooling")
+    accumulate: int = 1
+    forward_batch: int | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
     precision: Precision = "float32"
@@ -90,6 +84,8 @@ class FitSettings:
             "validate_every": 1,
             "patience": 1,
             "warmup_steps": 0,
+            "accumulate": 1,
+            "forward_batch": 1,
             "checkpoint_every": 1,
             "log_every": 1,
         }
@@ -104,7 +100,15 @@ class FitSettings:
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
             raise ConfigError(
                 f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train "
-                "the backbone; lower it"
+                "the whole network; lower it"
+            )
+        for name in self.warmup_frozen:
+            if name not in GROUPS:
+                raise ConfigError(f"fit.warmup_frozen names the group '{name}': {closest(name, GROUPS)}")
+        if self.warmup_steps and not self.warmup_frozen:
+            raise ConfigError(
+                f"fit.warmup_frozen is empty, so fit.warmup_steps ({self.warmup_steps}) would do nothing; name the "
+                "groups to freeze or set fit.warmup_steps=0"
             )
 
 
@@ -124,7 +128,7 @@ def fit(
     model: Model,
     objective: nn.Module,
     batches: Batches,
-    validate: Callable[[], Mapping[str, float]],
+    validate: Callable[[], Mapping[str, float]] | None,
     optimizer: Optimizer,
     settings: FitSettings,
     run_dir: Path,
@@ -137,22 +141,37 @@ def fit(
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
+    Without ``validate`` nothing is selected: the weights of the last step are the result.
+
     Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
     the next step depends on).
 
     Raises:
+        ConfigError: the schedule waits for falling scores; the warm-up leaves nothing to train; a batch cannot be taken
+            in parts.
         RunError: a loss is not finite; a checkpoint cannot be read or written.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)
     stop = stop or StopSignal()
+    check_schedule(schedule)
+    if settings.warmup_steps:
+        check_warmup(settings.warmup_frozen, model, objective)
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
     state = _restore(run_dir, parts_of_state, data_fingerprint)
-    history = History(run_dir / "history.csv", resume_step=state.step)
+    history = History(run_dir / HISTORY, resume_step=state.step)
     trainable = [p for group in optimizer.param_groups for p in group["params"]]
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
+
+    def next_batch() -> Batch:
+        return next(batches).to(device)
+
+    def forward(images: Tensor) -> ModelOutput:
+        with autocast(device, settings.precision):
+            return model(images.contiguous(memory_format=memory_format))
+
     started = time.monotonic() - state.wall_s
     bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
     if state.step:
@@ -161,21 +180,16 @@ def fit(
     with stop:  # a signal waits until a step is done and saved
         while not state.stop_reason and state.step < settings.max_steps:
             step = state.step + 1
-            batch = next(batches).to(device)
             model.train()
             objective.train()
-            warming_up = step <= settings.warmup_steps
-            with frozen(model.backbone, active=warming_up), frozen(model.pooling, active=warming_up):
-                with autocast(device, settings.precision):
-                    output = model(batch.images.contiguous(memory_format=memory_format))
-                model.observe(output, step=step)
-                losses = objective(output, batch.labels, step=step)
-                values = {name: float(value.detach()) for name, value in losses.items()}
-                _require_finite(values, step)
-                optimizer.zero_grad(set_to_none=True)
-                losses["loss"].backward()
+            optimizer.zero_grad(set_to_none=True)
+            with frozen(settings.warmup_frozen if step <= settings.warmup_steps else (), model, objective):
+                values = accumulate_gradients(
+                    model, objective, next_batch, step=step, forward=forward,
+                    accumulate=settings.accumulate, forward_batch=settings.forward_batch,
+                )  # fmt: skip
                 norm = clip_gradients(trainable, norm=settings.clip_norm, value=settings.clip_value)
-                _require_finite({"gradient norm": norm}, step)
+                require_finite({"gradient norm": norm}, step)
                 optimizer.step()
             step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
@@ -187,7 +201,11 @@ def fit(
             )
             is_better = False
             last_step = step == settings.max_steps
-            if step % settings.validate_every == 0 or last_step:
+            if last_step:
+                state.stop_reason = "max_steps"
+            if validate is None and last_step:
+                is_better, state.best_step = True, step
+            elif validate is not None and (step % settings.validate_every == 0 or last_step):
                 scores = validate()
                 score = scores[settings.monitor]
                 is_better = score > state.best_score + settings.min_improvement
@@ -201,8 +219,6 @@ def fit(
                          state.best_score, state.best_step)  # fmt: skip
                 if settings.patience and state.validations_without_improvement >= settings.patience:
                     state.stop_reason = "early_stopping"
-                elif last_step:
-                    state.stop_reason = "max_steps"
             if scalars:
                 for logger in (history, *loggers):
                     logger.log(step, scalars)
@@ -225,15 +241,6 @@ def fit(
         model.load_state_dict(best["model"])
         objective.load_state_dict(best["objective"])
     return state
-
-
-def _require_finite(values: Mapping[str, float], step: int) -> None:
-    if not all(math.isfinite(value) for value in values.values()):
-        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
-        raise RunError(
-            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
-            "of history.csv"
-        )
 
 
 def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_fingerprint: str, *, is_best: bool) -> None:

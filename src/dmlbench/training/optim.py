@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
+
+GROUPS = ("backbone", "pooling", "head", "loss")  # every parameter that is trained belongs to one
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
@@ -59,10 +61,9 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimize
         ConfigError: a rate multiplier names a group that does not exist; nothing is trainable.
         ValueError: a parameter is in two groups (a defect of the model).
     """
-    known = ("backbone", "pooling", "head", "loss")
     for name in settings.lr_multipliers:
-        if name not in known:
-            raise ConfigError(f"optim.lr_multipliers names the group '{name}': {closest(name, known)}")
+        if name not in GROUPS:
+            raise ConfigError(f"optim.lr_multipliers names the group '{name}': {closest(name, GROUPS)}")
     seen: dict[int, str] = {}
     result: list[dict[str, Any]] = []
     for group, members in groups.items():
@@ -85,31 +86,111 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimize
 
 
 @contextlib.contextmanager
-def frozen(module: nn.Module, *, active: bool = True) -> Iterator[None]:
-    """Freeze a module for a while: no gradients, evaluation mode (running statistics of batch norm stand still)."""
-    if not active:
-        yield
-        return
-    flags = [(p, p.requires_grad) for p in module.parameters()]
-    training = module.training
-    for parameter, _ in flags:
+def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> Iterator[None]:
+    """Freeze groups of parameters for a while: no gradients.
+
+    Frozen parts of the model are in evaluation mode meanwhile, so that running statistics of batch norm stand still.
+    The objective stays in training mode: a cross-batch memory fills although the loss's parameters rest.
+
+    Args:
+        groups: of ``GROUPS``; "head" is all of the model but its backbone and pooling.
+        model: has modules ``backbone`` and ``pooling``.
+        objective: whose parameters are the group "loss".
+    """
+    modules = [m for name, m in model.named_children() if (name if name in GROUPS[:2] else "head") in groups]
+    modes = [(module, module.training) for module in modules]
+    owners = modules + ([objective] if "loss" in groups else [])
+    parameters = [p for owner in owners for p in owner.parameters() if p.requires_grad]
+    for parameter in parameters:
         parameter.requires_grad_(False)
-    module.eval()
+    for module in modules:
+        module.eval()
     try:
         yield
     finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-        module.train(training)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for module, training in modes:
+            module.train(training)
+
+
+def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: with these groups frozen, no parameter would be trained.
+    """
+    with frozen(groups, model, objective):
+        if not any(p.requires_grad for module in (model, objective) for p in module.parameters()):
+            raise ConfigError(
+                f"fit.warmup_frozen ({', '.join(groups)}) freezes every trainable parameter of this model and loss; "
+                "take a group out of it or set fit.warmup_steps=0"
+            )
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Factor on the base rates, for ``LambdaLR``: a linear rise to 1, then half a cosine down.
+
+    After t of T steps, of which W are warm-up, with factors a at the start and b at the end:
+
+        t < W:   a + (1 - a) t / W
+        t >= W:  b + (1 - b) (1 + cos(pi (t - W) / (T - W))) / 2
+
+    Attributes:
+        warmup_steps: W >= 0, in optimizer steps.
+        total_steps: T > W, in optimizer steps; 0 for a model that is not trained.
+        start_factor: a in (0, 1].
+        final_factor: b in [0, 1].
+
+    Raises:
+        ConfigError: a value outside its range.
+
+    Source: Goyal et al. 2017, section 2.2 (gradual warm-up); Loshchilov & Hutter 2017, equation 5 (cosine).
+    """
+
+    warmup_steps: int
+    total_steps: int
+    start_factor: float
+    final_factor: float
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or self.warmup_steps >= self.total_steps > 0:
+            raise ConfigError(
+                f"warmup_steps ({self.warmup_steps}) of the schedule must be from 0 to below total_steps "
+                f"({self.total_steps}); lower it or raise fit.max_steps"
+            )
+        if not 0 < self.start_factor <= 1 or not 0 <= self.final_factor <= 1:
+            raise ConfigError(
+                f"start_factor ({self.start_factor}) of the schedule must be in (0, 1] and final_factor "
+                f"({self.final_factor}) in [0, 1]"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The factor after ``step`` steps."""
+        if step < self.warmup_steps:
+            return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
+        share = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
+        return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
+    """
+    Raises:
+        ConfigError: a schedule waits for a plateau of falling scores, while the monitored score is maximized.
+    """
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
+        raise ConfigError(
+            f"schedule.mode ({schedule.mode}) lowers the rate while the monitored score rises, for it is maximized; "
+            "set schedule.mode=max"
+        )
 
 
 def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: float | None) -> None:
     """Advance a schedule: one that watches the score at validations (``score`` given), any other at every step."""
-    if schedule is None or isinstance(schedule, ReduceLROnPlateau) != (score is not None):
-        return
     if isinstance(schedule, ReduceLROnPlateau):
-        schedule.step(score)  # type: ignore[arg-type]
-    else:
+        if score is not None:
+            schedule.step(score)
+    elif schedule is not None and score is None:
         schedule.step()
 
 

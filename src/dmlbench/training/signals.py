@@ -2,7 +2,9 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; schedulers requeue on it
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
@@ -21,7 +23,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = 0
         self._deferred = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def install(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
@@ -31,7 +33,7 @@ class StopSignal:
 
     def uninstall(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         self._previous.clear()
 
     def check(self) -> None:

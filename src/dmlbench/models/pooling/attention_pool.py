@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import check_channels, check_positive
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
@@ -23,18 +24,6 @@ def check_heads(width: int, num_heads: int, *, owner: str) -> None:
     if width < 1 or num_heads < 1 or width % num_heads:
         raise ConfigError(
             f"{owner} cannot split {width} features among {num_heads} heads; set num_heads to a divisor of {width}"
-        )
-
-
-def check_map_channels(x: Tensor, num_channels: int, *, owner: str) -> None:
-    """
-    Raises:
-        ConfigError: the map has another number of channels than the layers were built for.
-    """
-    if x.shape[1] != num_channels:
-        raise ConfigError(
-            f"{owner} was built for {num_channels} channels, but the map has {x.shape[1]}; "
-            "set num_channels to the backbone's"
         )
 
 
@@ -99,8 +88,7 @@ class AttentionPool(Pooling):
         """
         super().__init__()
         check_heads(num_channels, num_heads, owner="attention_pool")
-        if num_queries < 1:
-            raise ConfigError(f"num_queries ({num_queries}) of attention_pool must be at least 1")
+        check_positive("attention_pool", num_queries=num_queries)
         if merge not in get_args(Merge):
             raise ConfigError(f"merge '{merge}' of attention_pool is unknown; choose {' or '.join(get_args(Merge))}")
         self.num_channels = num_channels
@@ -117,7 +105,7 @@ class AttentionPool(Pooling):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_map_channels(x, self.num_channels, owner="attention_pool")
+        check_channels(x, self.num_channels, pooling="attention_pool")
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
             pooled, log_weights = attend(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 from dmlbench.types import ConfigError
@@ -44,10 +44,7 @@ class GapHistogram(Pooling):
             ConfigError: an argument outside its range.
         """
         super().__init__()
-        if embedding_size < 1 or num_prototypes < 1:
-            raise ConfigError(
-                f"embedding_size ({embedding_size}) and num_prototypes ({num_prototypes}) must be positive"
-            )
+        check_positive("gap_histogram", embedding_size=embedding_size, num_prototypes=num_prototypes)
         if not smoothing > 0:
             raise ConfigError(f"smoothing ({smoothing}) of gap_histogram must be above 0; the paper uses 10")
         check_variant(variant, pooling="gap_histogram")
@@ -59,11 +56,7 @@ class GapHistogram(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        if features.shape[1] != self.embedding_size:
-            raise ConfigError(
-                f"gap_histogram has embedding_size {self.embedding_size}, but the projection gives "
-                f"{features.shape[1]}; set both to the same"
-            )
+        check_width(features, self.embedding_size, pooling="gap_histogram")
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
         pooled = rows.mean(dim=1)
         with torch.autocast(x.device.type, enabled=False):

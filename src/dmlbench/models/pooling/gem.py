@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import check_positive
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
@@ -54,8 +55,7 @@ class Gem(Pooling):
             ConfigError: a power or epsilon that is not positive, or ``per_channel`` without ``num_channels``.
         """
         super().__init__()
-        if power <= 0 or epsilon <= 0:
-            raise ConfigError(f"gem needs a positive power ({power}) and a positive epsilon ({epsilon})")
+        check_positive("gem", power=power, epsilon=epsilon)
         if per_channel and (num_channels is None or num_channels < 1):
             raise ConfigError(f"gem with per_channel=true needs num_channels (is {num_channels}), the backbone's width")
         self.epsilon = epsilon

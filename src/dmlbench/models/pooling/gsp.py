@@ -9,6 +9,7 @@ from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gem import generalized_mean, power_shares
 from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.pooling.prototypes import PrototypePooling
+from dmlbench.models.pooling.spatial import check_positive, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
 from dmlbench.types import ConfigError
@@ -76,10 +77,9 @@ class Gsp(PrototypePooling):
             ConfigError: an argument outside its range.
         """
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
-        if embedding_size < 1 or num_prototypes < 1:
-            raise ConfigError(
-                f"embedding_size ({embedding_size}) and num_prototypes ({num_prototypes}) must be positive"
-            )
+        check_positive(
+            "gsp", embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon
+        )
         if weighting not in get_args(Weighting):
             raise ConfigError(f"weighting '{weighting}' is unknown; choose one of {', '.join(get_args(Weighting))}")
         if weighting == "residual" and transport_ratio == 1:
@@ -90,8 +90,6 @@ class Gsp(PrototypePooling):
             raise ConfigError(
                 f"combine '{combine}' is unknown; choose null or one of {', '.join(get_args(Combination))}"
             )
-        if power <= 0 or epsilon <= 0:
-            raise ConfigError(f"gsp needs a positive power ({power}) and a positive epsilon ({epsilon})")
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.embedding_size = embedding_size
         self.transport_ratio = transport_ratio
@@ -106,11 +104,7 @@ class Gsp(PrototypePooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        if features.shape[1] != self.embedding_size:
-            raise ConfigError(
-                f"gsp has embedding_size {self.embedding_size}, but the projection gives {features.shape[1]}; "
-                "set both to the same"
-            )
+        check_width(features, self.embedding_size, pooling="gsp")
         batch, _, height, width = features.shape
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
         side: dict[str, Tensor] = {}

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, check_width
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -40,8 +39,7 @@ class NetVlad(Pooling):
             ConfigError: an argument outside its range.
         """
         super().__init__()
-        if num_centers < 1 or feature_size < 1:
-            raise ConfigError(f"num_centers ({num_centers}) and feature_size ({feature_size}) must be positive")
+        check_positive("netvlad", num_centers=num_centers, feature_size=feature_size)
         check_variant(variant, pooling="netvlad")
         self.num_centers = num_centers
         self.feature_size = feature_size
@@ -60,11 +58,7 @@ class NetVlad(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, d, H, W]
-        if features.shape[1] != self.feature_size:
-            raise ConfigError(
-                f"netvlad has feature_size {self.feature_size}, but the projection gives {features.shape[1]}; "
-                "give the projection the pooling's input_width"
-            )
+        check_width(features, self.feature_size, pooling="netvlad", argument="feature_size")
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
         with torch.autocast(x.device.type, enabled=False):
             assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]

@@ -8,6 +8,7 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.prototypes import PrototypePooling
+from dmlbench.models.pooling.spatial import check_positive, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import prototype_cost
 from dmlbench.types import ConfigError
@@ -72,8 +73,7 @@ class Otp(PrototypePooling):
         Raises:
             ConfigError: an argument outside its range.
         """
-        if num_prototypes < 1 or feature_size < 1:
-            raise ConfigError(f"num_prototypes ({num_prototypes}) and feature_size ({feature_size}) must be positive")
+        check_positive("otp", num_prototypes=num_prototypes, feature_size=feature_size)
         if not (smoothing > 0 and math.isfinite(smoothing)) or iterations < 1:
             raise ConfigError(
                 f"otp needs a positive, finite smoothing ({smoothing}) and at least one of iterations ({iterations}); "
@@ -92,11 +92,7 @@ class Otp(PrototypePooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, d, H, W]
-        if features.shape[1] != self.feature_size:
-            raise ConfigError(
-                f"otp has feature_size {self.feature_size}, but the projection gives {features.shape[1]}; "
-                "give the projection the pooling's input_width"
-            )
+        check_width(features, self.feature_size, pooling="otp", argument="feature_size")
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
         if not self._started:
             average = rows.mean(dim=1)

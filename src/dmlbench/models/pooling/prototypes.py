@@ -105,6 +105,6 @@ class PrototypePooling(Pooling):
             logger.info("step %d: %d prototypes start from %d embeddings", step, self.num_prototypes, capacity)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call, unused-ignore]
+        super()._load_from_state_dict(*args)
         self._filled = int(self.filled)
         self._started = bool(self.prototypes_started)

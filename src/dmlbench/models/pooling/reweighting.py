@@ -13,11 +13,11 @@ from dmlbench.models.pooling.spatial import (
     check_odd,
     check_positive,
     check_variant,
+    check_width,
     shares,
     weighted_sum,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
 
 
 class Crow(Pooling):
@@ -126,11 +126,7 @@ class Tsmk(Pooling):
             weights = self._window_sum(norm / self._window_sum(torch.ones_like(norm)))
             pooled = weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
             projected = project(pooled)
-            if projected.shape[1] != len(self.bias):
-                raise ConfigError(
-                    f"tsmk has embedding_size {len(self.bias)}, but the projection gives {projected.shape[1]}; "
-                    "set both to the same"
-                )
+            check_width(projected, len(self.bias), pooling="tsmk")
             embedding = projected + norm.mean(dim=(1, 2))[:, None] * self.bias
         return Pooled(embedding, {"weights": shares(weights)})
 

@@ -14,6 +14,7 @@ from dmlbench.models.pooling.spatial import (
     check_channels,
     check_positive,
     check_variant,
+    check_width,
     convolve,
     shares,
     start_glorot,
@@ -147,11 +148,7 @@ class Gsop(Pooling):
         return _resize(weights, (size[0], size[1]))
 
     def _check(self, features: Tensor) -> None:
-        if features.shape[1] != self.embedding_size:
-            raise ConfigError(
-                f"gsop has embedding_size {self.embedding_size}, but the projection gives {features.shape[1]}; "
-                "set both to the same"
-            )
+        check_width(features, self.embedding_size, pooling="gsop")
         if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
             raise ConfigError(
                 f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "

@@ -1,16 +1,14 @@
 """SimPool: the average of an image asks its pixels, and their answer is a generalized mean."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_map_channels, mean_weights
+from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import Variant, check_channels, check_positive, check_variant
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
-
-Variant = Literal["paper", "official"]
 
 
 class SimPool(Pooling):
@@ -48,12 +46,10 @@ class SimPool(Pooling):
             ConfigError: an argument outside its range.
         """
         super().__init__()
-        if num_channels < 1:
-            raise ConfigError(f"num_channels ({num_channels}) of simpool must be at least 1")
-        if (power is not None and power <= 0) or epsilon <= 0:
-            raise ConfigError(f"simpool needs a positive power ({power}), or none, and a positive epsilon ({epsilon})")
-        if variant not in get_args(Variant):
-            raise ConfigError(f"variant '{variant}' of simpool is unknown; choose {' or '.join(get_args(Variant))}")
+        check_positive("simpool", num_channels=num_channels, epsilon=epsilon)
+        if power is not None:
+            check_positive("simpool", power=power)
+        check_variant(variant, pooling="simpool")
         self.num_channels = num_channels
         self.power = power
         self.epsilon = epsilon
@@ -63,7 +59,7 @@ class SimPool(Pooling):
         self.key = nn.Linear(num_channels, num_channels, bias=False)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_map_channels(x, self.num_channels, owner="simpool")
+        check_channels(x, self.num_channels, pooling="simpool")
         with torch.autocast(x.device.type, enabled=False):
             pixels = x.to(self.query.weight.dtype).flatten(2).transpose(1, 2)  # [B, HW, C]
             query = self.query(pixels.mean(dim=1, keepdim=True))  # [B, 1, C]

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import check_positive, check_width
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
 
 
 class SlicedWasserstein(Pooling):
@@ -36,11 +36,9 @@ class SlicedWasserstein(Pooling):
             ConfigError: an argument outside its range.
         """
         super().__init__()
-        if embedding_size < 1 or num_references < 1 or num_slices < 1:
-            raise ConfigError(
-                f"embedding_size ({embedding_size}), num_references ({num_references}) and num_slices ({num_slices}) "
-                "must be positive"
-            )
+        check_positive(
+            "sliced_wasserstein", embedding_size=embedding_size, num_references=num_references, num_slices=num_slices
+        )
         self.embedding_size = embedding_size
         self.slices = nn.Parameter(torch.randn(num_slices, embedding_size))
         self.references = nn.Parameter(torch.linspace(-1, 1, num_references).repeat(num_slices, 1))  # [s, m]
@@ -50,11 +48,7 @@ class SlicedWasserstein(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        if features.shape[1] != self.embedding_size:
-            raise ConfigError(
-                f"sliced_wasserstein has embedding_size {self.embedding_size}, but the projection gives "
-                f"{features.shape[1]}; set both to the same"
-            )
+        check_width(features, self.embedding_size, pooling="sliced_wasserstein")
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
         with torch.autocast(x.device.type, enabled=False):
             values = (rows @ F.normalize(self.slices).T).transpose(1, 2)  # [B, s, HW]

@@ -1,4 +1,4 @@
-"""What poolings that weight the pixels share: sums under weights, weights to draw, the start of their layers."""
+"""What poolings share: checks of arguments and maps, sums under weights, weights to draw, the start of layers."""
 
 from typing import Literal, get_args
 
@@ -36,6 +36,14 @@ def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
         raise ConfigError(
             f"{pooling} was built for {expected} channels, but the map has {x.shape[1]}; "
             "set its num_channels to the width of the backbone's last map"
+        )
+
+
+def check_width(features: Tensor, expected: int, *, pooling: str, argument: str = "embedding_size") -> None:
+    """Raise ``ConfigError`` if projected features [B, D, ...] have another D than ``argument`` of the pooling says."""
+    if features.shape[1] != expected:
+        raise ConfigError(
+            f"{pooling} has {argument} {expected}, but the projection gives {features.shape[1]}; set both to the same"
         )
 
 

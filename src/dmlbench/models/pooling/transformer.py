@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_heads, mean_weights
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
@@ -148,12 +149,9 @@ class Transformer(Pooling):
             nn.init.xavier_uniform_(self.head.weight)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        pixels = project(x).flatten(2).transpose(1, 2)  # [B, HW, width]
-        if pixels.shape[2] != self.width:
-            raise ConfigError(
-                f"transformer has a width of {self.width}, but the projection gives {pixels.shape[2]}; "
-                "set the projection's out_features to it"
-            )
+        features = project(x)
+        check_width(features, self.width, pooling="transformer", argument="width")
+        pixels = features.flatten(2).transpose(1, 2)  # [B, HW, width]
         height, width = x.shape[2:]
         with torch.autocast(x.device.type, enabled=False):
             if self.position == "sine":

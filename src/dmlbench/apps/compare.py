@@ -1,0 +1,109 @@
+"""Two cells side by side, run by run: means, difference and its interval."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmlbench.results.paired import PairedDifference, paired_difference
+from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.tables import metric_label, metric_scale
+from dmlbench.types import ConfigError, RunError, closest
+
+_SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences by metric, of two cells; ``left_out`` names the runs that only one of them has."""
+
+    first: Path
+    second: Path
+    differences: dict[str, PairedDifference]
+    left_out: tuple[str, ...]
+
+
+def compare_cells(
+    output_dir: str, patterns: Sequence[str], metrics: Sequence[str], *, allow_partial: bool = False
+) -> Comparison:
+    """Compare the cells that two patterns name, on the runs that are complete.
+
+    Args:
+        output_dir: root of the run directories.
+        patterns: two, each of one cell, as in ``find_runs``.
+        metrics: scores to compare.
+        allow_partial: compare the runs that both have although one has more.
+
+    Raises:
+        ConfigError: not two patterns, or an unknown metric.
+        RunError: a pattern matches no cell or several; the cells have no common run, lack runs, or were made from other
+            data, protocols or seeds.
+    """
+    if len(patterns) != 2:
+        raise ConfigError(f"compare names {len(patterns)} cells; give two, as in compare=[<cell>,<cell>]")
+    cells = [_cell(output_dir, pattern) for pattern in patterns]
+    runs = [_results(path, output_dir) for path in cells]
+    common = sorted(set(runs[0]) & set(runs[1]))
+    lonely = sorted(set(runs[0]) ^ set(runs[1]))
+    left_out = tuple(f"fold{f}_rep{r} ({cells[(f, r) in runs[1]].name})" for f, r in lonely)
+    if not common or (left_out and not allow_partial):
+        remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
+        raise RunError(f"cells are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
+    for key in common:
+        _require_same(cells, runs[0][key], runs[1][key])
+    scores = [{key: _scores(results[key]) for key in common} for results in runs]
+    known = sorted(set(scores[0][common[0]]) & set(scores[1][common[0]]))
+    for metric in metrics:
+        if metric not in known:
+            raise ConfigError(f"metric '{metric}' is not in these results: {closest(metric, known)}")
+    differences = {
+        metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
+        for metric in metrics
+    }
+    return Comparison(cells[0], cells[1], differences, left_out)
+
+
+def to_text(comparison: Comparison) -> str:
+    """Percent (distances as they are), one line per metric."""
+    lines = [f"A  {comparison.first}", f"B  {comparison.second}", ""]
+    lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
+    for metric, found in comparison.differences.items():
+        scale = metric_scale(metric)
+        low_high = "none: a fold has a single pair"
+        if found.interval is not None:
+            low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
+        numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
+        lines.append(f"{metric_label(metric):<22}{numbers}  {low_high}")
+    pairs = next(iter(comparison.differences.values())).n_pairs
+    lines.append(
+        f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"
+    )
+    if comparison.left_out:
+        lines.append(f"  PARTIAL: without {', '.join(comparison.left_out)}")
+    return "\n".join(lines)
+
+
+def _cell(output_dir: str, pattern: str) -> Path:
+    cells = list(cells_of(find_runs(output_dir, pattern)))
+    if len(cells) != 1:
+        found = ", ".join(str(path.relative_to(output_dir)) for path in cells) or "none"
+        raise RunError(f"'{pattern}' must match one cell under {output_dir}; it matches {found}")
+    return cells[0]
+
+
+def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
+    runs = find_runs(output_dir, str(cell.relative_to(output_dir)))
+    return {(run.fold, run.repeat): read_result(run.path) for run in runs if run.state == "done"}
+
+
+def _scores(result: dict[str, Any]) -> dict[str, float]:
+    return result["metrics"]["val" if result["aggregation"] == "mean" else "test"]
+
+
+def _require_same(cells: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:
+    for key in _SAME:
+        if first[key] != second[key]:
+            raise RunError(
+                f"the cells differ in {key} ({first[key]} in {cells[0].name}, {second[key]} in {cells[1].name}); "
+                "only runs on the same data, protocol and seed are pairs"
+            )

@@ -1,0 +1,44 @@
+"""The same work on many images at once."""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+_SLICE = 16
+
+
+def for_each(
+    work: Callable[[int], None],
+    count: int,
+    *,
+    num_threads: int,
+    watch: Callable[[int], object],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """``work`` for 0 to count - 1 in threads, in slices, so that an error, ``check`` or Ctrl-C ends it soon.
+
+    Args:
+        work: lets go of Python's lock for most of its time, as Pillow does.
+        count: of calls.
+        num_threads: at least 1.
+        watch: called in this thread with the number of calls that were just done.
+        check: called in this thread now and then; what it raises ends the work.
+    """
+
+    def run(start: int) -> int:
+        stop = min(start + _SLICE, count)
+        for k in range(start, stop):
+            work(k)
+        return stop - start
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        pending: set[Future[int]] = {pool.submit(run, start) for start in range(0, count, _SLICE)}
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    watch(future.result())
+                check()
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            raise

@@ -1,0 +1,92 @@
+"""Where an evaluation fails: its scores query by query and class by class, and the queries with the lowest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.search import ids_of, labels_of, nearest
+from dmlbench.types import ConfigError, EmbeddingSet, closest
+
+
+def per_query_table(queries: EmbeddingSet, evaluation: Evaluation) -> pd.DataFrame:
+    """One row per query, in their order: id, label and every score of a query; none for one without a positive."""
+    return pd.DataFrame({"id": ids_of(queries), "label": labels_of(queries), **evaluation.per_query})
+
+
+def per_class_table(
+    queries: EmbeddingSet, evaluation: Evaluation, *, class_names: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """One row per class of the queries, by label: its queries, those skipped, and means over the others (or none).
+
+    Args:
+        queries: what was evaluated.
+        evaluation: its scores.
+        class_names: by label, for a column "class".
+    """
+    table = per_query_table(queries, evaluation).drop(columns="id")
+    names = list(evaluation.per_query)
+    grouped = table.groupby("label", sort=True)
+    result = grouped[names].mean().reset_index()
+    result.insert(1, "queries", grouped.size().to_numpy())
+    result.insert(2, "skipped", table[names[0]].isna().groupby(table["label"]).sum().to_numpy() if names else 0)
+    if class_names is not None:
+        result.insert(1, "class", [class_names[label] for label in result["label"]])
+    return result
+
+
+@dataclass(frozen=True)
+class HardQuery:
+    """A query with a low score, and the gallery item that is nearest to it."""
+
+    id: int
+    label: int
+    score: float
+    nearest_id: int
+    nearest_label: int
+    distance: float
+
+
+def hardest_queries(
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, evaluation: Evaluation, *, count: int, metric: str
+) -> list[HardQuery]:
+    """The ``count`` queries with the lowest ``metric``, hardest first, those that are equal in their order.
+
+    Queries without a positive have no score and are not among them. The nearest items are those of unit vectors.
+
+    Raises:
+        ConfigError: ``count`` is below 1, or ``metric`` is no score of a query that was computed.
+    """
+    if count < 1:
+        raise ConfigError(f"hardest ({count}) must be at least 1")
+    if metric not in evaluation.per_query:
+        known = list(evaluation.per_query)
+        raise ConfigError(f"'{metric}' is no score of single queries in this evaluation: {closest(metric, known)}")
+    scores = evaluation.per_query[metric]
+    order = np.argsort(scores, kind="stable")  # NaN comes last
+    chosen = order[: min(count, int((~np.isnan(scores)).sum()))]
+    index = torch.from_numpy(chosen)
+    part = EmbeddingSet(queries.rows.cpu()[index], queries.labels.cpu()[index], queries.ids.cpu()[index])
+    reference = queries if gallery is None else gallery
+    found = nearest(part, EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu()), 1)
+    first = found.index[:, 0].numpy()
+    return [
+        HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(distance))
+        for q, i, label, other, other_label, distance in zip(
+            chosen,
+            ids_of(part),
+            labels_of(part),
+            ids_of(reference)[first],
+            labels_of(reference)[first],
+            found.distance[:, 0],
+            strict=True,
+        )
+    ]
+
+
+def to_csv(table: pd.DataFrame) -> bytes:
+    """A table as comma-separated values that read back to the same numbers; what is missing is "nan"."""
+    return table.to_csv(index=False, na_rep="nan").encode()

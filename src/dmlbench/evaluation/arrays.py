@@ -1,0 +1,163 @@
+"""Evaluation of embeddings from anywhere: numpy arrays or torch tensors, checked and made into sets.
+
+Letters: Q queries, N gallery items, D dimensions.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.types import EmbeddingSet, RunError
+
+Array = NDArray[Any] | Tensor
+
+_ROWS_IN_ERRORS = 5
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_arrays(
+    rows: Array,
+    labels: Array,
+    *,
+    ids: Array | None = None,
+    gallery_rows: Array | None = None,
+    gallery_labels: Array | None = None,
+    gallery_ids: Array | None = None,
+    spec: EvaluationSpec | None = None,
+) -> Evaluation:
+    """Scores of embeddings as arrays or tensors, by cosine similarity (the rows are normalized).
+
+    Args:
+        rows: queries [Q, D], floating point; a tensor on a GPU is searched there.
+        labels: class of each query [Q], whole numbers.
+        ids: distinct whole numbers [Q]; a query never finds the gallery item with its own id. Row numbers by default.
+        gallery_rows: [N, D] to search; None searches the queries among themselves.
+        gallery_labels: [N].
+        gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
+        spec: what to compute; None is ``EvaluationSpec()``.
+
+    Raises:
+        RunError: what cannot be evaluated, naming the rows or the value at fault.
+    """
+    queries = embedding_set(rows, labels, ids, what="query")
+    gallery = None
+    if gallery_rows is not None:
+        if gallery_labels is None:
+            raise RunError("the gallery has rows but no labels; give gallery_labels too")
+        gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
+    elif gallery_labels is not None or gallery_ids is not None:
+        raise RunError("the gallery has labels or ids but no rows; give gallery_rows too")
+    queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
+    return evaluate(queries, gallery, spec)
+
+
+def embedding_set(rows: Array, labels: Array, ids: Array | None, *, what: str) -> EmbeddingSet:
+    """A set for ``evaluate``: rows float32, labels and ids (row numbers where None) int64.
+
+    Args:
+        rows: [N, D] floating point of any width and byte order.
+        labels: [N] whole numbers.
+        ids: [N] whole numbers, or None.
+        what: name of the set in messages.
+
+    Raises:
+        RunError: wrong kinds or shapes of numbers, lengths that differ, rows with NaN or infinity, repeated ids.
+    """
+    x = _float_rows(rows, what)
+    y = _whole_numbers(labels, f"{what} labels")
+    numbers = torch.arange(len(x)) if ids is None else _whole_numbers(ids, f"{what} ids")
+    for name, values in (("labels", y), ("ids", numbers)):
+        if len(values) != len(x):
+            raise RunError(f"the {what} set has {len(x)} rows but {len(values)} {name}; give one for every row")
+    if len(torch.unique(numbers)) < len(numbers):
+        values, counts = torch.unique(numbers, return_counts=True)
+        raise RunError(f"{what} id {int(values[counts > 1][0])} occurs more than once; ids must be unique")
+    return EmbeddingSet(x, y, numbers)
+
+
+def with_distinct_ids(
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, *, given: tuple[bool, bool]
+) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+    """Number the gallery on from the queries where neither has ids, so that no query is left out of its search.
+
+    Raises:
+        RunError: one of the two has ids and the other has none; there are fewer than two rows to compare.
+    """
+    if gallery is None:
+        if len(queries) < 2:
+            raise RunError(f"{len(queries)} rows cannot be searched among themselves; give at least 2, or a gallery")
+        return queries, None
+    if given[0] != given[1]:
+        raise RunError(
+            f"the {'query' if given[0] else 'gallery'} set has ids and the other has none: whether a query is in the "
+            "gallery cannot be told; give ids for both or for neither"
+        )
+    if not given[0]:
+        numbers = torch.arange(len(queries), len(queries) + len(gallery))
+        gallery = EmbeddingSet(gallery.rows, gallery.labels, numbers)
+    return queries, gallery
+
+
+def zero_rows(part: EmbeddingSet) -> list[int]:
+    """Ids of the rows that are all zeros; their similarity to everything is 0."""
+    return part.ids[(part.rows == 0).all(dim=1).cpu()].tolist()
+
+
+def _float_rows(rows: Array, what: str) -> Tensor:
+    x = _tensor(rows, f"{what} rows")
+    if not x.is_floating_point():
+        raise RunError(
+            f"{what} rows are {_kind(rows)}; embeddings are floating-point numbers: convert them if they are meant "
+            "as such, for instance to float32"
+        )
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise RunError(f"{what} rows must be a matrix [N, D]; got shape {tuple(x.shape)}")
+    if x.dtype != torch.float32:
+        logger.warning("%s rows are %s; they are evaluated as float32", what, _kind(rows))
+    result = x.to(torch.float32)
+    bad = torch.nonzero(~torch.isfinite(result).all(dim=1))[:, 0].tolist()
+    if bad:
+        listing = ", ".join(map(str, bad[:_ROWS_IN_ERRORS])) + (" and more" if len(bad) > _ROWS_IN_ERRORS else "")
+        raise RunError(
+            f"{len(bad)} of {len(x)} {what} rows hold NaN, infinity or more than float32 can (row numbers {listing}); "
+            "leave them out, or mend the model that gives them"
+        )
+    return result
+
+
+def _whole_numbers(values: Array, what: str) -> Tensor:
+    x = _tensor(values, what)
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise RunError(f"{what} are {_kind(values)}; they must be whole numbers, for instance int64")
+    if x.ndim != 1:
+        raise RunError(f"{what} must be a list [N]; got shape {tuple(x.shape)}")
+    return x.to("cpu", torch.int64)
+
+
+def _tensor(values: Array, what: str) -> Tensor:
+    """A tensor that shares memory where it can; arrays of the other byte order are turned."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    if not isinstance(values, np.ndarray):
+        raise RunError(f"{what} are a {type(values).__name__}; give a numpy array or a torch tensor")
+    if values.dtype.kind not in "fiubc":
+        raise RunError(f"{what} are {_kind(values)}; they must be numbers")
+    array = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)  # torch has no longer one
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8:
+        if array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise RunError(f"{what} reach {int(array.max())}; they must fit into int64")
+        array = array.astype(np.int64)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _kind(values: Array) -> str:
+    """Name of the numbers' kind, without the byte order."""
+    return str(values.dtype).removeprefix("torch.") if isinstance(values, Tensor) else values.dtype.name

@@ -1,0 +1,170 @@
+"""Gradients of batches that do not fit on the device at once: a batch in parts, exactly, or several in turn."""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from dmlbench.runtime import random_state, restore_random_state
+from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
+
+Forward = Callable[[Tensor], ModelOutput]
+
+
+class Model(Protocol):
+    """What training asks of a model beside being a ``torch.nn.Module``."""
+
+    @property
+    def pooling(self) -> nn.Module: ...
+
+    def __call__(self, images: Tensor) -> ModelOutput: ...
+
+    def observe(self, output: ModelOutput, *, step: int) -> None: ...
+
+
+def accumulate_gradients(
+    model: Model, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
+    accumulate: int = 1, forward_batch: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
+
+    The loss is taken of each batch by itself, mean_a loss(batch_a): for a loss that is a mean over rows this is the
+    loss of all rows together; one that compares rows with each other does not compare across batches. For that, raise
+    the sampler's batch and set ``forward_batch``:
+
+    Where a batch has more than ``forward_batch`` images, it is embedded in parts, as even as they can be, without a
+    graph; the loss is taken of all embeddings and side outputs and differentiated down to them; then each part is
+    embedded again, now with its graph, and continues the backward pass: d loss / d parameters is the sum over parts of
+    (d output / d parameters)^T d loss / d output. It costs a second forward pass, and memory for one part's graph. The
+    second pass repeats the first: it draws the same random numbers, and what ``observe`` changed is put back meanwhile.
+
+    A batch norm that is training normalizes each part by the part's own mean and variance, as several devices would,
+    and updates its running statistics with each part once; the gradient is that of this computation. With
+    ``batch_norm: stats`` or ``all``, or without batch norm, a part is computed as in the whole batch.
+
+    Args:
+        model: embeds; ``observe`` may change what ``forward`` reads in ``model.pooling`` only.
+        objective: ``objective(output, labels, step=...) -> {"loss": scalar, <part>: scalar, ...}``.
+        next_batch: gives the next batch, on the device.
+        step: number of the optimizer step under way, from 1.
+        forward: the model in the precision and memory format of the training.
+        accumulate: batches, at least 1.
+        forward_batch: images per forward pass, at least 1; None takes a batch at once.
+
+    Returns:
+        Mean of every part of the objective over the batches that have it.
+
+    Raises:
+        ConfigError: a side output of a batch in parts does not have one row per image.
+        RunError: a part of the objective is not finite.
+
+    Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
+    section 3.2.
+    """
+    values: dict[str, list[float]] = {}
+    for _ in range(accumulate):
+        batch = next_batch()
+        images, labels = batch.images, batch.labels
+        parts = 1 if forward_batch is None else math.ceil(len(images) / forward_batch)
+        if parts == 1:
+            losses = _backward(model, objective, forward(images), labels, step=step, accumulate=accumulate)
+        else:
+            losses = _backward_in_parts(
+                model, objective, images.tensor_split(parts), labels, step=step, accumulate=accumulate, forward=forward
+            )
+        for name, value in losses.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(members) / len(members) for name, members in values.items()}
+
+
+def require_finite(values: Mapping[str, float], step: int) -> None:
+    """
+    Raises:
+        RunError: one of the values is infinite or not a number; it names all of them and the step.
+    """
+    if not all(math.isfinite(value) for value in values.values()):
+        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
+        raise RunError(
+            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
+            "of history.csv"
+        )
+
+
+def _backward(
+    model: Model, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
+) -> dict[str, float]:
+    model.observe(output, step=step)
+    losses = objective(output, labels, step=step)
+    values = {name: float(value.detach()) for name, value in losses.items()}
+    require_finite(values, step)
+    (losses["loss"] / accumulate).backward()
+    return values
+
+
+def _backward_in_parts(
+    model: Model, objective: nn.Module, parts: Sequence[Tensor], labels: Tensor, *, step: int, accumulate: int,
+    forward: Forward,
+) -> dict[str, float]:  # fmt: skip
+    outputs: list[ModelOutput] = []
+    draws: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for images in parts:
+            draws.append(random_state())
+            outputs.append(forward(images))
+    whole = _joined(outputs, [len(images) for images in parts])
+    # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
+    before = copy.deepcopy(model.pooling.state_dict())
+    values = _backward(model, objective, whole, labels, step=step, accumulate=accumulate)
+    after, draws_after = copy.deepcopy(model.pooling.state_dict()), random_state()
+    model.pooling.load_state_dict(before)
+    gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]
+    with _resting_statistics(model):
+        for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
+            restore_random_state(state)
+            again = zip(_tensors(forward(images)), gradients, strict=True)
+            reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    model.pooling.load_state_dict(after)
+    restore_random_state(draws_after)
+    return values
+
+
+def _tensors(output: ModelOutput) -> list[Tensor]:
+    return [output.embedding, *(output.side[name] for name in sorted(output.side))]
+
+
+def _joined(outputs: Sequence[ModelOutput], sizes: Sequence[int]) -> ModelOutput:
+    """All rows of the parts, as leaves of a new graph."""
+    for output, size in zip(outputs, sizes, strict=True):
+        for name, value in output.side.items():
+            if value.ndim == 0 or len(value) != size:
+                raise ConfigError(
+                    f"the side output '{name}' of shape {tuple(value.shape)} does not have one row for each of the "
+                    f"{size} images of a part, so it cannot be joined; set fit.forward_batch=null"
+                )
+
+    def leaf(parts: Sequence[Tensor]) -> Tensor:
+        rows = torch.cat(list(parts))
+        return rows.requires_grad_(rows.is_floating_point())
+
+    side = {name: leaf([output.side[name] for output in outputs]) for name in outputs[0].side}
+    return ModelOutput(leaf([output.embedding for output in outputs]), side)
+
+
+@contextlib.contextmanager
+def _resting_statistics(model: Model) -> Iterator[None]:
+    """Training batch norms normalize as before, by the statistics of what they are given, but do not note them."""
+    assert isinstance(model, nn.Module)
+    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    for module in tracking:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in tracking:
+            module.track_running_stats = True

@@ -1,0 +1,80 @@
+"""A training's plan to repeat on other data: how many epochs it took to its best score, and its rates on the way."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
+
+FIRST_RATE = "lr"  # of the first parameter group; schedules change all groups by one factor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Times in epochs, so that it can be repeated on a training set of another size.
+
+    Attributes:
+        epochs: length of the training; 0 leaves the model untrained.
+        changes: (epoch, factor) by epoch: from that epoch on the rate is factor * the first rate.
+    """
+
+    epochs: float
+    changes: tuple[tuple[float, float], ...] = ()
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Length in optimizer steps."""
+        return round(self.epochs * steps_per_epoch)
+
+
+def plan_of(
+    history: Sequence[tuple[int, str, float]], *, first_rate: float, best_step: int, steps_per_epoch: int
+) -> Plan:
+    """The plan that a training followed up to its best step.
+
+    Args:
+        history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
+        first_rate: rate of the first parameter group when it began.
+        best_step: step of the best validation score.
+        steps_per_epoch: of this training.
+    """
+    changes: list[tuple[float, float]] = []
+    rate = first_rate
+    for step, name, value in history:
+        if name == FIRST_RATE and step < best_step and value != rate:
+            rate = value
+            changes.append((step / steps_per_epoch, value / first_rate))
+    return Plan(best_step / steps_per_epoch, tuple(changes))
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    """Write a plan as JSON, whole or not at all."""
+    atomic_write(path, (json.dumps(asdict(plan), indent=1) + "\n").encode())
+
+
+def load_plan(path: Path) -> Plan:
+    """Read what ``save_plan`` wrote.
+
+    Raises:
+        RunError: the file is not there or not a plan.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])
+        return Plan(float(values["epochs"]), changes)
+    except FileNotFoundError:
+        raise RunError(f"{path} is not there: run stage 1 of this cell and repeat first (protocol.stage=1)") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is no training plan ({error}); delete its run and run stage 1 again") from error
+
+
+def replayed(optimizer: Optimizer, plan: Plan, *, steps_per_epoch: int) -> LambdaLR:
+    """A schedule, advanced at every step, that gives ``optimizer`` the plan's rates."""
+    starts = [round(epoch * steps_per_epoch) for epoch, _ in plan.changes]
+    factors = [1.0, *(factor for _, factor in plan.changes)]
+    return LambdaLR(optimizer, lambda step: factors[bisect_right(starts, step)])

@@ -1,0 +1,67 @@
+"""Two cells compared from their result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dmlbench.apps.compare import compare_cells, to_text
+from dmlbench.types import ConfigError, RunError
+
+
+def write(root: Path, cell: str, fold: int, repeat: int, p_at_1: float, **changes: object) -> None:
+    path = root / "glyphs" / "mlrc" / cell / f"fold{fold}_rep{repeat}"
+    path.mkdir(parents=True)
+    scores = {"p_at_1": p_at_1, "intra_class_distance": 2 * p_at_1}
+    result = {
+        "schema": 1, "dataset_fingerprint": "f", "protocol": "mlrc", "base_seed": 0, "n_query": 9, "n_gallery": 9,
+        "aggregation": "collections", "metrics": {"test": scores, "val": {}},
+    }  # fmt: skip
+    (path / "result.json").write_text(json.dumps(result | changes))
+
+
+def cells(root: Path) -> None:
+    for fold in range(2):
+        for repeat in range(2):
+            write(root, "net-gap-1", fold, repeat, 0.5 + 0.1 * fold)
+            write(root, "net-gsp-2", fold, repeat, 0.52 + 0.1 * fold + 0.01 * repeat)
+
+
+def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
+    cells(tmp_path)
+    found = compare_cells(str(tmp_path), ["*gap*", "*gsp*"], ["p_at_1", "intra_class_distance"])
+    assert found.differences["p_at_1"].difference == pytest.approx(0.025)
+    text = to_text(found)
+    # d = 0.02, 0.03 in both folds: t(0.975, 2) sqrt(2 * 5e-5) / (2 sqrt(2)) = 4.3027 * 0.0035355
+    assert "P@1                       55.00    57.50    +2.50  [+0.98, +4.02]" in text
+    assert "intra-class distance       1.10     1.15    +0.05" in text
+    assert "4 pairs" in text
+
+
+def test_partial_cells_are_refused_or_said(tmp_path: Path) -> None:
+    cells(tmp_path)
+    write(tmp_path, "net-gsp-2", 2, 0, 0.9)
+    with pytest.raises(RunError, match=r"only one has fold2_rep0 \(net-gsp-2\); set allow_partial=true"):
+        compare_cells(str(tmp_path), ["*gap*", "*gsp*"], ["p_at_1"])
+    found = compare_cells(str(tmp_path), ["*gap*", "*gsp*"], ["p_at_1"], allow_partial=True)
+    assert "PARTIAL: without fold2_rep0 (net-gsp-2)" in to_text(found)
+    assert found.differences["p_at_1"].n_pairs == 4
+
+
+def test_cells_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    cells(tmp_path)
+    write(tmp_path, "net-other-3", 0, 0, 0.5, dataset_fingerprint="g")
+    write(tmp_path, "net-late-4", 5, 0, 0.5)
+    root = str(tmp_path)
+    with pytest.raises(ConfigError, match="names 1 cells"):
+        compare_cells(root, ["*gap*"], ["p_at_1"])
+    with pytest.raises(RunError, match=r"'\*net\*' must match one cell under .* it matches .*net-gap-1, "):
+        compare_cells(root, ["*net*", "*gsp*"], ["p_at_1"])
+    with pytest.raises(RunError, match="it matches none"):
+        compare_cells(root, ["*vlad*", "*gsp*"], ["p_at_1"])
+    with pytest.raises(RunError, match="differ in dataset_fingerprint"):
+        compare_cells(root, ["*gap*", "*other*"], ["p_at_1"], allow_partial=True)
+    with pytest.raises(RunError, match="no run in common"):
+        compare_cells(root, ["*gap*", "*late*"], ["p_at_1"], allow_partial=True)
+    with pytest.raises(ConfigError, match="did you mean 'p_at_1'"):
+        compare_cells(root, ["*gap*", "*gsp*"], ["p_at_2"])

@@ -1,0 +1,59 @@
+"""``dmlbench evaluate`` on files: what is printed, what is written, what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dmlbench.cli.evaluate import task
+from dmlbench.cli.front import compose
+from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.types import ConfigError, RunError
+
+
+def write(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    rows, labels = rng.normal(size=(20, 3)).astype(np.float32), rng.integers(0, 4, 20)
+    rows[7] = 0
+    np.savez(folder / "x.npz", rows=rows, labels=labels)
+    return rows, labels
+
+
+def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, labels = write(tmp_path)
+    files = [f"{name}={tmp_path}/{name}.{kind}" for name, kind in
+             (("output", "json"), ("per_query", "csv"), ("per_class", "csv"))]  # fmt: skip
+    task(compose("evaluate", [
+        f"embeddings={tmp_path}/x.npz", "evaluation.metrics=[p_at_1,recall_at_k,map,intra_class_distance]",
+        "evaluation.recall_at=[1,90]", "hardest=2", "hardest_by=map", *files,
+    ]))  # fmt: skip
+    expected = evaluate_arrays(
+        rows, labels, spec=EvaluationSpec((1, 90), metrics=("p_at_1", "recall_at_k", "map", "intra_class_distance"))
+    )
+    written = json.loads((tmp_path / "output.json").read_text())
+    assert written["scores"] == expected.scores
+    assert (written["n_query"], written["n_skipped_queries"]) == (20, 0)
+    assert written["settings"]["recall_at"] == [1, 90]
+    assert len(pd.read_csv(tmp_path / "per_query.csv")) == 20
+    assert pd.read_csv(tmp_path / "per_class.csv")["queries"].sum() == 20
+    out = capsys.readouterr().out
+    assert f"map                  {expected.scores['map']:.6f}" in out
+    assert "zero vectors, similar to nothing: 1 in the query set (ids 7)" in out
+    assert "recall at 90 looks at the whole gallery of 20" in out
+    hardest = np.argsort(expected.per_query["map"], kind="stable")[0]
+    assert f"  id {hardest} of class {labels[hardest]}  <- " in out
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    for overrides, error, message in (
+        ([], ConfigError, "either run="),
+        (["run=a", "embeddings=b"], ConfigError, "either run="),
+        (["run=a", "labels=b"], ConfigError, "labels=b belongs to embeddings"),
+        ([f"embeddings={tmp_path}/x.npz", "output=none/x.json"], RunError, "no folder none"),
+        ([f"embeddings={tmp_path}/x.npz", f"output={tmp_path}"], RunError, "cannot write"),
+    ):
+        with pytest.raises(error, match=message):
+            task(compose("evaluate", overrides))

@@ -1,0 +1,104 @@
+"""Scores of a whole set: recorded values of other code, loops over pairs, and what does not depend on the route."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmlbench.evaluation.clustering import class_distances, cluster_scores, kmeans, kmeans_library, mutual_information
+from dmlbench.evaluation.similarity import FloatRows, unit_rows
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+
+def example(seed: int, *, size: int = 60, classes: int = 7) -> tuple[FloatRows, IntArray]:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, size)
+    rows = rng.normal(size=(classes, 5))[labels] + 0.5 * rng.normal(size=(size, 5))
+    return unit_rows(torch.from_numpy(rows.astype(np.float32))), labels
+
+
+def test_scores_equal_recorded_values_of_other_code(shared_dir: Path) -> None:
+    """golden/metrics.npz: NMI and AMI of pytorch-metric-learning 2.9.0, distances of ooDML's code."""
+    golden = np.load(shared_dir / "golden" / "metrics.npz", allow_pickle=False)
+    compared = 0
+    for case in (c["case"] for c in json.loads(str(golden["meta"]))["cases"] if c["self_excluded"]):
+        rows = unit_rows(torch.from_numpy(golden[f"{case}_query"].astype(np.float32)))
+        labels = golden[f"{case}_query_labels"]
+        found = mutual_information(labels, golden[f"{case}_kmeans_labels"])
+        assert found["nmi"] == pytest.approx(float(golden[f"{case}_pml_NMI"]), abs=1e-12)
+        assert found["ami"] == pytest.approx(float(golden[f"{case}_pml_AMI"]), abs=1e-12)
+        intra, inter = class_distances(rows, labels)
+        # recorded in float32
+        assert inter == pytest.approx(float(golden[f"{case}_oodml_dists_inter"]), abs=1e-7)
+        if f"{case}_oodml_dists_intra" in golden:
+            assert intra == pytest.approx(float(golden[f"{case}_oodml_dists_intra"]), abs=1e-12)
+            compared += 1
+    assert compared == 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_class_distances_equal_means_over_pairs(scale: float) -> None:
+    rows, labels = example(0)
+    labels[3] = 99  # a class of one image takes part between classes only
+    rows = unit_rows(
+        torch.from_numpy(np.float32(1) + np.float32(scale) * rows)
+    )  # down to a model that nearly collapsed
+    x = rows.astype(np.float64)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    within, means = [], []
+    for label in np.unique(labels):
+        part = x[labels == label]
+        pairs = [(part[i] - part[j]) @ (part[i] - part[j]) / 2 for i in range(len(part)) for j in range(i)]
+        within += [np.mean(pairs)] if pairs else []
+        means.append(part.mean(axis=0) / np.linalg.norm(part.mean(axis=0)))
+    between = [(a - b) @ (a - b) / 2 for i, a in enumerate(means) for b in means[:i]]
+    intra, inter = class_distances(rows, labels)
+    assert intra == pytest.approx(np.mean(within), abs=1e-14)
+    assert inter == pytest.approx(np.mean(between), abs=1e-14)
+
+
+def test_zero_rows_are_at_distance_one_from_everything() -> None:
+    rows = np.array([[1, 0], [1, 0], [0, 0], [0, 0], [0, 0]], dtype=np.float32)
+    assert class_distances(rows, np.array([0, 0, 1, 1, 1])) == (0.5, 1.0)
+
+
+def test_distances_are_refused_where_there_is_nothing_to_compare() -> None:
+    rows, _ = example(0, size=4)
+    for labels in (np.zeros(4, dtype=np.int64), np.arange(4)):
+        with pytest.raises(RunError, match="leave intra_class_distance and inter_class_distance out"):
+            class_distances(rows, labels)
+
+
+@pytest.mark.parametrize("library", ["faiss", "scikit-learn"])
+def test_kmeans_finds_classes_that_lie_apart_and_repeats_itself(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "faiss":
+        pytest.importorskip("faiss")
+    monkeypatch.setattr("dmlbench.evaluation.clustering.kmeans_library", lambda: library)
+    labels = np.repeat([0, 1], 20)
+    rows = np.random.default_rng(1).normal(size=(40, 3)) * 0.1 + np.where(labels, 1, -1)[:, None]
+    unit = unit_rows(torch.from_numpy(rows.astype(np.float32)))
+    assert mutual_information(labels, kmeans(unit, 2, seed=3)) == pytest.approx({"nmi": 1.0, "ami": 1.0})
+    unit, _ = example(2)
+    assert np.array_equal(kmeans(unit, 9, seed=5), kmeans(unit, 9, seed=5))
+    assert any(not np.array_equal(kmeans(unit, 9, seed=5), kmeans(unit, 9, seed=other)) for other in (6, 7))
+
+
+def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
+    rows, labels = example(4)
+    everything = EmbeddingSet(torch.from_numpy(rows), torch.from_numpy(labels), torch.arange(len(rows)))
+    queries, gallery = (
+        EmbeddingSet(everything.rows[part], everything.labels[part], everything.ids[part])
+        for part in (slice(0, 40), slice(20, 60))
+    )
+    metrics = ("nmi", "ami", "intra_class_distance", "inter_class_distance")
+    expected = cluster_scores(everything, None, metrics=metrics, kmeans_seed=0)
+    assert list(expected) == list(metrics)
+    assert cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=0) == expected
+    assert cluster_scores(everything, None, metrics=("map_at_r",), kmeans_seed=0) == {}
+
+
+def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert kmeans_library() == "scikit-learn"

@@ -1,0 +1,184 @@
+"""Embeddings of other code: arrays, tensors and files give the scores of the set itself; what is wrong is named."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.evaluation.embed import save_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.files import read_embeddings
+from dmlbench.types import EmbeddingSet, RunError
+
+N = 30
+ROWS: NDArray[np.float32] = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float16).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 5, N)
+SET = EmbeddingSet(torch.from_numpy(ROWS), torch.from_numpy(LABELS), torch.arange(N))
+EXPECTED = evaluate(SET).scores
+
+
+def npy(path: Path) -> list[Path]:
+    np.save(path / "x.npy", ROWS)
+    np.save(path / "y.npy", LABELS.astype(np.uint8))
+    return [path / "x.npy", path / "y.npy"]
+
+
+def npz(path: Path) -> list[Path]:
+    np.savez_compressed(path / "x.npz", embeddings=ROWS.astype(">f2"), targets=LABELS.astype(">i4"))
+    return [path / "x.npz"]
+
+
+def pt(path: Path) -> list[Path]:
+    torch.save({"rows": SET.rows.half(), "labels": SET.labels, "ids": SET.ids + 7, "epoch": 3}, path / "x.pt")
+    return [path / "x.pt"]
+
+
+def tensors(path: Path) -> list[Path]:
+    save_file({"rows": SET.rows.half(), "labels": SET.labels.int()}, path / "x.safetensors")
+    return [path / "x.safetensors"]
+
+
+def own(path: Path) -> list[Path]:
+    save_embeddings(path / "x.safetensors", SET, None, {})
+    return [path / "x.safetensors"]
+
+
+@pytest.mark.parametrize("write", [npy, npz, pt, tensors, own])
+def test_every_kind_of_file_gives_the_scores_of_its_rows(write: Callable[[Path], list[Path]], tmp_path: Path) -> None:
+    stored = read_embeddings(*write(tmp_path))
+    assert evaluate(stored.queries, stored.gallery).scores == EXPECTED
+
+
+@pytest.mark.parametrize("dtype", ["<f2", ">f2", ">f4", "<f8", ">f8", "longdouble"])
+def test_every_floating_point_type_and_byte_order_is_accepted(dtype: str) -> None:
+    assert evaluate_arrays(ROWS.astype(dtype), LABELS.astype(">u8")).scores == EXPECTED
+
+
+def test_tensors_and_views_are_accepted() -> None:
+    wide = torch.from_numpy(np.concatenate([ROWS, ROWS], axis=1))
+    assert evaluate_arrays(wide[:, :4].requires_grad_(), SET.labels.short()).scores == EXPECTED
+    assert evaluate_arrays(np.flip(ROWS[::-1].copy(), 0), LABELS).scores == EXPECTED
+
+
+def test_a_gallery_without_ids_holds_none_of_the_queries_and_with_ids_those_it_names() -> None:
+    apart = evaluate_arrays(ROWS, LABELS, gallery_rows=ROWS, gallery_labels=LABELS)
+    assert apart.scores["p_at_1"] == 1.0  # every query finds its copy
+    ids = np.arange(N) * 3
+    same = evaluate_arrays(ROWS, LABELS, ids=ids, gallery_rows=ROWS, gallery_labels=LABELS, gallery_ids=ids)
+    assert same.scores == EXPECTED
+
+
+def test_gallery_files_are_numbered_on_from_the_queries(tmp_path: Path) -> None:
+    np.savez(tmp_path / "q.npz", rows=ROWS[:10], labels=LABELS[:10])
+    np.save(tmp_path / "g.npy", ROWS[10:])
+    np.save(tmp_path / "gy.npy", LABELS[10:])
+    stored = read_embeddings(tmp_path / "q.npz", gallery=tmp_path / "g.npy", gallery_labels=tmp_path / "gy.npy")
+    assert stored.gallery is not None
+    assert stored.gallery.ids.tolist() == list(range(10, N))
+    expected = evaluate_arrays(ROWS[:10], LABELS[:10], gallery_rows=ROWS[10:], gallery_labels=LABELS[10:])
+    assert evaluate(stored.queries, stored.gallery).scores == expected.scores
+
+
+def broken_rows() -> NDArray[np.float32]:
+    rows = ROWS.copy()
+    rows[[3, 17], 0] = [np.nan, np.inf]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels", "ids", "message"),
+    [
+        (broken_rows(), LABELS, None, r"2 of 30 query rows hold NaN, infinity .* \(row numbers 3, 17\)"),
+        (ROWS.astype(np.float64) * 1e300, LABELS, None, "30 of 30 query rows hold .* 0, 1, 2, 3, 4 and more"),
+        (ROWS.astype(np.int32), LABELS, None, "query rows are int32; embeddings are floating-point"),
+        (ROWS.astype(object), LABELS, None, "query rows are object; they must be numbers"),
+        (ROWS[:, 0], LABELS, None, r"matrix \[N, D\]; got shape \(30,\)"),
+        (ROWS.tolist(), LABELS, None, "query rows are a list"),
+        (ROWS, LABELS[:-1], None, "30 rows but 29 labels"),
+        (ROWS, LABELS.astype(float), None, "query labels are float64; they must be whole numbers"),
+        (ROWS, LABELS.astype(str), None, "query labels are str"),
+        (ROWS, LABELS[:, None], None, r"query labels must be a list \[N\]; got shape \(30, 1\)"),
+        (ROWS, LABELS.astype(np.uint64) + np.uint64(2**63), None, "must fit into int64"),
+        (ROWS, LABELS, np.arange(N) // 2, "query id 0 occurs more than once"),
+        (ROWS, LABELS, np.arange(N - 1), "30 rows but 29 ids"),
+        (ROWS[:1], LABELS[:1], None, "1 rows cannot be searched among themselves"),
+        (ROWS, np.arange(N), None, "none of the 30 queries has another item of its class"),
+    ],
+)
+def test_arrays_that_cannot_be_evaluated_are_refused(rows, labels, ids, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        evaluate_arrays(rows, labels, ids=ids)
+
+
+def test_galleries_that_do_not_fit_are_refused() -> None:
+    for options, message in (
+        ({"gallery_rows": ROWS}, "no labels; give gallery_labels"),
+        ({"gallery_labels": LABELS}, "no rows; give gallery_rows"),
+        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "the query set has ids and the other"),
+        ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and the gallery has 3"),
+    ):
+        with pytest.raises(RunError, match=message):
+            evaluate_arrays(ROWS, LABELS, **options)
+
+
+def test_k_beyond_the_gallery_is_the_whole_gallery_and_lonely_queries_are_counted() -> None:
+    labels = LABELS.copy()
+    labels[:2] = [70, 71]
+    result = evaluate_arrays(ROWS, labels, spec=EvaluationSpec(recall_at=(1, 500)))
+    assert (result.scores["recall_at_500"], result.n_skipped_queries) == (1.0, 2)
+
+
+@pytest.mark.parametrize("write", [npy, npz, pt, tensors, own])
+def test_truncated_files_are_refused(write: Callable[[Path], list[Path]], tmp_path: Path) -> None:
+    path, *labels = write(tmp_path)
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RunError, match=r"truncated or damaged|is damaged|no numpy file"):
+            read_embeddings(path, *labels)
+
+
+class Trap:
+    """Fails the test when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return pytest.fail, ("a file ran code",)
+
+
+def test_objects_are_never_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([Trap()], dtype=object))
+    np.savez(tmp_path / "x.npz", rows=np.array([Trap()], dtype=object), labels=LABELS)
+    torch.save({"rows": Trap(), "labels": SET.labels}, tmp_path / "x.pt")
+    (tmp_path / "y.npy").write_bytes(pickle.dumps(Trap()))
+    for name in ("x.npy", "x.npz", "x.pt", "y.npy"):
+        with pytest.raises(RunError, match="Python objects"):
+            read_embeddings(tmp_path / name)
+
+
+def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
+    x, y = npy(tmp_path)
+    np.savez(tmp_path / "both.npz", rows=ROWS, labels=LABELS)
+    np.savez(tmp_path / "other.npz", vectors=ROWS, labels=LABELS)
+    np.savez(tmp_path / "twice.npz", rows=ROWS, embeddings=ROWS, labels=LABELS)
+    torch.save([SET.rows], tmp_path / "list.pt")
+    own(tmp_path)
+    for arguments, options, message in (
+        ([x], {}, "holds no labels; add them as 'labels', or give labels=<file>"),
+        ([tmp_path / "both.npz", y], {}, "leave one of them away"),
+        ([tmp_path / "other.npz"], {}, "holds no 'rows' or .* but 'vectors', 'labels'"),
+        ([tmp_path / "twice.npz"], {}, "'rows' and 'embeddings': which one is meant"),
+        ([tmp_path / "list.pt"], {}, "holds a list; save a tensor"),
+        ([x, tmp_path / "other.csv"], {}, "of an unknown kind; known: .safetensors"),
+        ([tmp_path / "none.npy"], {}, "there is no file"),
+        ([x, y], {"gallery": x}, "give gallery_labels=<file>"),
+        ([x, y], {"gallery_labels": y}, "give gallery=<file> too"),
+        ([tmp_path / "x.safetensors", y], {}, "says itself what is query and gallery"),
+    ):
+        with pytest.raises(RunError, match=message):
+            read_embeddings(*arguments, **options)
