@@ -9,6 +9,7 @@ from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.soft_triple import SoftTriple
@@ -148,7 +149,7 @@ class Objective(nn.Module):
 
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
-    return isinstance(loss, (WeightRegularizerMixin, ProxyNca, SoftTriple))
+    return isinstance(loss, (WeightRegularizerMixin, ProxyAnchor, ProxyNca, SoftTriple))
 
 
 def _num_classes(loss: nn.Module) -> int | None:

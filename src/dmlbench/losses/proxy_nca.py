@@ -1,12 +1,12 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
+from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.types import ConfigError
 
 
@@ -66,55 +66,24 @@ class ProxyNca(nn.Module):
             raise ConfigError("ProxyNCA compares images with proxies and takes no pairs of a miner; set miner=null")
         # -scale (2 - 2 cos); the constant cancels between the two parts.
         scaled = 2 * self.softmax_scale * normalize(embeddings)
-        value: Tensor = _CrossEntropyOverProxies.apply(scaled, self.proxies, labels, self.assignment_probability)
-        return value
+        evaluate = partial(_evaluate, labels=labels, count_right=self.assignment_probability)
+        return loss_of_cosines(scaled, self.proxies, evaluate)
 
 
-class _CrossEntropyOverProxies(torch.autograd.Function):
-    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l_c = x . p_c / |p_c|.
+def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, count_right: bool) -> tuple[Tensor, Tensor]:
+    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l = products * inverse, and its slope.
 
-    With g = dloss/dl = (softmax(l) - onehot(y)) / B [B, C], which the forward pass takes along, the gradients are
-    g / |p| times p for x, and for p_c: sum over b of g_bc (x_b - l_bc p_c / |p_c|) / |p_c|.
-    So the proxies, many more numbers than the batch and its logits, are read where they lie: normalizing them first
-    would take several passes over copies of them and cost more than the products. For the same reason the sum stands
-    outside: sum over b of g_bc l_bc needs the logits alone.
+    Args:
+        products, inverse: [B, C] and [C], of ``loss_of_cosines``.
+        labels: [B] in [0, C).
+        count_right: whether the sum holds the right class y.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, proxies: Tensor, labels: Tensor, count_right: bool) -> Tensor:
-        """
-        Args:
-            ctx: what the backward pass reads.
-            x: [B, D].
-            proxies: [C, D]; their lengths count as at least 1e-12, as in ``normalize``.
-            labels: [B] in [0, C).
-            count_right: whether the sum holds the right class y.
-        """
-        length = torch.linalg.vector_norm(proxies, dim=1)  # [C]
-        inverse = length.clamp(min=1e-12).reciprocal_()
-        logits = (x @ proxies.T).mul_(inverse)  # [B, C]
-        right = (torch.arange(len(labels), device=labels.device), labels)
-        at_right = logits[right]  # [B]
-        if not count_right:
-            logits[right] = -torch.inf
-        log_sum = logits.logsumexp(1, keepdim=True)  # [B, 1]
-        slope = (logits - log_sum).exp_()  # [B, C]; B times g
-        slope[right] -= 1
-        logits[right] = at_right
-        # In place, and here rather than in the backward pass: large tensors cost most when they are made.
-        along = logits.mul_(slope).sum(0)  # [C]
-        ctx.save_for_backward(x, proxies, inverse, along.masked_fill_(length < 1e-12, 0), slope)
-        return (log_sum[:, 0] - at_right).mean()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, proxies, inverse, along, slope = ctx.saved_tensors
-        scale = inverse * (grad / len(x))  # [C]
-        weights = slope * scale  # [B, C]; g / |p|
-        grad_x = grad_proxies = None
-        if ctx.needs_input_grad[0]:
-            grad_x = weights @ proxies
-        if ctx.needs_input_grad[1]:
-            grad_proxies = (proxies * (-along * scale * inverse)[:, None]).addmm_(weights.T, x)
-        return grad_x, grad_proxies, None, None
+    right = (torch.arange(len(labels), device=labels.device), labels)
+    logits = products * inverse
+    at_right = logits[right]  # [B]
+    if not count_right:
+        logits[right] = -torch.inf
+    log_sum = logits.logsumexp(1, keepdim=True)  # [B, 1]
+    slope = logits.sub_(log_sum).exp_()  # softmax(l)
+    slope[right] -= 1
+    return (log_sum[:, 0] - at_right).mean(), slope.mul_(inverse / len(labels))
