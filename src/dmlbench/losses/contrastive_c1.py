@@ -84,19 +84,24 @@ class ContrastiveC1(nn.Module):
         """
         # The loss is linear in s while the same pairs are active, with a slope of -1, 0 or 1. The sum of slope * s over
         # all pairs, taken this way round, leaves nothing of size [B, R] for the backward pass.
-        pulls, constants = [], []
-        width = COLUMNS if rows.device.type == "cpu" else max(1, len(references))
-        for part, same, different in zip(
-            references.split(width), positive.split(width, dim=1), negative.split(width, dim=1), strict=True
-        ):
-            with torch.no_grad():
-                s = rows @ part.T  # [B, at most COLUMNS]
-                near = _as_bytes(torch.lt, s, 1 - self.tolerance).bitwise_and_(same.view(torch.int8))
-                far = _as_bytes(torch.gt, s, self.neg_margin).bitwise_and_(different.view(torch.int8))
-                constants.append(self._constant(near, far))
-                slope = (far - near).to(s.dtype)
-            pulls.append(slope @ part)
-        return ((sum(pulls[1:], pulls[0]) * rows).sum() + sum(constants[1:], constants[0])) / len(rows)
+        if len(references) <= COLUMNS or rows.device.type != "cpu":
+            pull, constant = self._sums(rows, references, positive, negative)
+        else:
+            parts = zip(
+                references.split(COLUMNS), positive.split(COLUMNS, dim=1), negative.split(COLUMNS, dim=1), strict=True
+            )
+            pulls, constants = zip(*(self._sums(rows, *part) for part in parts), strict=True)
+            pull, constant = sum(pulls[1:], pulls[0]), sum(constants[1:], constants[0])
+        return ((pull * rows).sum() + constant) / len(rows)
+
+    def _sums(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of slope * reference over the active pairs of each row [B, D], and what they add to the loss besides."""
+        with torch.no_grad():
+            s = rows @ references.T  # [B, R]
+            near = _as_bytes(torch.lt, s, 1 - self.tolerance).bitwise_and_(positive.view(torch.int8))
+            far = _as_bytes(torch.gt, s, self.neg_margin).bitwise_and_(negative.view(torch.int8))
+            slope = (far - near).to(s.dtype)
+        return slope @ references, self._constant(near, far)
 
     def _reduce(self, s_positive: Tensor, s_negative: Tensor, batch: int) -> Tensor:
         positive, negative = s_positive < 1 - self.tolerance, s_negative > self.neg_margin
