@@ -39,7 +39,7 @@ class _LossOfCosines(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, proxies: Tensor, evaluate: Evaluate) -> Tensor:
         length = torch.linalg.vector_norm(proxies, dim=1)  # [C]
         inverse = length.clamp(min=MIN_LENGTH).reciprocal_()
-        products = x @ proxies.T  # [B, C]
+        products = (proxies @ x.T).T  # [B, C]; on a CPU a third quicker this way round
         value, slope = evaluate(products, inverse)
         # In place, and here rather than in the backward pass: large tensors cost most when they are made.
         along = products.mul_(slope).sum(0).mul_(inverse).mul_(inverse)  # [C]
