@@ -80,6 +80,8 @@ def test_every_option_instantiates(group: str) -> None:
         overrides = [f"{group}={option}"]
         if group == "backbone" and option in WITHOUT_WEIGHTS:
             overrides.append("backbone.pretrained=false")
+        if option == "rho_distance_weighted":
+            overrides.append("loss=margin_oodml")
         cfg = compose("train", overrides)
         OmegaConf.update(cfg, "runtime.num_classes", 6)
         OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)

@@ -6,9 +6,11 @@ from typing import Literal, get_args
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
+from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
@@ -62,6 +64,11 @@ class Objective(nn.Module):
             raise ConfigError(
                 f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
                 f"({type(miner).__name__}) chooses pairs of images; set miner=null"
+            )
+        if isinstance(miner, SwitchedNegatives) and _looks_pairs_up_in_a_matrix(loss):
+            raise ConfigError(
+                f"{type(loss).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
+                "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
             )
         self.loss = loss
         self.miner = miner
@@ -150,6 +157,10 @@ class Objective(nn.Module):
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
     return isinstance(loss, (WeightRegularizerMixin, ProxyAnchor, ProxyNca, SoftTriple))
+
+
+def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:
+    return isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
 
 
 def _num_classes(loss: nn.Module) -> int | None:
