@@ -44,6 +44,17 @@ _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def check(cfg: DictConfig) -> None:
+    """``check_values``, with a hint where papers' settings took part, which the user may not know of."""
+    try:
+        check_values(cfg)
+    except ConfigError as error:
+        groups = " ".join(f"~{name.rpartition('/')[0]}" for name in cfg.runtime.tuned)
+        raise ConfigError(
+            f"{error} (papers' settings took part: {groups} leaves them out)" if groups else str(error)
+        ) from None
+
+
+def check_values(cfg: DictConfig) -> None:
     """Check every component's arguments against its target's signature, and what can be known before data is read.
 
     Raises:
@@ -55,18 +66,13 @@ def check(cfg: DictConfig) -> None:
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
-    try:
-        _check_components(container, "")
-    except ConfigError as error:
-        groups = " ".join(f"~{name.rpartition('/')[0]}" for name in cfg.runtime.tuned)
-        raise ConfigError(
-            f"{error} (papers' settings took part; {groups} leaves them out)" if groups else str(error)
-        ) from None
+    _check_components(container, "")
     sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
     for key, value in sizes.items():
         if value < 1:
             raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
-        if value < 2 and container["loss"].get("num_classes") is None:
+        # Losses with vectors of the classes know both sizes; others compare images with each other.
+        if value < 2 and not {"num_classes", "embedding_size"} <= container["loss"].keys():
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -104,6 +110,12 @@ def check(cfg: DictConfig) -> None:
             f"{closest(cfg.fit.monitor, known_scores)}"
         )
     protocol = component(cfg.protocol)
+    plateau = cfg.schedule is None or cfg.schedule._target_.endswith(".ReduceLROnPlateau")
+    if cfg.protocol.get("stage") is not None and not plateau:
+        raise ConfigError(
+            f"{cfg.schedule._target_} depends on the length of the training, which protocol=two_stage has yet to find; "
+            "use schedule=plateau or schedule=null"
+        )
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
             possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
@@ -259,7 +271,9 @@ def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings
     if plan is None:
         return settings
     steps = plan.steps(cfg.runtime.steps_per_epoch)
-    return dataclasses.replace(settings, max_steps=steps, patience=None, warmup_steps=min(settings.warmup_steps, steps))
+    # The best step of stage 1 may lie within its warm-up; one step of the whole network is trained all the same.
+    warmup_steps = min(settings.warmup_steps, max(0, steps - 1))
+    return dataclasses.replace(settings, max_steps=steps, patience=None, warmup_steps=warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -284,7 +298,7 @@ def build_data(cfg: DictConfig) -> Data:
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
     # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a cell.
     sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
-    OmegaConf.update(cfg, "runtime.steps_per_epoch", len(sampler))
+    OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
     OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
     return Data(table, split, index)
 

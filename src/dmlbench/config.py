@@ -12,6 +12,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from dmlbench.types import ConfigError
+
 
 @dataclass
 class PathsConfig:
@@ -141,8 +143,12 @@ def register_schemas() -> None:
         store.store(group="schema", name=name, node=schema, package="_global_")
 
 
-def _steps_of_epochs(epochs: float, *, _root_: DictConfig) -> int:
-    return max(1, round(epochs * _root_.runtime.steps_per_epoch))
+def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or epochs < 0:
+        raise ConfigError(
+            f"${{epochs:{epochs}}} needs a number of at least 0, such as ${{epochs:40}} or ${{epochs:0.5}}"
+        )
+    return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
 
 
 # What a cell is not made of: coordinates, seed, and everything that does not move a number.

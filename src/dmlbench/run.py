@@ -1,6 +1,7 @@
 """One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import sys
@@ -18,7 +19,8 @@ from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
 from dmlbench.data.images import ImageSource
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embed import embed, save_embeddings
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.evaluation.metrics import CLUSTER_METRICS
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -85,15 +87,23 @@ def directory_of(cfg: DictConfig) -> Path:
     return store.run_directory(cfg.paths.output_dir, name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
 
 
-def _plan_of_stage_1(cfg: DictConfig) -> Plan | None:
-    """What stage 1 of this cell and repeat found, where this is stage 2."""
+def _plan_of_stage_1(cfg: DictConfig, run_dir: Path) -> Plan | None:
+    """What stage 1 of this cell and repeat found, where this is stage 2; kept beside the run.
+
+    Raises:
+        RunError: stage 1 is missing, or has found something else since this run began.
+    """
     if cfg.protocol.get("stage") != 2:
         return None
     first = OmegaConf.merge(cfg, {"protocol": {"stage": 1}})
     assert isinstance(first, DictConfig)
-    plan = load_plan(directory_of(first) / store.PLAN)
-    steps = plan.steps(cfg.runtime.steps_per_epoch)
-    log.info("stage 1 found %.1f epochs and %d rate changes: %d steps here", plan.epochs, len(plan.changes), steps)
+    found, kept = directory_of(first) / store.PLAN, run_dir / store.PLAN
+    if kept.exists() and not found.exists():
+        return load_plan(kept)
+    plan = load_plan(found)
+    if kept.exists() and load_plan(kept) != plan:
+        raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it anew")
+    save_plan(kept, plan)
     return plan
 
 
@@ -116,6 +126,8 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     result = store.read_result(run_dir)
     stored = OmegaConf.load(run_dir / store.CONFIG)
+    if cfg.protocol.get("stage") == 2:
+        _plan_of_stage_1(cfg, run_dir)
     if result["config_sha256"] != config_sha256(cfg):
         known = OmegaConf.merge(cfg, {"runtime": stored.runtime})
         old, new = (flatten(OmegaConf.to_container(c, resolve=True)) for c in (stored, known))
@@ -145,11 +157,16 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     seed_everything(seed)  # after the data: a cache that has to be filled must not move the initial weights
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
-    plan = _plan_of_stage_1(cfg)
+    plan = _plan_of_stage_1(cfg, run_dir)
     settings = build.build_fit_settings(cfg, plan)
+    if plan is not None:
+        log.info(
+            "stage 1 found %.1f epochs, here %d steps, and %d rate changes",
+            plan.epochs, settings.max_steps, len(plan.changes),
+        )  # fmt: skip
     build.move(model, objective, device, channels_last=settings.channels_last)
     optimizer, schedule = build.build_optimizer(cfg, model, objective, plan)
-    first_rate = optimizer.param_groups[0]["lr"]
+    first_rate = next((group["lr"] for group in optimizer.param_groups if group["lr"] > 0), 0.0)
     atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(cfg, resolve=True).encode())
     log.info(
         "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), cfg.runtime.num_classes
@@ -219,7 +236,10 @@ class Scorer:
         self.data = data
         self.model = model
         self.device = device
-        self.spec = build.component(cfg.evaluation)
+        self.spec: EvaluationSpec = build.component(cfg.evaluation)
+        # Clustering costs more than a ranking: validations do without unless the run is selected by it.
+        kept = [m for m in self.spec.metrics if m not in CLUSTER_METRICS or m == cfg.fit.monitor]
+        self.validation_spec = dataclasses.replace(self.spec, metrics=tuple(kept))
         self.precision = cfg.fit.precision
         self.memory_format = torch.channels_last if cfg.fit.channels_last else torch.contiguous_format
         self.batches = build.build_eval_batches(cfg, data, images, device=device)
@@ -227,7 +247,7 @@ class Scorer:
     def validate(self) -> dict[str, float]:
         """Scores of the current weights on the validation set."""
         assert self.data.split.val is not None
-        return self.score(*self.embed(self.data.split.val)).scores
+        return self._evaluate(self.validation_spec, *self.embed(self.data.split.val)).scores
 
     def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
         """Queries and, where it is a set of its own, the gallery."""
@@ -235,7 +255,10 @@ class Scorer:
         return queries, None if part.gallery is None else self._embed_rows(part.gallery, "gallery")
 
     def score(self, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Evaluation:
-        return evaluate(queries, gallery, self.spec, distance=self.model.distance)
+        return self._evaluate(self.spec, queries, gallery)
+
+    def _evaluate(self, spec: EvaluationSpec, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Evaluation:
+        return evaluate(queries, gallery, spec, distance=self.model.distance)
 
     def _embed_rows(self, rows: Any, describe: str) -> EmbeddingSet:
         self.model.eval()

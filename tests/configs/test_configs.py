@@ -1,5 +1,6 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -79,6 +80,8 @@ def test_every_option_instantiates(group: str) -> None:
         overrides = [f"{group}={option}"]
         if group == "backbone" and option in WITHOUT_WEIGHTS:
             overrides.append("backbone.pretrained=false")
+        if option == "rho_distance_weighted":
+            overrides.append("loss=margin_oodml")
         cfg = compose("train", overrides)
         OmegaConf.update(cfg, "runtime.num_classes", 6)
         OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
@@ -96,21 +99,32 @@ def test_every_option_instantiates(group: str) -> None:
             assert torch.isfinite(value)
 
 
-@pytest.mark.parametrize("option", EXPERIMENTS)
-def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
-    from itertools import product
-
+def grid_of(option: str) -> dict[str, list[str]]:
+    """Overrides of an experiment's sweep by key; every option of a group has tests of its own, so two stand for all."""
     cfg = compose("train", [f"experiment={option}"], with_hydra=True)
     grid = OmegaConf.to_container(cfg.hydra.sweeper.params or OmegaConf.create())
     assert isinstance(grid, dict)
-    values_of = {key: options(key) if values == "glob(*)" else _split(str(values)) for key, values in grid.items()}
-    if any(values == "glob(*)" for values in grid.values()):  # every option has tests of its own
-        values_of = {key: values[:2] for key, values in values_of.items()}
-    # Coordinates that are no part of a cell are checked at their ends only.
-    values_of |= {key: [values[0], values[-1]] for key, values in values_of.items() if key in ("fold", "repeat")}
-    choices = [[f"{key}={value}" for value in values] for key, values in values_of.items()]
-    for overrides in product(*choices):
-        build.check(compose("train", [f"experiment={option}", *overrides]))
+    values_of = {k: options(k)[:2] if values == "glob(*)" else _split(str(values)) for k, values in grid.items()}
+    return {key: [f"{key}={value}" for value in values] for key, values in values_of.items()}
+
+
+@pytest.mark.parametrize("option", EXPERIMENTS)
+def test_every_experiment_composes_with_every_value_of_its_grid(option: str) -> None:
+    grid = grid_of(option)
+    first = [overrides[0] for overrides in grid.values()]
+    cells = {tuple(first)}
+    for i, overrides in enumerate(grid.values()):
+        cells |= {(*first[:i], override, *first[i + 1 :]) for override in overrides}
+    for cell in cells:
+        build.check(compose("train", [f"experiment={option}", *cell]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", EXPERIMENTS)
+def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
+    grid = {key: overrides for key, overrides in grid_of(option).items() if key not in ("fold", "repeat")}
+    for cell in itertools.product(*grid.values()):
+        build.check(compose("train", [f"experiment={option}", *cell]))
 
 
 def _split(values: str) -> list[str]:
@@ -125,12 +139,86 @@ def test_every_tuned_file_names_its_source_and_fits_its_choices(name: str) -> No
     values = file.split("-")
     assert len(groups) == len(values)
     text = (CONF / f"{name}.yaml").read_text()
-    assert re.search("supplement|section|table|code|No paper", text)
+    assert re.search("supplement|section|table|figure|code|No paper", text)
     cfg = compose("train", [f"{group}={value}" for group, value in zip(groups, values, strict=True)])
     build.check(cfg)
     composed = flatten(OmegaConf.to_container(cfg, resolve=False))
     wanted = flatten(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False))
     assert wanted.items() <= composed.items()
+
+
+# As printed: GSP supplement 1.6.7 (of CUB, Cars196, In-shop, SOP), ProxyNCA++ table 1 (CUB, Cars196, SOP, In-shop).
+PRINTED = {
+    ("contrastive", "loss.pos_margin"): (0.0, 0.2652, 0.2858, 0.2858),
+    ("contrastive", "loss.neg_margin"): (0.3841, 0.5409, 0.5130, 0.5130),
+    ("contrastive_c1", "loss.neg_margin"): (0.5, 0.5, 0.5, 0.5),
+    ("triplet", "loss.margin"): (0.0961, 0.1190, 0.0451, 0.0451),
+    ("multi_similarity", "loss.alpha"): (2, 14.35, 8.49, 2),
+    ("multi_similarity", "loss.beta"): (40, 75.83, 57.38, 40),
+    ("multi_similarity", "loss.base"): (0.5, 0.66, 0.41, 0.5),
+    ("proxy_anchor", "loss.margin"): (0.1, 0.1, 0.1, 0.1),
+    ("proxy_anchor", "loss.alpha"): (32, 32, 32, 32),
+    ("proxy_anchor", "optim.lr"): (1e-5, 1e-5, 1e-5, 5e-6),
+    ("proxy_anchor", "optim.lr_multipliers.loss"): (100, 100, 100, 100),
+    ("proxy_anchor", "sampler.classes_per_batch"): (32, 32, 32, 32),
+    ("proxy_anchor", "sampler.images_per_class"): (1, 1, 1, 1),
+    ("proxy_anchor", "pooling.num_prototypes"): (64, 64, 128, 128),
+    ("proxy_anchor", "pooling.smoothing"): (0.5, 0.5, 0.5, 0.5),
+    ("triplet", "pooling.smoothing"): (5.0, 5.0, 5.0, 5.0),
+    ("triplet", "sampler.classes_per_batch"): (8, 8, 8, 8),
+    ("triplet", "sampler.images_per_class"): (4, 4, 4, 4),
+    ("proxy_nca_gsp", "loss.temperature"): (0.11, 0.11, 0.11, 0.11),
+    ("xbm_contrastive", "loss.memory_size"): (25 * 32, 25 * 32, 400 * 32, 1400 * 32),
+    ("xbm_contrastive", "loss.start_step"): (1000, 1000, 1000, 1000),
+    ("proxy_nca_pp", "optim.lr"): (4e-3, 4e-3, 2.4e-2, 2.4e-2),
+    ("proxy_nca_pp", "loss.softmax_scale"): (9, 9, 9, 9),
+    ("proxy_nca_pp", "sampler.images_per_class"): (4, 4, 3, 3),
+    ("proxy_nca_pp", "batch"): (32, 32, 192, 192),
+    ("proxy_nca_pp", "proxy rate"): (4e2, 4e2, 2.4e3, 2.4e2),
+}
+
+
+@pytest.mark.parametrize("loss", sorted({loss for loss, _ in PRINTED}))
+def test_the_fair_setting_has_the_printed_values(loss: str) -> None:
+    for i, dataset in enumerate(("cub200", "cars196", "inshop", "sop")):
+        cfg = compose("train", ["experiment=gsp_fair", f"dataset={dataset}", f"loss={loss}", "pooling=gsp"])
+        sampler, optim = cfg.sampler, cfg.optim
+        derived = {
+            "batch": sampler.classes_per_batch * sampler.images_per_class,
+            "proxy rate": optim.lr * optim.lr_multipliers.loss,
+        }
+        for (name, key), values in PRINTED.items():
+            if name == loss:
+                value = derived[key] if key in derived else OmegaConf.select(cfg, key)
+                assert value == pytest.approx(values[i], rel=1e-12), (dataset, key)
+
+
+def test_the_conventional_setting_has_the_printed_values() -> None:
+    for dataset, lr in (("cub200", 1e-5), ("cars196", 1e-4), ("sop", 1e-4), ("inshop", 1e-4)):
+        cfg = compose("train", ["experiment=gsp_conventional", f"dataset={dataset}", "loss=proxy_anchor"])
+        sampler = cfg.sampler
+        assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.head.out_features) == (lr, 4e-4, 512)
+        assert (sampler.classes_per_batch, sampler.images_per_class, cfg.fit.validate_every) == (28, 4, 25)
+
+
+def test_epochs_count_optimizer_steps_of_the_run(tmp_path) -> None:
+    def steps(*overrides: str) -> list[int]:
+        small = ("dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32")
+        cfg = compose("train", ["dataset=glyphs", *small, f"paths.cache_dir={tmp_path}", *overrides])
+        build.build_data(cfg)
+        return [cfg.fit.max_steps, cfg.fit.validate_every]
+
+    balanced = ("sampler.classes_per_batch=4", "sampler.images_per_class=2")
+    epochs = ("fit.max_steps=${epochs:3}", "fit.validate_every=${epochs:0.5}")
+    assert steps(*balanced, *epochs) == [18, 3]  # 6 classes x 8 images in batches of 8
+    assert steps(*balanced, *epochs, "fit.accumulate=2") == [9, 2]
+    assert steps(*balanced, "fit.max_steps=${epochs:0}") == [0, 100]
+
+
+def test_tuned_values_leave_the_length_of_the_training_alone() -> None:
+    for name in TUNED:
+        loaded = OmegaConf.load(CONF / f"{name}.yaml")
+        assert set(loaded.get("fit", {})) <= {"warmup_steps"}, name
 
 
 def test_tuned_values_stand_between_an_option_and_the_command_line() -> None:
@@ -220,6 +308,16 @@ MISTAKES = [
     (["fit.warmup_steps=300"], "warmup_steps \\(300\\)"),
     (["sampler.classes_per_batch=0"], "classes_per_batch \\(0\\)"),
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
+    (["loss=margin_oodml", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
+    (["optim.lr_multipliers.head=-1"], "lr_multipliers.head \\(-1"),
+    (["loss=null"], "loss=null: every run needs a loss"),
+    (["fit.max_steps=${epochs:-1}"], "epochs:-1. needs a number of at least 0, such as"),
+    (["fit.max_steps=${epochs:many}"], "epochs:many. needs a number"),
+    (["protocol=two_stage", "schedule=cosine"], "depends on the length of the training.*schedule=plateau"),
+    (
+        ["dataset=sop", "loss=proxy_anchor", "fit.max_steps=3", "fit.validate_every=3"],
+        "papers' settings took part.*~tuned",
+    ),
     (["fit.monitor=mapr"], "fit.monitor \\(mapr\\).*did you mean 'map_at_r'"),
     (["device=tpu"], "device 'tpu'"),
     (["transform=mlcr"], "transform=mlcr is unknown: did you mean 'mlrc'"),

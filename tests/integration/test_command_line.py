@@ -370,6 +370,12 @@ def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench,
     assert plan["epochs"] == first["best_step"] / 2
     assert second["steps"] == second["best_step"] == plan["epochs"] * 4  # 8 classes
     assert all(change in ([2.0, 0.5], [3.0, 0.25]) for change in plan["changes"])
+    assert json.loads((runs[2] / "plan.json").read_text()) == plan
+    (runs[1] / "plan.json").write_text(json.dumps(plan | {"epochs": 1.0}))
+    assert "follows a plan that stage 1 no longer has" in dmlbench(
+        *two_stage, "protocol.stage=2", f"repeat={runs[1].name[-1]}", code=1
+    )
+    (runs[1] / "plan.json").write_text(json.dumps(plan))
     dmlbench("aggregate", "allow_partial=true")
     table = dmlbench("table", "allow_partial=true")
     assert table.count("mean") >= 2

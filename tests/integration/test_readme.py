@@ -20,7 +20,7 @@ from dmlbench.data.cars196_names import NAMES as CLASS_NAMES
 from dmlbench.data.cifar import CLASSES_100
 from dmlbench.models.bninception import BNInception
 
-SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.patience=null", "device=cpu")
+SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "fit.patience=null", "device=cpu")
 GLYPHS = {
     "glyphs": [f"dataset.table.{a}" for a in ("num_classes=16", "images_per_class=8", "image_size=32")],
     "omniglot": [f"dataset.table.{a}" for a in ("image_size=32", "check_counts=false")],

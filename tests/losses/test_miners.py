@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from pytorch_metric_learning.losses import ContrastiveLoss, MarginLoss, MultiSimilarityLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import DistanceWeightedMiner, MultiSimilarityMiner, TripletMarginMiner
 
+from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import SwitchedNegatives
-from dmlbench.types import ConfigError
+from dmlbench.losses.objective import Objective
+from dmlbench.types import ConfigError, ModelOutput
 
 LABELS = torch.arange(24) % 4
 
@@ -46,3 +49,16 @@ def test_what_cannot_be_switched_is_refused() -> None:
         SwitchedNegatives(TripletMarginMiner(), switch_probability=1.5)
     with pytest.raises(ConfigError, match="MultiSimilarityMiner gives pairs"):
         SwitchedNegatives(MultiSimilarityMiner())(embeddings(), LABELS)
+    miner = SwitchedNegatives(DistanceWeightedMiner())
+    with pytest.raises(ConfigError, match="MultiSimilarityLoss cannot take a pair of one class as negative"):
+        Objective(MultiSimilarityLoss(), miner)
+
+
+@pytest.mark.parametrize("loss", [TripletMarginLoss(), MarginLoss(), MarginOodml(4), ContrastiveLoss()])
+def test_losses_of_triplets_and_lists_of_pairs_take_switched_negatives(loss) -> None:
+    torch.manual_seed(0)
+    objective = Objective(loss, SwitchedNegatives(TripletMarginMiner(margin=10.0), switch_probability=1.0))
+    x = embeddings().requires_grad_()
+    objective(ModelOutput(x), LABELS, step=1)["loss"].backward()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.abs().sum() > 0

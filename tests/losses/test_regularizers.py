@@ -439,3 +439,14 @@ def test_label_embeddings_start_he_normal_over_the_classes() -> None:
     torch.manual_seed(0)
     regularizer = ZeroShotRegularizer(0.1, 200, 500)
     assert abs(float(regularizer.label_embeddings.detach().std()) / (2 / 200) ** 0.5 - 1) < 0.01
+
+
+def test_label_embeddings_train_at_a_rate_of_their_own() -> None:
+    cfg = compose("train", ["loss=proxy_anchor", "regularizer=zsr", "pooling=gsp", "head.out_features=8"])
+    OmegaConf.update(cfg, "runtime.num_classes", 3)
+    model = build.build_model(cfg)
+    objective = build.build_objective(cfg, model)
+    optimizer, _ = build.build_optimizer(cfg, model, objective)
+    rates = {group["name"]: group["lr"] / cfg.optim.lr for group in optimizer.param_groups}
+    assert rates["loss"] == pytest.approx(100.0)
+    assert rates["regularizer"] == pytest.approx(1.0)

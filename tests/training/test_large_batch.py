@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
+from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor, nn
 
 from dmlbench.losses.cross_batch import CrossBatchRegularizer
 from dmlbench.losses.objective import Objective
+from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.reconstruction import ReconstructionRegularizer
 from dmlbench.losses.xbm import CrossBatchMemory
@@ -118,7 +119,7 @@ def test_parts_have_the_gradients_and_leave_the_state_of_the_whole_batch(_float6
 def test_dropout_batch_norm_and_bf16_repeat_the_first_pass_of_every_part(precision: str) -> None:
     torch.manual_seed(0)
     layers = (nn.BatchNorm2d(6), nn.Dropout(0.3))
-    model, objective = SmallModel(Gap(), *layers), Objective(ProxyAnchorLoss(4, 4))
+    model, objective = SmallModel(Gap(), *layers), Objective(ProxyAnchor(4, 4))
     model2, objective2 = copy.deepcopy((model, objective))
     batch = Batch(_batches(1)[0].images.float(), torch.arange(8) // 2, torch.arange(8))
 

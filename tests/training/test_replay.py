@@ -8,18 +8,18 @@ from dmlbench.types import RunError
 
 HISTORY = [
     (10, "train/loss", 1.0),
-    (10, "lr", 0.1),
-    (20, "lr", 0.05),
-    (30, "lr", 0.05),
-    (40, "lr", 0.01),
-    (50, "lr", 0.001),
+    (10, "lr", 0.5),
+    (20, "lr", 0.25),
+    (30, "lr", 0.25),
+    (40, "lr", 0.125),
+    (50, "lr", 0.0625),
 ]
 
 
 def test_a_plan_holds_the_changes_before_the_best_step_in_epochs() -> None:
-    plan = plan_of(HISTORY, first_rate=0.1, best_step=50, steps_per_epoch=10)
-    assert plan == Plan(5.0, ((2.0, 0.5), (4.0, 0.1)))
-    assert plan_of(HISTORY, first_rate=0.1, best_step=20, steps_per_epoch=10) == Plan(2.0)
+    plan = plan_of(HISTORY, first_rate=0.5, best_step=50, steps_per_epoch=10)
+    assert plan == Plan(5.0, ((2.0, 0.5), (4.0, 0.25)))
+    assert plan_of(HISTORY, first_rate=0.5, best_step=20, steps_per_epoch=10) == Plan(2.0)
     assert plan.steps(7) == 35
 
 

@@ -18,6 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from dmlbench.config import register_schemas
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
+# Groups that no run can do without.
+_REQUIRED = (
+    *("dataset", "transform", "sampler", "protocol", "backbone", "pooling", "head", "loss", "optim", "fit"),
+    *("evaluation", "paths"),
+)
+
 EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
 
 
@@ -50,6 +56,8 @@ def _without_null(argument: str) -> str:
         return argument
     if (folder / "none.yaml").is_file():
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
+    if value == "null" and key in _REQUIRED:
+        raise ConfigError(f"{key}=null: every run needs a {key}; choose one of conf/{key}")
     return f"~{key}" if value == "null" else argument
 
 

@@ -216,7 +216,7 @@ class TwoStage:
     """
 
     stage: int = 1
-    num_repeats: int = 3
+    num_repeats: int = 5
     num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "two_stage"
 

@@ -6,9 +6,12 @@ from typing import Literal, get_args
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
+from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.miners import SwitchedNegatives
+from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.soft_triple import SoftTriple
@@ -42,7 +45,7 @@ class Objective(nn.Module):
         Args:
             loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
             miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
-            regularizers: by name; their parameters are trained as the group "loss", too.
+            regularizers: by name; their parameters are trained as the group "regularizer".
             mixing: how they are joined with the loss.
 
         Raises:
@@ -62,10 +65,16 @@ class Objective(nn.Module):
                 f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
                 f"({type(miner).__name__}) chooses pairs of images; set miner=null"
             )
+        if isinstance(miner, SwitchedNegatives) and _looks_pairs_up_in_a_matrix(loss):
+            raise ConfigError(
+                f"{type(loss).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
+                "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
+            )
         self.loss = loss
         self.miner = miner
         self._num_classes = _num_classes(loss)
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))
+        self._has_regularizers = bool(regularizers)
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
         if mixing == "convex" and total >= 1:
@@ -91,22 +100,30 @@ class Objective(nn.Module):
         Raises:
             ConfigError: a label is outside of the classes of the loss, or the batch is larger than its memory.
         """
+        device = output.embedding.device.type
+        if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
+            return self._parts(output, labels, step)
         # Distances near zero and sums over thousands of pairs do not survive bf16.
-        with torch.autocast(output.embedding.device.type, enabled=False):
-            embeddings = output.embedding.float()
-            self._check_labels(labels)
-            if isinstance(self.loss, CrossBatchMemory) and self.training:
-                self.loss.observe(embeddings, labels, step=step)
-            indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-            dml = self.loss(embeddings, labels, indices_tuple)
-            parts = {"dml": dml}
-            share, extra = 1.0, []
-            for name, module in self.regularizers.items():
-                regularizer = _regularizer(module)
-                if all(side in output.side for side in regularizer.requires):
-                    parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
-                    extra.append(regularizer.weight * parts[name])
-                    share -= regularizer.weight if self.mixing == "convex" else 0.0
+        with torch.autocast(device, enabled=False):
+            return self._parts(output, labels, step)
+
+    def _parts(self, output: ModelOutput, labels: Tensor, step: int) -> dict[str, Tensor]:
+        embeddings, loss = output.embedding.float(), self.loss
+        self._check_labels(labels)
+        if isinstance(loss, CrossBatchMemory) and self.training:
+            loss.observe(embeddings, labels, step=step)
+        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
+        dml = loss(embeddings, labels, indices_tuple)
+        if not self._has_regularizers:
+            return {"loss": dml, "dml": dml}
+        parts = {"dml": dml}
+        share, extra = 1.0, []
+        for name, module in self.regularizers.items():
+            regularizer = _regularizer(module)
+            if all(side in output.side for side in regularizer.requires):
+                parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
+                extra.append(regularizer.weight * parts[name])
+                share -= regularizer.weight if self.mixing == "convex" else 0.0
         self._note(tuple(name for name in parts if name != "dml"), step)
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
@@ -121,7 +138,8 @@ class Objective(nn.Module):
         # Elsewhere than on the CPU the answer would have to be waited for; there the data's numbering is trusted.
         if self._num_classes is None or labels.device.type != "cpu" or not len(labels):
             return
-        low, high = (int(value) for value in torch.aminmax(labels))
+        values = labels.tolist()  # for a batch quicker than an operation on the tensor
+        low, high = min(values), max(values)
         if low < 0 or high >= self._num_classes:
             raise ConfigError(
                 f"labels {low} to {high} are outside of the {self._num_classes} classes (0 to {self._num_classes - 1}) "
@@ -138,7 +156,11 @@ class Objective(nn.Module):
 
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
-    return isinstance(loss, (WeightRegularizerMixin, ProxyNca, SoftTriple))
+    return isinstance(loss, (WeightRegularizerMixin, ProxyAnchor, ProxyNca, SoftTriple))
+
+
+def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:
+    return isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
 
 
 def _num_classes(loss: nn.Module) -> int | None:

@@ -1,9 +1,12 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
+from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.types import ConfigError
 
 
@@ -62,9 +65,25 @@ class ProxyNca(nn.Module):
         if indices_tuple is not None:
             raise ConfigError("ProxyNCA compares images with proxies and takes no pairs of a miner; set miner=null")
         # -scale (2 - 2 cos); the constant cancels between the two parts.
-        logits = 2 * self.softmax_scale * normalize(embeddings) @ normalize(self.proxies).T  # [B, classes]
-        if self.assignment_probability:
-            return cross_entropy(logits, labels)
-        right = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, labels[:, None], True)
-        others = logits.masked_fill(right, -torch.inf).logsumexp(1)
-        return (others - logits.gather(1, labels[:, None])[:, 0]).mean()
+        scaled = 2 * self.softmax_scale * normalize(embeddings)
+        evaluate = partial(_evaluate, labels=labels, count_right=self.assignment_probability)
+        return loss_of_cosines(scaled, self.proxies, evaluate)
+
+
+def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, count_right: bool) -> tuple[Tensor, Tensor]:
+    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l = products * inverse, and its slope.
+
+    Args:
+        products, inverse: [B, C] and [C], of ``loss_of_cosines``.
+        labels: [B] in [0, C).
+        count_right: whether the sum holds the right class y.
+    """
+    right = (torch.arange(len(labels), device=labels.device), labels)
+    logits = products * inverse
+    at_right = logits[right]  # [B]
+    if not count_right:
+        logits[right] = -torch.inf
+    log_sum = logits.logsumexp(1, keepdim=True)  # [B, 1]
+    slope = logits.sub_(log_sum).exp_()  # softmax(l)
+    slope[right] -= 1
+    return (log_sum[:, 0] - at_right).mean(), slope.mul_(inverse / len(labels))

@@ -170,7 +170,10 @@ class CrossBatchMemory(nn.Module):
         if self.memory_miner is not None:
             mined = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
             return self._of(embeddings, labels, mined, rows, memory_labels)
-        positive = labels[:, None] == memory_labels[None, :]  # [B, F]
+        positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
+        # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
+        torch.eq(labels[:, None].int(), memory_labels[None, :].int(), out=positive)
+        positive = positive.view(torch.bool)
         negative = ~positive
         positive[torch.arange(len(own), device=own.device), own] = False
         if self.normalize_rows and isinstance(self.loss, TakesMasks):

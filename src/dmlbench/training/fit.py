@@ -49,7 +49,7 @@ class FitSettings:
         min_improvement: by how much a score must exceed the best one to count as better.
         monitor: name of the validation score that is maximized.
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
-        warmup_frozen: of "backbone", "pooling", "head" and "loss" (proxies); see ``training.optim.frozen``.
+        warmup_frozen: of "backbone", "pooling", "head", "loss" (proxies), "regularizer"; see ``training.optim``.
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
             The gradient is that of the whole batch but for batch norms that are training (see there).
@@ -163,6 +163,7 @@ def fit(
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     history = History(run_dir / HISTORY, resume_step=state.step)
     trainable = [p for group in optimizer.param_groups for p in group["params"]]
+    logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
 
     def next_batch() -> Batch:
@@ -214,7 +215,7 @@ def fit(
                 state.validations_without_improvement = 0 if is_better else state.validations_without_improvement + 1
                 step_schedule(schedule, score=score)
                 scalars |= {f"val/{name}": value for name, value in scores.items()}
-                scalars["lr"] = optimizer.param_groups[0]["lr"]
+                scalars["lr"] = logged_group["lr"]
                 log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, values["loss"], settings.monitor, score,
                          state.best_score, state.best_step)  # fmt: skip
                 if settings.patience and state.validations_without_improvement >= settings.patience:
@@ -224,7 +225,7 @@ def fit(
                     logger.log(step, scalars)
             bar.update()
             bar.set_postfix(loss=f"{values['loss']:.3f}", best=f"{state.best_score:.4f}",
-                            lr=f"{optimizer.param_groups[0]['lr']:.1e}")  # fmt: skip
+                            lr=f"{logged_group['lr']:.1e}")  # fmt: skip
             state.wall_s = time.monotonic() - started
             intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
 
-GROUPS = ("backbone", "pooling", "head", "loss")  # every parameter that is trained belongs to one
+GROUPS = ("backbone", "pooling", "head", "loss", "regularizer")  # every parameter that is trained belongs to one
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
@@ -43,13 +43,24 @@ class OptimizerSettings:
             raise ConfigError(f"optim.lr ({self.lr}) must be positive")
         if self.weight_decay < 0:
             raise ConfigError(f"optim.weight_decay ({self.weight_decay}) must not be negative")
+        for name, factor in self.lr_multipliers.items():
+            if not factor >= 0:
+                raise ConfigError(f"optim.lr_multipliers.{name} ({factor}) must be at least 0; 0 does not train it")
 
 
 def parameter_groups(model_groups: NamedGroups, objective: nn.Module) -> dict[str, list[tuple[str, Parameter]]]:
-    """The model's groups ("backbone", "pooling", "head") and the objective's parameters as the group "loss"."""
+    """The model's groups ("backbone", "pooling", "head"), and the objective's: "loss" and "regularizer"."""
     groups = {name: list(members) for name, members in model_groups.items()}
-    groups["loss"] = [(f"objective.{name}", p) for name, p in objective.named_parameters() if p.requires_grad]
+    groups |= {"loss": [], "regularizer": []}
+    for name, parameter in objective.named_parameters():
+        if parameter.requires_grad:
+            groups[_objective_group(name)].append((f"objective.{name}", parameter))
     return {name: members for name, members in groups.items() if members}
+
+
+def _objective_group(name: str) -> str:
+    # Proxies have rates of their own, which the label embeddings of ZSR do not share.
+    return "regularizer" if name.startswith("regularizers.") else "loss"
 
 
 def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimizer:
@@ -95,12 +106,14 @@ def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> I
     Args:
         groups: of ``GROUPS``; "head" is all of the model but its backbone and pooling.
         model: has modules ``backbone`` and ``pooling``.
-        objective: whose parameters are the group "loss".
+        objective: whose parameters are the groups "loss" and "regularizer".
     """
     modules = [m for name, m in model.named_children() if (name if name in GROUPS[:2] else "head") in groups]
     modes = [(module, module.training) for module in modules]
-    owners = modules + ([objective] if "loss" in groups else [])
-    parameters = [p for owner in owners for p in owner.parameters() if p.requires_grad]
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    parameters += [
+        p for name, p in objective.named_parameters() if _objective_group(name) in groups and p.requires_grad
+    ]
     for parameter in parameters:
         parameter.requires_grad_(False)
     for module in modules:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 
-FIRST_RATE = "lr"  # of the first parameter group; schedules change all groups by one factor
+RATE = "lr"  # in history.csv: of the first parameter group that has a rate above 0
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Plan:
 
     Attributes:
         epochs: length of the training; 0 leaves the model untrained.
-        changes: (epoch, factor) by epoch: from that epoch on the rate is factor * the first rate.
+        changes: (epoch, factor) by epoch: from that epoch on the rate is factor * the first rate. One factor for all
+            groups: where some reach the schedule's ``min_lr`` and others do not, it is that of the logged one.
     """
 
     epochs: float
@@ -39,14 +40,14 @@ def plan_of(
 
     Args:
         history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
-        first_rate: rate of the first parameter group when it began.
+        first_rate: that rate when it began.
         best_step: step of the best validation score.
         steps_per_epoch: of this training.
     """
     changes: list[tuple[float, float]] = []
     rate = first_rate
     for step, name, value in history:
-        if name == FIRST_RATE and step < best_step and value != rate:
+        if name == RATE and step < best_step and value != rate:
             rate = value
             changes.append((step / steps_per_epoch, value / first_rate))
     return Plan(best_step / steps_per_epoch, tuple(changes))
@@ -68,7 +69,9 @@ def load_plan(path: Path) -> Plan:
         changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])
         return Plan(float(values["epochs"]), changes)
     except FileNotFoundError:
-        raise RunError(f"{path} is not there: run stage 1 of this cell and repeat first (protocol.stage=1)") from None
+        raise RunError(
+            f"{path} is not there: run stage 1 of this cell and repeat first (protocol.stage=1, all else as here)"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is no training plan ({error}); delete its run and run stage 1 again") from error
 

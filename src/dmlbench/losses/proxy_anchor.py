@@ -1,0 +1,107 @@
+"""ProxyAnchor: every proxy is an anchor that sees the whole batch at once."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.types import ConfigError
+
+
+class ProxyAnchor(nn.Module):
+    """Pull each proxy's hardest images of its class and push away the hardest of the other classes.
+
+    With s_bc the cosine of image b and the proxy of class c, C classes, of which C+ are in the batch:
+    loss = 1/C+ sum over the C+ classes of log (1 + sum over b of class c of exp(-alpha (s_bc - margin)))
+         + 1/C sum over all C classes of log (1 + sum over b of other classes of exp(alpha (s_bc + margin))).
+
+    Limits: a class that is all of the batch has no second term. A row of zeros, or a proxy, has the cosine 0 with all.
+
+    Source: Kim et al. 2020, eq. 4; tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py. Values, gradients and
+    initial proxies are those of pytorch-metric-learning's ProxyAnchorLoss, which makes several copies of all proxies.
+    """
+
+    def __init__(self, num_classes: int, embedding_size: int, *, alpha: float = 32.0, margin: float = 0.1) -> None:
+        """
+        Args:
+            num_classes: C, classes of the training set; at least 2.
+            embedding_size: D.
+            alpha: above 0, how much the hardest images outweigh the others.
+            margin: in [0, 1), distance of both kinds of cosines from 0.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        super().__init__()
+        if num_classes < 2:
+            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy repels images of other classes")
+        if not 0 < alpha < math.inf:
+            raise ConfigError(f"alpha ({alpha}) must be above 0 and finite, e.g. 32")
+        if not 0 <= margin < 1:
+            raise ConfigError(f"margin ({margin}) is added to cosines: choose it from [0, 1), e.g. 0.1")
+        self.num_classes = num_classes
+        self.alpha = alpha
+        self.margin = margin
+        self.proxies = nn.Parameter(torch.empty(num_classes, embedding_size))
+        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B] in [0, num_classes).
+            indices_tuple: None; every proxy is compared with every image.
+
+        Raises:
+            ConfigError: a miner has chosen pairs.
+        """
+        if indices_tuple is not None:
+            raise ConfigError("ProxyAnchor compares images with proxies and takes no pairs of a miner; set miner=null")
+        evaluate = partial(_evaluate, labels=labels, offset=self.alpha * self.margin)
+        return loss_of_cosines(self.alpha * normalize(embeddings), self.proxies, evaluate)
+
+
+def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Loss and its slope, as ``loss_of_cosines`` asks for, of the logits l = alpha s = products * inverse.
+
+    The second term of a class is taken as h + log (exp(-h) + sum of exp(l + offset - h)) with h = max(0, the largest
+    l + offset), so that nothing overflows and neither the 1 nor the sum is lost.
+    """
+    right = (torch.arange(len(labels), device=labels.device), labels)
+    at_right, inverse_at_right = products[right], inverse[labels]  # [B]
+    positive, slope_at_right = _positive_part(at_right * inverse_at_right, labels, offset)
+    products[right] = -torch.inf
+    highest = (products.amax(0) * inverse).add_(offset).clamp_(min=0)  # [C]
+    slope = torch.addcmul(offset - highest, products, inverse).exp_()  # [B, C]
+    total = slope.sum(0)
+    negative = highest + torch.log1p(torch.expm1(-highest) + total)  # [C]
+    slope.mul_(inverse / (torch.exp(-highest) + total) / len(inverse))
+    slope[right] = slope_at_right * inverse_at_right
+    products[right] = at_right
+    return positive + negative.mean(), slope
+
+
+def _positive_part(logits: Tensor, labels: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """The first sum, over the classes of the batch, and its slope, of each image's logit with its own class.
+
+    Args:
+        logits: [B] alpha s_by.
+        labels: [B].
+        offset: alpha margin.
+
+    Returns:
+        A scalar and [B].
+    """
+    # Over pairs of images, because sums into bins of the classes have no fixed order on a GPU.
+    same = labels[:, None] == labels[None, :]  # [B, B]
+    exponents = offset - logits
+    zero = logits.new_zeros(())
+    terms = (
+        exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf).logsumexp(1).logaddexp(zero)
+    )  # of b's class
+    share = same.sum(1).to(logits.dtype).reciprocal_()  # a class has one term, however many images
+    num_classes = share.sum()
+    return (share * terms).sum() / num_classes, (exponents - terms).exp_().neg_() / num_classes
