@@ -29,10 +29,10 @@ demo: setup ## the main job: GAP against GSP on the embedded data set, 81 collec
 	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
 
 test: setup lint ## what every change must pass
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal
 
 test-all: setup lint ## also the slow tests, and those for a GPU where there is one
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: setup ## style, types and import directions
 	$(BIN)/ruff check .

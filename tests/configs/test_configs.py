@@ -109,11 +109,13 @@ def grid_of(option: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("option", EXPERIMENTS)
-def test_every_experiment_composes_with_every_value_of_its_grid(option: str) -> None:
+def test_every_experiment_composes_at_the_ends_of_its_grid(option: str) -> None:
     grid = grid_of(option)
     first = [overrides[0] for overrides in grid.values()]
     cells = {tuple(first)}
-    for i, overrides in enumerate(grid.values()):
+    for i, (key, overrides) in enumerate(grid.items()):
+        if key != "enhancement":  # of numbers the ends do
+            overrides = {overrides[0], overrides[-1]}
         cells |= {(*first[:i], override, *first[i + 1 :]) for override in overrides}
     for cell in cells:
         build.check(compose("train", [f"experiment={option}", *cell]))
