@@ -1,0 +1,244 @@
+"""AVSL's head over the maps of several levels, and the model that owns it: an image becomes nodes and their certainties.
+
+Letters: B images, L levels, r nodes of each, C channels, S locations.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmlbench.models.avsl_distance import AvslDistance, Inference, Variant
+from dmlbench.models.backbones import Backbone
+from dmlbench.types import ConfigError, ModelOutput, closest
+
+Reliability = Literal["std", "learned"]
+
+
+class AvslHead(nn.Module):
+    """Maps of L levels to rows of 2 L r numbers: unit embeddings, then certainties, as ``AvslDistance`` reads them.
+
+    Each level has a linear layer h, a 1 x 1 convolution. Its embedding is h of the sum of average and maximum over the
+    locations; its activation maps are h of the linearized map z~ = z + K z [z is its channel's maximum], whose average
+    is that same embedding (eqs. 19-21). A node whose map spreads over the image is uncertain: its certainty is the
+    standard deviation of its normalized map (eq. 5), through which no gradient passes.
+
+    variant:
+        official: K = S at one of the largest locations; the maps include h's bias; before the standard deviation
+            (with S - 1 degrees of freedom), the least value of each row of the map is subtracted and the map divided
+            by its sum; for the edges the lower map is averaged down to the size of the higher one.
+        paper: K = S / number of largest locations, at all of them; no bias; the map divided by its Euclidean length, as
+            for the edges, and the standard deviation with S degrees of freedom; both maps at the lesser size.
+    reliability:
+        std: as above.
+        learned: c = h'(normalized map), a linear layer per level that the inference's loss trains (appendix, table 4).
+
+    Source: Zhang et al., Attributable Visual Similarity Learning, 2022, sections 3.2, 3.3, A.2; zbr17/AVSL fd2686e4,
+    models/avsl_embedder.py.
+    """
+
+    def __init__(
+        self,
+        in_channels: Sequence[int],
+        *,
+        num_levels: int = 3,
+        level_size: int = 512,
+        top_k: int = 128,
+        momentum: float = 0.5,
+        inference: Inference = "rectified",
+        reliability: Reliability = "std",
+        variant: Variant = "official",
+        map_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """
+        Args:
+            in_channels: C of every level, low to high.
+            num_levels: L.
+            level_size: r.
+            top_k, momentum, inference, variant: see ``AvslDistance``; ``variant`` also as above.
+            reliability: see the class.
+            map_sizes: height and width of every level's map, which ``reliability=learned`` needs.
+
+        Raises:
+            ConfigError: the backbone has another number of levels, or a value is out of its range.
+        """
+        super().__init__()
+        if len(in_channels) != num_levels:
+            raise ConfigError(
+                f"AVSL compares {num_levels} levels, but the backbone returns {len(in_channels)} maps; choose a "
+                "backbone of that many, such as resnet50_levels, bn_inception_levels or resnet20_levels, or set "
+                "head.num_levels"
+            )
+        if reliability not in get_args(Reliability):
+            raise ConfigError(f"reliability '{reliability}' is unknown; {closest(reliability, get_args(Reliability))}")
+        self.reliability = reliability
+        self._distance = {
+            "num_levels": num_levels,
+            "level_size": level_size,
+            "top_k": top_k,
+            "momentum": momentum,
+            "inference": inference,
+            "variant": variant,
+        }
+        self.make_distance()  # checks what it is given
+        self.variant = variant
+        self.level_size = level_size
+        self.num_levels = num_levels
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
+        for channels in in_channels:
+            # He's initialization by the outputs, as in the public code
+            self.weights.append(nn.Parameter(torch.randn(level_size, channels) * math.sqrt(2 / level_size)))
+            self.biases.append(nn.Parameter(torch.zeros(level_size)))
+        self.certainty_weights = nn.ParameterList()
+        if reliability == "learned":
+            if map_sizes is None or len(map_sizes) != num_levels:
+                raise ConfigError("reliability=learned needs the size of every level's map in map_sizes")
+            for height, width in map_sizes:
+                size = height * width
+                self.certainty_weights.append(nn.Parameter(torch.randn(size) / math.sqrt(size)))
+
+    def make_distance(self) -> AvslDistance:
+        """A new distance of the rows that this head makes, without edges."""
+        return AvslDistance(**self._distance)  # type: ignore[arg-type]
+
+    def forward(self, maps: Sequence[Tensor]) -> ModelOutput:
+        """
+        Args:
+            maps: [B, C_l, H_l, W_l] for every level, low to high, of any sizes.
+
+        Returns:
+            Rows [B, 2 L r] and the side outputs "lower_l" and "higher_l" [B, r, S], for l = 1 .. L - 1: the normalized
+            activation maps that edges are made of.
+
+        Raises:
+            ConfigError: a map of a single location, whose spread means nothing.
+        """
+        if len(maps) != self.num_levels:
+            raise ConfigError(f"{len(maps)} maps for {self.num_levels} levels")
+        with torch.autocast(maps[0].device.type, enabled=False):
+            floats = [x.to(self.weights[0].dtype) for x in maps]
+            embeddings = torch.stack(
+                [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)], 1
+            )
+            with torch.no_grad():
+                activations = [self._activation(x, level) for level, x in enumerate(floats)]
+                side = {}
+                for level in range(1, self.num_levels):
+                    side[f"lower_{level}"], side[f"higher_{level}"] = self._aligned(*activations[level - 1 : level + 1])
+            certainties = torch.stack([self._certainty(x, level) for level, x in enumerate(activations)], 1)
+        return ModelOutput(torch.stack([embeddings, certainties], 1).flatten(1), side)
+
+    @torch.no_grad()
+    def activations(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Class activation maps [B, r, H_l, W_l] of every level's nodes (eqs. 2, 17)."""
+        return [self._activation(x.to(self.weights[0].dtype), level) for level, x in enumerate(maps)]
+
+    def _embedding(self, x: Tensor, level: int) -> Tensor:
+        """e [B, r], not normalized (eqs. 15, 16)."""
+        return F.linear(x.mean((2, 3)) + x.amax((2, 3)), self.weights[level], self.biases[level])
+
+    def _activation(self, x: Tensor, level: int) -> Tensor:
+        """Activation maps [B, r, H, W] of a map [B, C, H, W] (eqs. 17, 19-21)."""
+        size = x.shape[2] * x.shape[3]
+        if size < 2:
+            raise ConfigError(
+                f"the map of level {level + 1} has a single location, so that no node has a place; give larger images "
+                "or a backbone that halves them less often"
+            )
+        if self.variant == "official":
+            highest, place = F.adaptive_max_pool2d(x, 1, return_indices=True)
+            linearized = x.flatten(2).scatter_add(2, place.flatten(2), size * highest.flatten(2)).view_as(x)
+        else:
+            is_highest = x == x.amax((2, 3), keepdim=True)
+            linearized = x + x * is_highest * (size / is_highest.sum((2, 3), keepdim=True))
+        bias = self.biases[level] if self.variant == "official" else None
+        return F.linear(linearized.permute(0, 2, 3, 1), self.weights[level], bias).permute(0, 3, 1, 2)
+
+    def _certainty(self, activation: Tensor, level: int) -> Tensor:
+        """c [B, r] of activation maps [B, r, H, W]."""
+        if self.reliability == "learned":
+            weight = self.certainty_weights[level]
+            flat = F.normalize(activation.flatten(2), dim=2)
+            if flat.shape[2] != len(weight):
+                raise ConfigError(
+                    f"reliability=learned was made for maps of {len(weight)} locations at level {level + 1}, not "
+                    f"{flat.shape[2]}; use one image size"
+                )
+            return flat @ weight
+        if self.variant == "official":
+            above = activation - activation.amin(3, keepdim=True)
+            return F.normalize(above.flatten(2), p=1, dim=2).std(2)
+        return F.normalize(activation.flatten(2), dim=2).std(2, correction=0)
+
+    def _aligned(self, lower: Tensor, higher: Tensor) -> tuple[Tensor, Tensor]:
+        """Activation maps of adjacent levels at one size and of unit length, [B, r, S] each (eq. 3)."""
+        size = higher.shape[2:]
+        if self.variant == "paper":
+            size = torch.Size(map(min, lower.shape[2:], higher.shape[2:]))
+        aligned = [x if x.shape[2:] == size else F.adaptive_avg_pool2d(x, tuple(size)) for x in (lower, higher)]
+        lower, higher = (F.normalize(x.flatten(2), dim=2) for x in aligned)
+        return lower, higher
+
+
+class AvslModel(nn.Module):
+    """Images [B, 3, H, W] to rows [B, 2 L r] that ``distance`` compares; stands where ``MetricModel`` stands.
+
+    Attributes:
+        distance: what the evaluation searches by; holds the edges.
+        embedding_size: 2 L r, the numbers of a row.
+    """
+
+    def __init__(self, backbone: Backbone, head: AvslHead) -> None:
+        """
+        Args:
+            backbone: returns one map for each level.
+            head: made for its channels.
+        """
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.distance = head.make_distance()
+        self.embedding_size = self.distance.row_size
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        """
+        Args:
+            images: RGB, uint8 or floating point in [0, 1].
+        """
+        return self.head(self.maps(images))  # type: ignore[no-any-return]
+
+    def maps(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The backbone's maps, low to high."""
+        return self.backbone(self.backbone.preprocess(images))  # type: ignore[no-any-return]
+
+    def observe(self, output: ModelOutput, *, step: int) -> None:
+        """Let the edges follow a training batch; ``step`` counts from 1."""
+        side = output.side
+        self.distance.observe([(side[f"lower_{n}"], side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)])
+
+    @property
+    def observer(self) -> nn.Module:
+        """What ``observe`` changes."""
+        return self.distance
+
+    @property
+    def started(self) -> bool:
+        """Whether there are edges."""
+        return bool(self.distance.updates > 0)
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        """Side outputs for regularizers: none."""
+        return ()
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Every trainable parameter, under its full name, in one of ``backbone``, ``head`` and ``distance``."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {"backbone": [], "head": [], "distance": []}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                groups[name.split(".", 1)[0]].append((name, parameter))
+        return groups

@@ -1,0 +1,344 @@
+"""AVSL's distance between images: nodes of several levels, unreliable ones replaced by what lies below them.
+
+Letters: L levels, r nodes of each, Q and N images, P pairs of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from pytorch_metric_learning.distances import BaseDistance
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError, RunError, closest
+
+Variant = Literal["official", "paper"]
+Inference = Literal["rectified", "reliable", "top", "concat"]
+
+_EPSILON = 1e-8  # of the public code, in the sum of a node's edges
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What the distance of each pair is made of; the levels ascend.
+
+    Attributes:
+        nodes: delta [P, L, r], squared differences.
+        reliabilities: p [P, L, r] in (0, 1); 1 at the lowest level.
+        rectified: delta-hat [P, L, r].
+        sensitivities: lambda [P, L, r]; the distance is the sum of sensitivities times nodes.
+        distance: [P].
+    """
+
+    nodes: Tensor
+    reliabilities: Tensor
+    rectified: Tensor
+    sensitivities: Tensor
+    distance: Tensor
+
+
+class AvslDistance(BaseDistance):
+    """Squared distance of the top level whose unreliable nodes are inferred from the level below, and so on.
+
+    An image is one row of 2 L r numbers: unit embeddings e^1 .. e^L, then certainties c^1 .. c^L. With the nodes
+    delta^l = (e^l - e'^l)^2, the reliabilities p^l = sigmoid(gain (alpha^l c^l c'^l + beta^l)) and the edges W~^l, in
+    which every node keeps its top_k strongest edges to the level below, normalized to sum to 1:
+
+        delta-hat^1 = delta^1,
+        delta-hat^l = p^l delta^l + (1 - p^l) W~^l delta-hat^(l-1),    d = sum of delta-hat^L.
+
+    ``observe`` takes note of a training batch's edges: the first batch is copied, later ones enter with 1 - momentum.
+
+    variant:
+        official: gain 10; edges below 0 are none.
+        paper: gain 1; edges as they are.
+    inference, what an ablation compares (paper, table 2):
+        rectified: d as above.
+        reliable: sum of p^L delta^L, without edges ("+ M & R").
+        top: sum of delta^L ("+ M").
+        concat: sum of all levels' nodes ("+ M (concat)").
+
+    Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eqs. 1, 4, 6-9, 11; zbr17/AVSL fd2686e4,
+    collectors/avsl_collector.py.
+    """
+
+    edges: Tensor
+    updates: Tensor
+
+    def __init__(
+        self,
+        num_levels: int = 3,
+        level_size: int = 512,
+        *,
+        top_k: int = 128,
+        momentum: float = 0.5,
+        inference: Inference = "rectified",
+        variant: Variant = "official",
+    ) -> None:
+        """
+        Args:
+            num_levels: L, at least 2.
+            level_size: r.
+            top_k: edges that a node keeps to the level below, in [1, r].
+            momentum: share of the old edges in the new ones, in [0, 1); 0 takes each batch's alone.
+            inference: see the class.
+            variant: see the class.
+
+        Raises:
+            ConfigError: a value outside its range.
+        """
+        super().__init__(normalize_embeddings=False, p=2, power=1)
+        if num_levels < 2 or level_size < 1:
+            raise ConfigError(f"AVSL needs at least 2 levels of at least 1 node, not {num_levels} of {level_size}")
+        if not 1 <= top_k <= level_size:
+            raise ConfigError(
+                f"top_k ({top_k}) must lie in 1 .. level_size ({level_size}), the edges that a node has; lower it"
+            )
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum ({momentum}) must lie in [0, 1): at 1 the edges would never change")
+        for name, value, known in (
+            ("inference", inference, get_args(Inference)),
+            ("variant", variant, get_args(Variant)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        self.num_levels = num_levels
+        self.level_size = level_size
+        self.top_k = top_k
+        self.momentum = momentum
+        self.inference = inference
+        self.variant = variant
+        self.gain = 10.0 if variant == "official" else 1.0
+        self.alpha = nn.Parameter(torch.ones(num_levels - 1, level_size))
+        self.beta = nn.Parameter(torch.zeros(num_levels - 1, level_size))
+        # of node i of level l + 2 and node j of level l + 1: [l, i, j]
+        self.register_buffer("edges", torch.zeros(num_levels - 1, level_size, level_size))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of an image, 2 L r."""
+        return 2 * self.num_levels * self.level_size
+
+    @property
+    def infers(self) -> bool:
+        """Whether alpha and beta, hence the certainties, take part."""
+        return self.inference in ("rectified", "reliable")
+
+    def levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings and certainties [N, L, r] of rows [N, 2 L r].
+
+        Raises:
+            RunError: rows of another width.
+        """
+        if rows.shape[-1] != self.row_size:
+            raise RunError(
+                f"rows of {rows.shape[-1]} numbers, but AVSL of {self.num_levels} levels of {self.level_size} nodes "
+                f"has rows of {self.row_size}; compare rows of one model"
+            )
+        parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
+        return parts[..., 0, :, :], parts[..., 1, :, :]
+
+    def pack(self, embeddings: Tensor, certainties: Tensor) -> Tensor:
+        """Rows [N, 2 L r] of unit embeddings and certainties [N, L, r]."""
+        return torch.stack([embeddings, certainties], dim=-3).flatten(-3)
+
+    def normalized_edges(self) -> Tensor:
+        """W~ [L - 1, r, r]: of each node to those of the level below, the top_k strongest, normalized by their sum.
+
+        Rows sum to 1; in the official variant a node without an edge above 0 has none.
+        """
+        edges = self.edges.relu() if self.variant == "official" else self.edges
+        strongest, place = edges.topk(self.top_k, dim=-1)
+        total = strongest.sum(-1, keepdim=True) + (_EPSILON if self.variant == "official" else 0.0)
+        return torch.zeros_like(edges).scatter_(-1, place, strongest / total)
+
+    @torch.no_grad()
+    def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Let the edges follow a batch.
+
+        Args:
+            maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
+                the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
+        """
+        seen = torch.stack(
+            [
+                torch.einsum("bis,bjs->ij", high.to(self.edges.dtype), low.to(self.edges.dtype)) / len(high)
+                for low, high in maps
+            ]
+        )
+        # without asking the device for the number, which would have to be waited for
+        share = torch.where(self.updates == 0, 1.0, (1.0 - self.momentum) * torch.ones_like(self.edges[0, 0, 0]))
+        self.edges.lerp_(seen, share)
+        self.updates += 1
+
+    def require_edges(self) -> None:
+        """
+        Raises:
+            RunError: no batch has been observed, so that there is nothing to infer unreliable nodes from.
+        """
+        if self.inference == "rectified" and not bool(self.updates > 0):
+            raise RunError(
+                "AVSL has no edges yet: they come from training batches. Train it for a step or more, load a "
+                "checkpoint that has them, or set head.inference=reliable, top or concat"
+            )
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]; in parts that need little memory where no graph is made.
+
+        Raises:
+            RunError: rows of another width, or no edges yet.
+        """
+        if torch.is_grad_enabled():
+            return self._compute(query_emb[:, None], ref_emb[None])
+        self.require_edges()
+        from dmlbench.models.avsl_tiles import distance_matrix
+
+        return distance_matrix(self, query_emb, ref_emb)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Distances [P] of rows [P, 2 L r], pair by pair."""
+        return self._compute(query_emb, ref_emb)
+
+    def attribute(self, query_emb: Tensor, ref_emb: Tensor) -> Attribution:
+        """Nodes, reliabilities and sensitivities of pairs of rows [P, 2 L r] (eq. 11).
+
+        lambda^L = p^L, and below 1^T (1 - p^L) W~^L .. p^l; without inference the sensitivities are 1 or 0.
+        """
+        self.require_edges()
+        nodes, certainty = self._nodes(query_emb, ref_emb)
+        reliability = self._reliabilities(certainty)  # [P, L, r]
+        edges = self.normalized_edges()
+        rectified, sensitivity = [nodes[..., 0, :]], torch.zeros_like(nodes)
+        for level in range(1, self.num_levels):
+            p, below = reliability[..., level, :], rectified[-1] @ edges[level - 1].T
+            rectified.append(p * nodes[..., level, :] + (1 - p) * below)
+        if self.inference == "rectified":
+            left = torch.ones_like(nodes[..., 0, :])  # what is asked of a node from above
+            for level in range(self.num_levels - 1, -1, -1):
+                p = reliability[..., level, :]
+                sensitivity[..., level, :] = left * p
+                left = (left * (1 - p)) @ edges[level - 1] if level else left
+        elif self.inference == "concat":
+            sensitivity.fill_(1.0)
+        else:
+            sensitivity[..., -1, :] = reliability[..., -1, :] if self.inference == "reliable" else 1.0
+        distance = (sensitivity * nodes).sum((-2, -1))
+        return Attribution(nodes, reliability, torch.stack(rectified, -2), sensitivity, distance)
+
+    def level(self, index: int) -> "LevelDistance":
+        """Squared Euclidean distance of one level's unit embeddings, 0 being the lowest, of the same rows."""
+        return LevelDistance(self, index)
+
+    def of_detached_nodes(self) -> "InferredDistance":
+        """This distance with gradients to alpha, beta and certainties alone (eq. 10)."""
+        return InferredDistance(self)
+
+    def _nodes(self, first: Tensor, second: Tensor, *, detach: bool = False) -> tuple[Tensor, Tensor]:
+        """Nodes and products of certainties, [.., L, r]."""
+        (e, c), (f, d) = self.levels(first), self.levels(second)
+        if detach:
+            e, f = e.detach(), f.detach()
+        return (e - f).square(), c * d
+
+    def _reliabilities(self, certainty: Tensor) -> Tensor:
+        """p [.., L, r] of products of certainties [.., L, r]; 1 at the lowest level."""
+        above = torch.sigmoid(self.gain * (self.alpha * certainty[..., 1:, :] + self.beta))
+        return torch.cat([torch.ones_like(above[..., :1, :]), above], dim=-2)
+
+    def _compute(self, first: Tensor, second: Tensor, *, detach: bool = False) -> Tensor:
+        """Distances of rows that broadcast against each other."""
+        nodes, certainty = self._nodes(first, second, detach=detach)
+        if self.inference == "concat":
+            return nodes.sum((-2, -1))
+        if self.inference == "top":
+            return nodes[..., -1, :].sum(-1)
+        reliability = self._reliabilities(certainty)
+        if self.inference == "reliable":
+            return (reliability[..., -1, :] * nodes[..., -1, :]).sum(-1)
+        edges = self.normalized_edges()
+        rectified = nodes[..., 0, :]
+        for level in range(1, self.num_levels):
+            p = reliability[..., level, :]
+            rectified = p * nodes[..., level, :] + (1 - p) * (rectified @ edges[level - 1].T)
+        return rectified.sum(-1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_levels={self.num_levels}, level_size={self.level_size}, top_k={self.top_k}, "
+            f"momentum={self.momentum}, inference={self.inference}, variant={self.variant}"
+        )
+
+
+class LevelDistance(BaseDistance):
+    """Squared Euclidean distance of one level's part of AVSL's rows; the owner's parameters stay the owner's."""
+
+    def __init__(self, owner: AvslDistance, index: int) -> None:
+        """
+        Args:
+            owner: whose rows are compared.
+            index: level, 0 being the lowest.
+
+        Raises:
+            ConfigError: there is no such level.
+        """
+        super().__init__(normalize_embeddings=False, p=2, power=1)
+        if not 0 <= index < owner.num_levels:
+            raise ConfigError(f"level {index} is not one of 0 .. {owner.num_levels - 1}")
+        self._owner = (owner,)  # in a tuple, which registers no parameters
+        self._index = index
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[Q, N]."""
+        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
+        squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
+        return (squares - 2 * x @ y.T).clamp(min=0)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[P]."""
+        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
+        return (x - y).square().sum(1)
+
+
+class InferredDistance(BaseDistance):
+    """AVSL's distance of detached nodes, that trains the inference alone; its parameters stay the owner's."""
+
+    def __init__(self, owner: AvslDistance) -> None:
+        super().__init__(normalize_embeddings=False, p=2, power=1)
+        self._owner = (owner,)
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[Q, N]."""
+        return self._owner[0]._compute(query_emb[:, None], ref_emb[None], detach=True)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[P]."""
+        return self._owner[0]._compute(query_emb, ref_emb, detach=True)
+
+
+class BorrowedDistance(BaseDistance):
+    """A model's distance in a loss or a miner, which must not count its parameters as their own."""
+
+    def __init__(self, owner: BaseDistance) -> None:
+        super().__init__(
+            normalize_embeddings=owner.normalize_embeddings,
+            p=owner.p,
+            power=owner.power,
+            is_inverted=owner.is_inverted,
+        )
+        self.owner = (owner,)
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[Q, N]."""
+        return self.owner[0].compute_mat(query_emb, ref_emb)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """[P]."""
+        return self.owner[0].pairwise_distance(query_emb, ref_emb)
+
+
+def proxy_scale(level_size: int) -> float:
+    """Standard deviation that proxies of ``level_size`` numbers start with (He's for leaky ReLU of slope sqrt(5))."""
+    return math.sqrt(1 / 3) / math.sqrt(level_size)

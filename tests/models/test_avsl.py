@@ -1,0 +1,270 @@
+"""AVSL's head and distance: against the recorded values of the public code, naive loops and its own properties."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from dmlbench.models.avsl import AvslHead
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.types import ConfigError, RunError
+
+CASES = ("c0", "c1")
+
+
+@pytest.fixture
+def golden(shared_dir):
+    return np.load(shared_dir / "golden" / "avsl.npz")
+
+
+def head_of(golden, case):
+    """Head, distance and maps of a recorded case, in float64."""
+    maps = [torch.from_numpy(golden[f"{case}_map{level}"]) for level in range(3)]
+    head = AvslHead([x.shape[1] for x in maps], level_size=16, top_k=4).double()
+    distance = head.make_distance().double()
+    with torch.no_grad():
+        for level in range(3):
+            head.weights[level].copy_(torch.from_numpy(golden[f"{case}_conv{level}_weight"]))
+            head.biases[level].copy_(torch.from_numpy(golden[f"{case}_conv{level}_bias"]))
+        for level in range(2):
+            distance.alpha[level] = torch.from_numpy(golden[f"{case}_prob_coef{level + 1}"])
+            distance.beta[level] = torch.from_numpy(golden[f"{case}_prob_bias{level + 1}"])
+            distance.edges[level] = torch.from_numpy(golden[f"{case}_link_prev_{level}to{level + 1}"]).T
+        distance.updates.fill_(1)
+    return head, distance, maps
+
+
+def observe(distance, output):
+    distance.observe([(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in (1, 2)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_embeddings_maps_and_certainties_are_the_recorded_ones(golden, case):
+    head, distance, maps = head_of(golden, case)
+    output = head(maps)
+    embeddings, certainties = distance.levels(output.embedding.detach())
+    for level, activation in enumerate(head.activations(maps)):
+        e = golden[f"{case}_embed{level}"]
+        assert_allclose(embeddings[:, level], e / np.linalg.norm(e, axis=1, keepdims=True), rtol=1e-12)
+        assert_allclose(activation, golden[f"{case}_cam{level}"], rtol=1e-12, atol=1e-12)
+        assert_allclose(certainties[:, level], golden[f"{case}_certainty{level}"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_edges_follow_a_batch_as_recorded(golden, case):
+    head, distance, maps = head_of(golden, case)
+    observe(distance, head(maps))
+    for level in range(2):
+        name = f"{case}_link_{level}to{level + 1}"
+        assert_allclose(distance.edges[level], golden[name].T, rtol=1e-10, atol=1e-12)
+        expected = golden[f"{case}_Wtilde_{level}to{level + 1}"].T
+        found = distance.normalized_edges()[level]
+        assert_allclose(found, expected if expected.shape == found.shape else expected.T, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_distances_and_their_gradients_are_the_recorded_ones(golden, case):
+    head, distance, maps = head_of(golden, case)
+    output = head(maps)
+    observe(distance, output)
+    rows = output.embedding
+    overall = distance.of_detached_nodes()(rows, rows)
+    levels = [distance.level(level)(rows, rows) for level in range(3)]
+    assert_allclose(overall.detach(), golden[f"{case}_d_hat"], rtol=1e-9, atol=1e-12)
+    for level in range(3):
+        assert_allclose(levels[level].detach(), golden[f"{case}_d_level{level}"], rtol=1e-9, atol=1e-12)
+    total = (overall * torch.from_numpy(golden[f"{case}_grad_out_d_hat"])).sum()
+    total = total + sum(
+        (d * torch.from_numpy(golden[f"{case}_grad_out_d_level{level}"])).sum() for level, d in enumerate(levels)
+    )
+    total.backward()
+    for level in range(3):
+        assert_allclose(head.weights[level].grad, golden[f"{case}_grad_conv{level}_weight"], rtol=1e-7, atol=1e-10)
+        assert_allclose(head.biases[level].grad, golden[f"{case}_grad_conv{level}_bias"], rtol=1e-7, atol=1e-10)
+    for level in range(2):
+        assert_allclose(distance.alpha.grad[level], golden[f"{case}_grad_prob_coef{level + 1}"], rtol=1e-7, atol=1e-10)
+        assert_allclose(distance.beta.grad[level], golden[f"{case}_grad_prob_bias{level + 1}"], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_and_attribution_are_the_recorded_ones(golden, case):
+    head, distance, maps = head_of(golden, case)
+    output = head(maps)
+    observe(distance, output)
+    rows = output.embedding.detach()
+    with torch.no_grad():
+        assert_allclose(distance(rows, rows), golden[f"{case}_d_hat_eval"], rtol=1e-9, atol=1e-12)
+    size = len(rows)
+    i, j = (x.reshape(-1) for x in torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij"))
+    found = distance.attribute(rows[i], rows[j])
+    assert_allclose(found.distance.detach().reshape(size, size), golden[f"{case}_d_hat"], rtol=1e-9, atol=1e-12)
+    for level in range(3):
+        expected = golden[f"{case}_lambda{level}"].reshape(size * size, -1)
+        assert_allclose(found.sensitivities[:, level].detach(), expected, rtol=1e-8, atol=1e-12)
+    for level in (1, 2):
+        expected = golden[f"{case}_P{level}"].reshape(size * size, -1)
+        assert_allclose(found.reliabilities[:, level].detach(), expected, rtol=1e-9)
+
+
+def trained(*, num_levels=3, level_size=12, top_k=5, count=7, seed=0, **options):
+    """A distance with positive edges, and rows."""
+    generator = torch.Generator().manual_seed(seed)
+    distance = AvslDistance(num_levels, level_size, top_k=top_k, **options).double()
+    with torch.no_grad():
+        distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator))
+        distance.alpha.copy_(3 * torch.randn(distance.alpha.shape, generator=generator))
+        distance.beta.copy_(torch.randn(distance.beta.shape, generator=generator) / 3)
+        distance.updates.fill_(1)
+    e = torch.randn(count, num_levels, level_size, generator=generator, dtype=torch.float64)
+    c = torch.rand(count, num_levels, level_size, generator=generator, dtype=torch.float64)
+    return distance, distance.pack(torch.nn.functional.normalize(e, dim=-1), c)
+
+
+def naive(distance, x, y):
+    """Equations 1 and 6-9 of one pair, node by node."""
+    (e,), (c,) = distance.levels(x[None])
+    (f,), (d,) = distance.levels(y[None])
+    alpha, beta = distance.alpha.detach(), distance.beta.detach()
+    size = distance.level_size
+    below = [float((e[0, i] - f[0, i]) ** 2) for i in range(size)]
+    for level in range(1, distance.num_levels):
+        here = []
+        for i in range(size):
+            edges = [(max(float(w), 0.0) if distance.variant == "official" else float(w), j)
+                     for j, w in enumerate(distance.edges[level - 1, i])]  # fmt: skip
+            kept = sorted(edges, reverse=True)[: distance.top_k]
+            total = sum(w for w, _ in kept) + (1e-8 if distance.variant == "official" else 0)
+            inferred = sum(w * below[j] for w, j in kept) / total
+            eta = float(c[level, i] * d[level, i])
+            exponent = distance.gain * (float(alpha[level - 1, i]) * eta + float(beta[level - 1, i]))
+            p = 1 / (1 + math.exp(-exponent))
+            here.append(p * float((e[level, i] - f[level, i]) ** 2) + (1 - p) * inferred)
+        below = here
+    return sum(below)
+
+
+@pytest.mark.parametrize("variant", ["official", "paper"])
+@pytest.mark.parametrize("num_levels", [2, 3, 4])
+def test_matches_a_naive_loop(num_levels, variant):
+    distance, rows = trained(num_levels=num_levels, variant=variant)
+    expected = [[naive(distance, x, y) for y in rows[4:]] for x in rows[:4]]
+    with torch.no_grad():
+        assert_allclose(distance(rows[:4], rows[4:]), expected, rtol=1e-12)
+    assert_allclose(distance(rows[:4], rows[4:]).detach(), expected, rtol=1e-12)
+    assert_allclose(distance.pairwise_distance(rows[:3], rows[4:]).detach(), np.diag(expected)[:3], rtol=1e-12)
+
+
+def test_gradients_of_distance_are_those_of_differences():
+    distance, rows = trained(num_levels=3, level_size=4, top_k=2, count=3)
+    rows.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x, *_: distance(x[:2], x), (rows, distance.alpha, distance.beta))
+
+
+@pytest.mark.parametrize("num_levels", [2, 3, 4])
+def test_sensitivities_sum_to_the_number_of_nodes(num_levels):
+    distance, rows = trained(num_levels=num_levels)
+    found = distance.attribute(rows[:3], rows[3:6])
+    assert_allclose(found.sensitivities.sum((1, 2)).detach(), [distance.level_size] * 3, rtol=1e-6)
+    assert_allclose(found.distance.detach(), distance.pairwise_distance(rows[:3], rows[3:6]).detach(), rtol=1e-12)
+    assert_allclose(found.rectified[:, -1].sum(1).detach(), found.distance.detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("inference", ["rectified", "reliable", "top", "concat"])
+def test_the_distance_is_the_sum_of_sensitivities_times_nodes(inference):
+    distance, rows = trained(inference=inference)
+    found = distance.attribute(rows[:3], rows[3:6])
+    assert_allclose((found.sensitivities * found.nodes).sum((1, 2)).detach(), found.distance.detach(), rtol=1e-12)
+    assert_allclose(found.distance.detach(), distance.pairwise_distance(rows[:3], rows[3:6]).detach(), rtol=1e-12)
+    e, _ = distance.levels(rows)
+    if inference == "top":
+        assert_allclose(found.distance.detach(), (e[:3, 2] - e[3:6, 2]).square().sum(1), rtol=1e-12)
+    if inference == "concat":
+        assert_allclose(found.distance.detach(), (e[:3] - e[3:6]).square().sum((1, 2)), rtol=1e-12)
+
+
+def test_reliable_nodes_alone_leave_the_distance_of_the_top_level():
+    distance, rows = trained()
+    with torch.no_grad():
+        distance.beta.fill_(1e4)
+        found = distance(rows[:3], rows[3:])
+    assert_allclose(found, distance.level(2)(rows[:3], rows[3:]), rtol=1e-12)
+
+
+def test_the_first_batch_of_edges_is_copied_and_later_ones_enter_with_their_share():
+    generator = torch.Generator().manual_seed(1)
+    distance = AvslDistance(2, 3, top_k=2, momentum=0.8).double()
+    batches = [torch.rand(2, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    seen = [sum(high[b] @ low[b].T for b in range(2)) / 2 for low, high in batches]
+    distance.observe([tuple(batches[0])])
+    assert_allclose(distance.edges[0], seen[0], rtol=1e-12)
+    distance.observe([tuple(batches[1])])
+    assert_allclose(distance.edges[0], 0.8 * seen[0] + 0.2 * seen[1], rtol=1e-12)
+    assert int(distance.updates) == 2
+
+
+def test_the_average_of_the_activation_maps_is_the_embedding():
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.rand(2, c, h, w, generator=generator) for c, h, w in ((5, 6, 4), (7, 3, 5), (3, 2, 3))]
+    head = AvslHead([5, 7, 3], level_size=6, top_k=2)
+    for level, activation in enumerate(head.activations(maps)):
+        expected = head._embedding(maps[level], level)
+        assert_allclose(activation.mean((2, 3)), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_ties_of_the_maximum_are_shared_in_the_paper_and_go_to_one_place_in_the_code():
+    x = torch.tensor([[[[2.0, 1.0], [2.0, 0.0]]]])
+    for variant, expected in (("official", [[10.0, 1.0], [2.0, 0.0]]), ("paper", [[6.0, 1.0], [6.0, 0.0]])):
+        head = AvslHead([1, 1], num_levels=2, level_size=1, top_k=1, variant=variant)
+        with torch.no_grad():
+            head.weights[0].fill_(1.0)
+        assert head._activation(x, 0)[0, 0].tolist() == expected
+
+
+def test_the_certainty_of_the_paper_is_the_spread_of_the_unit_map():
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.rand(2, 3, 4, 2, generator=generator) for _ in range(2)]
+    head = AvslHead([3, 3], num_levels=2, level_size=5, top_k=2, variant="paper")
+    _, certainties = head.make_distance().levels(head(maps).embedding)
+    for level, u in enumerate(head.activations(maps)):
+        u = u.flatten(2).double()
+        unit = u / u.norm(dim=2, keepdim=True)
+        expected = (unit - unit.mean(2, keepdim=True)).square().mean(2).sqrt()
+        assert_allclose(certainties[:, level].detach(), expected, rtol=1e-4)
+
+
+def test_learned_certainties_get_gradients_of_the_distance_and_the_network_does_not():
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.rand(3, 4, 2, 3, generator=generator).requires_grad_(True) for _ in range(2)]
+    head = AvslHead([4, 4], num_levels=2, level_size=5, top_k=2, reliability="learned", map_sizes=[(2, 3)] * 2)
+    distance = head.make_distance()
+    output = head(maps)
+    distance.observe([(output.side["lower_1"], output.side["higher_1"])])
+    distance.of_detached_nodes()(output.embedding, output.embedding).sum().backward()
+    assert head.certainty_weights[1].grad.abs().sum() > 0
+    assert all(x.grad is None or x.grad.abs().sum() == 0 for x in [*maps, *head.weights])
+
+
+def test_bad_values_are_named():
+    with pytest.raises(ConfigError, match=r"top_k \(9\) must lie in 1 .. level_size \(8\)"):
+        AvslDistance(3, 8, top_k=9)
+    with pytest.raises(ConfigError, match="returns 1 maps"):
+        AvslHead([64], level_size=8, top_k=2)
+    with pytest.raises(ConfigError, match="momentum"):
+        AvslDistance(3, 8, top_k=2, momentum=1.0)
+    with pytest.raises(ConfigError, match="inference 'all' is unknown"):
+        AvslDistance(3, 8, top_k=2, inference="all")
+    head = AvslHead([2, 2], num_levels=2, level_size=4, top_k=2)
+    with pytest.raises(ConfigError, match="single location"):
+        head([torch.rand(1, 2, 4, 4), torch.rand(1, 2, 1, 1)])
+    distance, rows = trained()
+    with pytest.raises(RunError, match="rows of 70 numbers"):
+        distance(rows[:, :70], rows)
+
+
+def test_a_distance_without_edges_says_so():
+    distance, rows = trained()
+    distance.updates.zero_()
+    with torch.no_grad(), pytest.raises(RunError, match="no edges yet"):
+        distance(rows, rows)
