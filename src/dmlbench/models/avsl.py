@@ -179,7 +179,7 @@ class AvslHead(nn.Module):
         size = higher.shape[2:]
         if self.variant == "paper":
             size = torch.Size(map(min, lower.shape[2:], higher.shape[2:]))
-        aligned = [x if x.shape[2:] == size else F.adaptive_avg_pool2d(x, tuple(size)) for x in (lower, higher)]
+        aligned = [x if x.shape[2:] == size else F.adaptive_avg_pool2d(x, (size[0], size[1])) for x in (lower, higher)]
         lower, higher = (F.normalize(x.flatten(2), dim=2) for x in aligned)
         return lower, higher
 
@@ -209,11 +209,13 @@ class AvslModel(nn.Module):
         Args:
             images: RGB, uint8 or floating point in [0, 1].
         """
-        return self.head(self.maps(images))  # type: ignore[no-any-return]
+        output: ModelOutput = self.head(self.maps(images))
+        return output
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
         """The backbone's maps, low to high."""
-        return self.backbone(self.backbone.preprocess(images))  # type: ignore[no-any-return]
+        maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
+        return maps
 
     def observe(self, output: ModelOutput, *, step: int) -> None:
         """Let the edges follow a training batch; ``step`` counts from 1."""
