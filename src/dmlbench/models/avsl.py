@@ -1,4 +1,4 @@
-"""AVSL's head over the maps of several levels, and the model that owns it: an image becomes nodes and their certainties.
+"""AVSL's head over the maps of several levels, and its model: an image becomes nodes and their certainties.
 
 Letters: B images, L levels, r nodes of each, C channels, S locations.
 """

@@ -3,7 +3,6 @@
 Letters: L levels, r nodes of each, Q and N images, P pairs of them.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -337,8 +336,3 @@ class BorrowedDistance(BaseDistance):
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """[P]."""
         return self.owner[0].pairwise_distance(query_emb, ref_emb)
-
-
-def proxy_scale(level_size: int) -> float:
-    """Standard deviation that proxies of ``level_size`` numbers start with (He's for leaky ReLU of slope sqrt(5))."""
-    return math.sqrt(1 / 3) / math.sqrt(level_size)
