@@ -1,15 +1,10 @@
 """The only wiring: from a composed configuration to checked objects."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib
-import inspect
 import re
 import sys
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +25,13 @@ from dmlbench.data.protocols import class_index
 from dmlbench.data.table import read_image
 from dmlbench.data.transforms import CropTransform, Kernel
 from dmlbench.evaluation.metrics import DISTANCE_METRICS
+from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
+from dmlbench.models.avsl import AvslHead, AvslModel
+from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel, pooled_channels
+from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
@@ -40,7 +39,6 @@ from dmlbench.training.replay import Plan, replayed
 from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
-_PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def check(cfg: DictConfig) -> None:
@@ -66,13 +64,13 @@ def check_values(cfg: DictConfig) -> None:
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
-    _check_components(container, "")
+    check_components(container)
     sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
     for key, value in sizes.items():
         if value < 1:
             raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
         # Losses with vectors of the classes know both sizes; others compare images with each other.
-        if value < 2 and not {"num_classes", "embedding_size"} <= container["loss"].keys():
+        if value < 2 and "num_classes" not in container["loss"]:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -88,10 +86,10 @@ def check_values(cfg: DictConfig) -> None:
         )
     # What is cheap to make is made: its constructor knows the ranges of its values.
     for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
-        if not _waits_for_data(node):
+        if node is not None and not _waits_for_data(node):
             component(node)
-    component(cfg.head, in_features=1)
-    asked = OmegaConf.to_yaml(cfg.pooling, resolve=False)
+    _check_head(cfg)
+    asked = "" if cfg.pooling is None else OmegaConf.to_yaml(cfg.pooling, resolve=False)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     if "${runtime.map_size}" in asked and crops[0] != crops[1]:
         raise ConfigError(
@@ -122,6 +120,41 @@ def check_values(cfg: DictConfig) -> None:
             raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
 
 
+def _check_head(cfg: DictConfig) -> None:
+    """The head by itself, and what AVSL's asks of the rest."""
+    if not _is_avsl(cfg):
+        if cfg.pooling is None:
+            raise ConfigError("pooling=null: every head but avsl needs a pooling; choose one of conf/pooling")
+        component(cfg.head, in_features=1)
+        if _is_layered(cfg):
+            raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl makes; choose another loss")
+        return
+    component(cfg.head, in_channels=[1] * cfg.head.num_levels, map_sizes=[[1, 2]] * cfg.head.num_levels)
+    if cfg.pooling is not None:
+        raise ConfigError(
+            f"head=avsl pools by itself (average and maximum of every level), beside {cfg.pooling._target_}; set "
+            "pooling=null"
+        )
+    if cfg.regularizer is not None:
+        raise ConfigError("regularizers work on vectors, and AVSL's rows are none; set regularizer=null")
+    parameters, _ = parameters_of(imported(cfg.loss._target_, "loss"))
+    if "distance" not in parameters or "embedding_size" in parameters:
+        raise ConfigError(
+            f"{cfg.loss._target_} compares vectors, and AVSL's rows are compared by a distance of their own; choose "
+            "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
+        )
+    if cfg.miner is not None and "distance" not in parameters_of(imported(cfg.miner._target_, "miner"))[0]:
+        raise ConfigError(f"{cfg.miner._target_} compares vectors and not AVSL's rows; set miner=null")
+
+
+def _is_avsl(cfg: DictConfig) -> bool:
+    return imported(cfg.head._target_, "head") is AvslHead
+
+
+def _is_layered(cfg: DictConfig) -> bool:
+    return imported(cfg.loss._target_, "loss") in (LayeredLoss, LayeredProxyAnchor)
+
+
 def _waits_for_data(node: Any) -> bool:
     """Whether values of a node depend on what ``runtime`` will say once the data and the backbone are there."""
     try:
@@ -148,121 +181,6 @@ def component(node: Any, **provided: Any) -> Any:
         if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node._target_.startswith("dmlbench."):
             raise ConfigError(f"{node._target_} refuses its arguments: {cause}") from error
         raise
-
-
-def _check_components(node: Any, path: str) -> None:
-    if isinstance(node, list):
-        for i, item in enumerate(node):
-            _check_components(item, f"{path}[{i}]")
-    if not isinstance(node, dict):
-        return
-    if "_target_" in node:
-        _check_signature(node, path)
-    for key, value in node.items():
-        _check_components(value, f"{path}.{key}" if path else key)
-
-
-def _check_signature(node: Mapping[str, Any], path: str) -> None:
-    target = _import(node["_target_"], path)
-    parameters, annotations = _parameters(target)
-    for key, value in node.items():
-        if key in _PROVIDED:
-            continue
-        if key not in parameters:
-            raise ConfigError(
-                f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
-            )
-        if not _fits(value, annotations.get(key, Any)):
-            wanted = _describe(annotations[key])
-            raise ConfigError(
-                f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}"
-            )
-    if not node.get("_partial_"):
-        for name in inspect.signature(target).parameters.keys() & parameters.keys():
-            if parameters[name].default is inspect.Parameter.empty and name not in node and name not in _SET_BY_BUILD:
-                raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
-
-
-# Arguments that only the wiring can give.
-_SET_BY_BUILD = ("in_features", "run_dir", "optimizer", "labels", "seed")
-
-
-@functools.cache
-def _import(name: str, path: str) -> Any:
-    module_name, _, attribute = name.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}"
-        ) from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"{path}._target_ is '{name}', but {module_name} has no {attribute}: {closest(attribute, known)}"
-        ) from None
-
-
-def _parameters(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
-    """Named parameters and their types; ``**kwargs`` of a class are followed along its bases, as PML passes them."""
-    parameters: dict[str, inspect.Parameter] = {}
-    annotations: dict[str, Any] = {}
-    owners = [base for base in target.__mro__ if "__init__" in vars(base)] if inspect.isclass(target) else [target]
-    for owner in owners:
-        function = owner.__init__ if inspect.isclass(owner) else owner
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            break
-        takes_more = False
-        for name, parameter in list(signature.parameters.items())[1 if inspect.isclass(owner) else 0 :]:
-            if parameter.kind is parameter.VAR_KEYWORD:
-                takes_more = True
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                parameters.setdefault(name, parameter)
-        with contextlib.suppress(NameError, TypeError):  # a foreign class with odd hints is checked by name only
-            annotations = typing.get_type_hints(function) | annotations
-        if not takes_more:
-            break
-    return parameters, annotations
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
-    if isinstance(value, dict) or (isinstance(value, str) and ("${" in value or value == "???")):
-        return True
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if annotation in (None, type(None)):
-        return value is None
-    if annotation is bool:
-        return isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation in (str, Path):
-        return isinstance(value, str)
-    if origin in (tuple, list, Sequence):
-        if not isinstance(value, list):
-            return False
-        if origin is tuple and Ellipsis not in arguments and arguments:
-            return len(value) == len(arguments) and all(map(_fits, value, arguments))
-        return all(_fits(item, arguments[0]) for item in value) if arguments else True
-    return True
-
-
-def _describe(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
-    if inspect.isclass(annotation) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "")
 
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
@@ -352,12 +270,17 @@ def image_opener(
     return open_images
 
 
-def build_model(cfg: DictConfig) -> MetricModel:
+def build_model(cfg: DictConfig) -> MetricModel | AvslModel:
     """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
+    if _is_avsl(cfg):
+        sizes = _map_sizes(backbone, cfg.runtime.image_size) if cfg.head.reliability == "learned" else None
+        levels = AvslModel(backbone, component(cfg.head, in_channels=list(backbone.channels), map_sizes=sizes))
+        OmegaConf.update(cfg, "runtime.embedding_size", levels.embedding_size)
+        return levels
     if "${runtime.map_size}" in OmegaConf.to_yaml(cfg.pooling, resolve=False):
-        OmegaConf.update(cfg, "runtime.map_size", _map_size(backbone, cfg.runtime.image_size))
+        OmegaConf.update(cfg, "runtime.map_size", _map_sizes(backbone, cfg.runtime.image_size)[-1])
     pooling = component(cfg.pooling)
     width = pooling.input_width(cfg.head.out_features)
     head = component(cfg.head, in_features=pooled_channels(backbone, pooling), out_features=width)
@@ -366,17 +289,27 @@ def build_model(cfg: DictConfig) -> MetricModel:
     return model
 
 
-def _map_size(backbone: Backbone, image_size: Sequence[int]) -> list[int]:
+def build_distance(cfg: DictConfig) -> AvslDistance | None:
+    """The distance of a configuration's model as it starts, without the model; None is that of unit vectors."""
+    if not _is_avsl(cfg):
+        return None
+    levels = cfg.head.num_levels
+    head: AvslHead = component(cfg.head, in_channels=[1] * levels, map_sizes=[[1, 2]] * levels)
+    return head.make_distance()
+
+
+def _map_sizes(backbone: Backbone, image_size: Sequence[int]) -> list[list[int]]:
+    """Height and width of every map."""
     was_training = backbone.training
     backbone.eval()
     with torch.no_grad():
         image = torch.zeros(1, 3, *image_size, dtype=torch.uint8)
-        x = backbone(backbone.preprocess(image))[-1]
+        maps = backbone(backbone.preprocess(image))
     backbone.train(was_training)
-    return list(x.shape[2:])
+    return [list(x.shape[2:]) for x in maps]
 
 
-def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
+def build_objective(cfg: DictConfig, model: MetricModel | AvslModel) -> Objective:
     """Loss, miner and regularizers, with the numbers of classes and dimensions now known.
 
     Raises:
@@ -384,20 +317,25 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     """
     regularizers = component(cfg.regularizer) or {}
     mixing = regularizers.pop("mixing", "convex")
-    objective = Objective(component(cfg.loss), component(cfg.miner), regularizers, mixing=mixing)
+    of_pairs: dict[str, Any] = {}
+    of_loss: dict[str, Any] = {}
+    if isinstance(model, AvslModel):
+        of_pairs["distance"] = BorrowedDistance(model.distance)
+        of_loss["distance"] = model.distance if _is_layered(cfg) else of_pairs["distance"]
+    objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
     for name, requires in objective.requires.items():
         for side in requires:
-            if side not in model.pooling.provides:
+            if side not in model.provides:
                 raise ConfigError(
                     f"regularizer '{name}' needs '{side}' of the pooling, which {cfg.pooling._target_} does not "
-                    f"provide (it provides: {', '.join(model.pooling.provides) or 'nothing'}); choose pooling=gsp or "
+                    f"provide (it provides: {', '.join(model.provides) or 'nothing'}); choose pooling=gsp or "
                     "another that does"
                 )
     return objective
 
 
 def build_optimizer(
-    cfg: DictConfig, model: MetricModel, objective: Objective, plan: Plan | None = None
+    cfg: DictConfig, model: MetricModel | AvslModel, objective: Objective, plan: Plan | None = None
 ) -> tuple[Optimizer, Any]:
     """Optimizer over the named groups, and its schedule or None; with a ``plan``, the plan's rates instead."""
     optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))

@@ -173,6 +173,7 @@ NOT_PART_OF_A_RUN = (
 _SAME_AS_ABSENT = {
     "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
     "evaluation.kmeans_seed": 0,
+    "optim.lr_multipliers.distance": 1.0,
 }
 
 
@@ -192,7 +193,8 @@ def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
 def cell_id(cfg: DictConfig) -> str:
     """Readable and unique name of the cell: backbone, pooling and loss as chosen, and a hash of all that defines it."""
     choices = cfg.runtime.choices
-    words = [choices.get(group, group) for group in ("backbone", "pooling", "loss")]
+    pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
+    words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
     # Not resolved: a number of epochs is not known before the data are.
     if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")

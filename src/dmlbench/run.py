@@ -18,9 +18,10 @@ from dmlbench.build import Data
 from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
 from dmlbench.data.images import ImageSource
 from dmlbench.evaluation.analysis import per_query_table, to_csv
-from dmlbench.evaluation.embed import embed, save_embeddings
+from dmlbench.evaluation.embed import embed, save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
 from dmlbench.evaluation.metrics import CLUSTER_METRICS
+from dmlbench.models.avsl import AvslModel
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -189,7 +190,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         for logger in loggers:
             logger.close()
 
-    if progress.step and not model.pooling.started:
+    if progress.step and not model.started:
         log.warning("the pooling's prototypes never started: lower pooling.memory_rows or start_step, or train longer")
 
     started = time.monotonic()
@@ -203,6 +204,8 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
             run_dir / store.EMBEDDINGS, queries, gallery,
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": cell_id(cfg)},
         )  # fmt: skip
+        if model.distance.state_dict():
+            save_distance(run_dir / store.DISTANCE, model.distance)
         atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
         scores["val"] = test.scores if test is not None and data.split.val_is_test else scorer.validate()
@@ -213,9 +216,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         )  # fmt: skip
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
-    store.write_result(
-        run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.pooling.started}
-    )
+    store.write_result(run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.started})
     _keep_checkpoints(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
@@ -230,7 +231,7 @@ class Scorer:
         cfg: DictConfig,
         data: Data,
         images: ImageSource | torch.Tensor,
-        model: MetricModel,
+        model: MetricModel | AvslModel,
         device: torch.device,
     ) -> None:
         self.data = data

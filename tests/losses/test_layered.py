@@ -59,7 +59,9 @@ def test_layered_proxy_anchor_is_the_sum_of_its_parts_and_detaches_nodes():
     for level, weight in enumerate((0.5, 1.0, 2.0)):
         d = (e[:, None, level] - p[None, :, level]).square().sum(-1)
         expected += weight * float(proxy_anchor_of_distances(d, same, alpha=16, margins=(1.8, 2.2)))
-    certainty = torch.stack([torch.full((4, R), float(c[:, level].mean()), dtype=torch.float64) for level in range(L)], 1)
+    certainty = torch.stack(
+        [torch.full((4, R), float(c[:, level].mean()), dtype=torch.float64) for level in range(L)], 1
+    )
     with torch.no_grad():
         d = distance(rows, distance.pack(p, certainty))
     expected += 3 * float(proxy_anchor_of_distances(d, same, alpha=16, margins=(1.8, 2.2)))

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from dmlbench import build
 from dmlbench.apps.trained import TrainedRun, load_run
+from dmlbench.models.avsl import AvslModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, ImageTable, IntArray, RunError, closest
 
@@ -65,6 +67,8 @@ def explain_runs(
     if len({table.fingerprint for table in tables}) > 1:
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
+    if any(isinstance(run.model, AvslModel) for run in runs):
+        raise ConfigError("AVSL explains pairs of images: give pair=[<image>,<another>] and one run")
     names = [run_dir.resolve() for run_dir in run_dirs]
     explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
@@ -104,6 +108,7 @@ def _row(table: ImageTable, image: int | str) -> int:
 
 def _explain(run: TrainedRun, rows: IntArray, label: str) -> Explained:
     batches = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(rows)
+    assert isinstance(run.model, MetricModel)
     images, weights, prototypes = [], [], []
     for batch in batches:
         shares, nearest = run.model.explain(batch.images)

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.trained import distance_of_run, load_run
 from dmlbench.evaluation.analysis import HardQuery, hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.evaluation.arrays import zero_rows
 from dmlbench.evaluation.embed import load_embeddings
@@ -130,7 +130,7 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     spec: EvaluationSpec = build.component(cfg.evaluation)
     if not cfg.from_checkpoint:
         kept = load_embeddings(run_dir / EMBEDDINGS)
-        evaluation = evaluate(kept.queries, kept.gallery, spec)
+        evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance_of_run(run_dir))
         named = cfg.per_class is not None or cfg.hardest is not None
         table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table)

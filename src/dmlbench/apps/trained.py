@@ -11,8 +11,11 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.data.images import ImageSource
+from dmlbench.evaluation.embed import load_distance
+from dmlbench.models.avsl import AvslModel
+from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.net import MetricModel
-from dmlbench.results.store import CONFIG, read_result
+from dmlbench.results.store import CONFIG, DISTANCE, read_result
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
@@ -26,8 +29,22 @@ class TrainedRun:
     config: DictConfig
     data: build.Data
     images: ImageSource | Tensor
-    model: MetricModel
+    model: MetricModel | AvslModel
     device: torch.device
+
+
+def distance_of_run(run_dir: Path) -> AvslDistance | None:
+    """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors.
+
+    Raises:
+        RunError: the distance has a state, and the run does not hold it.
+    """
+    config = OmegaConf.load(run_dir / CONFIG)
+    assert isinstance(config, DictConfig)
+    distance = build.build_distance(config)
+    if distance is not None:
+        load_distance(run_dir / DISTANCE, distance)
+    return distance
 
 
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> TrainedRun:
@@ -60,7 +77,12 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
             f"{result['dataset_fingerprint'][:12]} then"
         )
     model = build.build_model(config)
-    model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
+    try:
+        model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
+    except RuntimeError as error:
+        raise RunError(
+            f"{run_dir / BEST} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
+        ) from error
     build.move(model, model, chosen, channels_last=config.fit.channels_last)
     model.eval()
     images = build.image_opener(config, data.table, chosen)(config.transform.eval)

@@ -113,6 +113,33 @@ def save_embeddings(
     atomic_write(path, data)
 
 
+def save_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
+    """Write the state of a distance beside the embeddings that it compares, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    atomic_write(path, save({name: x.detach().cpu().contiguous() for name, x in distance.state_dict().items()}))
+
+
+def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
+    """Put a distance where ``save_distance`` left it.
+
+    Raises:
+        RunError: the file is missing, damaged, or of another distance.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RunError(f"there is no {path}, without which its embeddings cannot be compared; run the cell again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            distance.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+    except SafetensorError as error:
+        raise RunError(f"{path} is truncated or damaged ({error}); remove it and run the cell again") from error
+    except RuntimeError as error:
+        raise RunError(f"{path} is the state of another distance: {' '.join(str(error).split())}") from error
+
+
 def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     """Read a file of ``save_embeddings``.
 

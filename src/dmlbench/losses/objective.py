@@ -10,6 +10,7 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
@@ -156,7 +157,7 @@ class Objective(nn.Module):
 
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
-    return isinstance(loss, (WeightRegularizerMixin, ProxyAnchor, ProxyNca, SoftTriple))
+    return isinstance(loss, (WeightRegularizerMixin, LayeredProxyAnchor, ProxyAnchor, ProxyNca, SoftTriple))
 
 
 def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:

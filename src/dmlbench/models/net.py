@@ -82,6 +82,21 @@ class MetricModel(nn.Module):
         """Let the pooling take note of a training batch; ``step`` counts from 1."""
         self.pooling.observe(Pooled(output.embedding, output.side), step=step)
 
+    @property
+    def observer(self) -> nn.Module:
+        """What ``observe`` changes."""
+        return self.pooling
+
+    @property
+    def started(self) -> bool:
+        """Whether the pooling works as it will to the end (see ``Pooling``)."""
+        return self.pooling.started
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        """Side outputs that ``forward`` gives once the pooling has started."""
+        return self.pooling.provides
+
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Every trainable parameter, under its full name, in exactly one of ``backbone``, ``pooling`` and ``head``."""
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {"backbone": [], "pooling": [], "head": []}

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from dmlbench.runtime import atomic_write, is_open_at
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, PLAN = (
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
     "result.json",
     "error.txt",
     "run.lock",
     "config.yaml",
     "embeddings.safetensors",
+    "distance.safetensors",  # state of a distance that has one
     "plan.json",  # of stage 1 of the two-stage protocol
 )
 RESULT_SCHEMA = 1

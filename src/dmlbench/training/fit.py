@@ -49,7 +49,8 @@ class FitSettings:
         min_improvement: by how much a score must exceed the best one to count as better.
         monitor: name of the validation score that is maximized.
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
-        warmup_frozen: of "backbone", "pooling", "head", "loss" (proxies), "regularizer"; see ``training.optim``.
+        warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
+            "regularizer"; see ``training.optim``.
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
             The gradient is that of the whole batch but for batch norms that are training (see there).

@@ -20,7 +20,7 @@ class Model(Protocol):
     """What training asks of a model beside being a ``torch.nn.Module``."""
 
     @property
-    def pooling(self) -> nn.Module: ...
+    def observer(self) -> nn.Module: ...
 
     def __call__(self, images: Tensor) -> ModelOutput: ...
 
@@ -48,7 +48,7 @@ def accumulate_gradients(
     ``batch_norm: stats`` or ``all``, or without batch norm, a part is computed as in the whole batch.
 
     Args:
-        model: embeds; ``observe`` may change what ``forward`` reads in ``model.pooling`` only.
+        model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only.
         objective: ``objective(output, labels, step=...) -> {"loss": scalar, <part>: scalar, ...}``.
         next_batch: gives the next batch, on the device.
         step: number of the optimizer step under way, from 1.
@@ -118,10 +118,10 @@ def _backward_in_parts(
             outputs.append(forward(images))
     whole = _joined(outputs, [len(images) for images in parts])
     # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
-    before = copy.deepcopy(model.pooling.state_dict())
+    before = copy.deepcopy(model.observer.state_dict())
     values = _backward(model, objective, whole, labels, step=step, accumulate=accumulate)
-    after, draws_after = copy.deepcopy(model.pooling.state_dict()), random_state()
-    model.pooling.load_state_dict(before)
+    after, draws_after = copy.deepcopy(model.observer.state_dict()), random_state()
+    model.observer.load_state_dict(before)
     gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]
     with _resting_statistics(model):
         for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
@@ -129,7 +129,7 @@ def _backward_in_parts(
             again = zip(_tensors(forward(images)), gradients, strict=True)
             reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
-    model.pooling.load_state_dict(after)
+    model.observer.load_state_dict(after)
     restore_random_state(draws_after)
     return values
 

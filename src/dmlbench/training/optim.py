@@ -14,7 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
 
-GROUPS = ("backbone", "pooling", "head", "loss", "regularizer")  # every parameter that is trained belongs to one
+GROUPS = (
+    "backbone",
+    "pooling",
+    "head",
+    "distance",
+    "loss",
+    "regularizer",
+)  # every parameter that is trained belongs to one
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
@@ -49,7 +56,7 @@ class OptimizerSettings:
 
 
 def parameter_groups(model_groups: NamedGroups, objective: nn.Module) -> dict[str, list[tuple[str, Parameter]]]:
-    """The model's groups ("backbone", "pooling", "head"), and the objective's: "loss" and "regularizer"."""
+    """The model's groups ("backbone", "pooling", "head", "distance"), the objective's "loss" and "regularizer"."""
     groups = {name: list(members) for name, members in model_groups.items()}
     groups |= {"loss": [], "regularizer": []}
     for name, parameter in objective.named_parameters():
@@ -104,11 +111,11 @@ def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> I
     The objective stays in training mode: a cross-batch memory fills although the loss's parameters rest.
 
     Args:
-        groups: of ``GROUPS``; "head" is all of the model but its backbone and pooling.
-        model: has modules ``backbone`` and ``pooling``.
+        groups: of ``GROUPS``; "head" is all of the model but its backbone, pooling and distance.
+        model: its modules ``backbone``, ``pooling`` and ``distance`` are groups of those names.
         objective: whose parameters are the groups "loss" and "regularizer".
     """
-    modules = [m for name, m in model.named_children() if (name if name in GROUPS[:2] else "head") in groups]
+    modules = [m for name, m in model.named_children() if (name if name in GROUPS else "head") in groups]
     modes = [(module, module.training) for module in modules]
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     parameters += [

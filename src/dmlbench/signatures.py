@@ -1,0 +1,138 @@
+"""Whether the values of a configuration's nodes are arguments of what the nodes name, by name and by type."""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dmlbench.types import ConfigError, closest
+
+_PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+# Arguments that only the wiring can give.
+_SET_BY_BUILD = ("in_features", "in_channels", "distance", "run_dir", "optimizer", "labels", "seed")
+
+
+def check_components(node: Any, path: str = "") -> None:
+    """Check every node with a ``_target_`` within ``node``, which stands at ``path``.
+
+    Raises:
+        ConfigError: an argument that is unknown, missing or of another type.
+    """
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            check_components(item, f"{path}[{i}]")
+    if not isinstance(node, dict):
+        return
+    if "_target_" in node:
+        _check_signature(node, path)
+    for key, value in node.items():
+        check_components(value, f"{path}.{key}" if path else key)
+
+
+def _check_signature(node: Mapping[str, Any], path: str) -> None:
+    target = imported(node["_target_"], path)
+    parameters, annotations = parameters_of(target)
+    for key, value in node.items():
+        if key in _PROVIDED:
+            continue
+        if key not in parameters:
+            raise ConfigError(
+                f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
+            )
+        if not _fits(value, annotations.get(key, Any)):
+            wanted = _describe(annotations[key])
+            raise ConfigError(
+                f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}"
+            )
+    if not node.get("_partial_"):
+        for name in inspect.signature(target).parameters.keys() & parameters.keys():
+            if parameters[name].default is inspect.Parameter.empty and name not in node and name not in _SET_BY_BUILD:
+                raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
+
+
+@functools.cache
+def imported(name: str, path: str) -> Any:
+    """What a ``_target_`` at ``path`` names.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"{path}._target_ is '{name}', but {module_name} has no {attribute}: {closest(attribute, known)}"
+        ) from None
+
+
+def parameters_of(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
+    """Named parameters and their types; ``**kwargs`` of a class are followed along its bases, as PML passes them."""
+    parameters: dict[str, inspect.Parameter] = {}
+    annotations: dict[str, Any] = {}
+    owners = [base for base in target.__mro__ if "__init__" in vars(base)] if inspect.isclass(target) else [target]
+    for owner in owners:
+        function = owner.__init__ if inspect.isclass(owner) else owner
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            break
+        takes_more = False
+        for name, parameter in list(signature.parameters.items())[1 if inspect.isclass(owner) else 0 :]:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                takes_more = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                parameters.setdefault(name, parameter)
+        with contextlib.suppress(NameError, TypeError):  # a foreign class with odd hints is checked by name only
+            annotations = typing.get_type_hints(function) | annotations
+        if not takes_more:
+            break
+    return parameters, annotations
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
+    if isinstance(value, dict) or (isinstance(value, str) and ("${" in value or value == "???")):
+        return True
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if annotation in (None, type(None)):
+        return value is None
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation in (str, Path):
+        return isinstance(value, str)
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, list):
+            return False
+        if origin is tuple and Ellipsis not in arguments and arguments:
+            return len(value) == len(arguments) and all(map(_fits, value, arguments))
+        return all(_fits(item, arguments[0]) for item in value) if arguments else True
+    return True
+
+
+def _describe(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
+    if inspect.isclass(annotation) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
