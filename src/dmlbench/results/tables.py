@@ -251,6 +251,13 @@ def to_latex(table: Table) -> str:
     return "\n".join([*notes, *head, *rows, r"\bottomrule", r"\end{tabular}", ""])
 
 
+def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
+    """The chosen options; a head that pools by itself stands for the pooling."""
+    pools = choices.get("pooling") != "none"
+    chosen = [str(choices.get(group if pools or group != "pooling" else "head", "-")) for group in groups]
+    return list(dict.fromkeys(chosen)) if not pools else chosen
+
+
 def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> list[str]:
     """Shortest names that tell cells apart: the chosen options that differ, then single values that differ.
 
@@ -259,7 +266,7 @@ def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) ->
     """
     named = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
     groups = [g for g in named if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
-    labels = [" ".join(str(choices.get(group, "-")) for group in groups) for choices, _ in cells]
+    labels = [" ".join(_words(choices, groups)) for choices, _ in cells]
     keys = sorted({key for _, config in cells for key in config} - {"fit.max_steps"})
     result = []
     for label, (_, config) in zip(labels, cells, strict=True):
