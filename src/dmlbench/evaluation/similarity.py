@@ -235,9 +235,19 @@ def _largest_length(rows: FloatRows) -> float:
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
     """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    back_ends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))  # of PyTorch 2.9 on
+    held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
+    previous = None
+    try:
+        previous = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # set back end by back end, by the newer interface: the older one then refuses to work
+        for back_end, _ in held:
+            back_end.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(previous)
+        if previous is not None:
+            torch.set_float32_matmul_precision(previous)
+        for back_end, value in held:
+            back_end.fp32_precision = value
