@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,7 +236,8 @@ def _largest_length(rows: FloatRows) -> float:
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
     """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
-    back_ends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))  # of PyTorch 2.9 on
+    back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
     held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
     previous = None
     try:
