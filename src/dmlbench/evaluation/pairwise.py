@@ -4,8 +4,10 @@ What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDista
 
 - ``is_symmetric``: True where d(x, y) and d(y, x) are the same number, bit for bit;
 - ``float32_error(queries, gallery) -> (relative, absolute)``: for rows of these two sets [Q, D] and [N, D], the matrix
-  of float32 rows differs from exact arithmetic by at most ``relative * |value| + absolute``. ``pairwise_distance`` must
-  then be the same function, and a copy in float64 possible.
+  of float32 rows differs from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02;
+  absolute may be infinite: then float64 decides all). ``pairwise_distance`` must then be the same function, and a copy
+  in float64 possible;
+- ``shortlist_rows(rows) -> Tensor``: rows [N, d] whose comparison as unit vectors is a cheap stand-in (``rerank``).
 
 Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs.
 """
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAIRS = 64  # compared exactly at a time; always as many, so that libraries take the same way through every pair
+_PAIRS = 128  # compared exactly at a time; always as many, so that libraries take the same way through every pair
 _COLUMNS = 16  # likewise, of a matrix of one row
 
 

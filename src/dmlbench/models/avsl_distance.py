@@ -18,8 +18,6 @@ Variant = Literal["official", "paper"]
 Inference = Literal["rectified", "reliable", "top", "concat"]
 
 _EPSILON = 1e-8  # of the public code, in the sum of a node's edges
-_ROUNDING = 2.0**-24  # of float32
-_SIGMOID_ROUNDINGS = 16  # of fast exponentials, several times what libraries promise
 
 
 @dataclass(frozen=True)
@@ -210,58 +208,12 @@ class AvslDistance(BaseDistance):
         """Rows [N, r] whose Euclidean distance of unit vectors is a cheap stand-in: the top level's embeddings."""
         return self.levels(rows)[0][:, -1]
 
-    @torch.no_grad()
     def float32_error(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[float, float]:
-        """(relative, absolute): distances of float32 rows are right up to ``relative * d + absolute``.
+        """(relative, absolute): distances of float32 rows [Q, 2 L r] and [N, 2 L r] are right up to
+        ``relative * d + absolute``, whatever the order of summation (see ``avsl_rounding``)."""
+        from dmlbench.models.avsl_rounding import float32_error
 
-        It holds for every order of summation. With u = 2^-24, k = top_k and S^l >= the sum of a pair's nodes of level l
-        ((largest length of e + that of e')^2, so 4 for unit embeddings):
-
-        - All terms are products and sums of what is not negative, so that a rounding changes the distance by at most u
-          of itself; one meets 3 roundings in a node, per level k + 2 in an edge, k in its product and 5 in the rest,
-          and r - 1 in the last sum: relative = (3 + (L - 1) (2 k + 7) + r) u.
-        - A reliability errs by eps = gain (5 u) (max |alpha| c c' + max |beta|) / 4 (the sigmoid's slope is at most 1/4)
-          + 16 u for the sigmoid itself + 4 u where p x + (1 - p) y is computed as y + p (x - y). It moves weight between
-          a node and what is inferred: with a^L = 1, a^(l-1) = |W~|^T a^l (what a node of a level can weigh in the sum),
-          absolute = eps sum_{l >= 2} sum_{m <= l} max(a^m) S^m.
-
-        Edges below 0 (variant paper) cancel: then all is absolute, the first part times sum_l max(a^l) S^l, and an edge
-        errs by as many more roundings as its node's sum of |W~| exceeds 1.
-
-        Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1.
-        """
-        lengths, certainty = [], []
-        for rows in (query_emb, ref_emb):
-            e, c = self.levels(rows)
-            lengths.append(e.double().norm(dim=-1).amax(0))  # [L]
-            certainty.append(float(c.abs().max()))
-        reach = (lengths[0] + lengths[1]).square()
-        if self.inference in ("top", "concat"):
-            return self._relative(3 + self.num_levels * self.level_size), 0.0
-        steepest = self.alpha.abs().max() * certainty[0] * certainty[1] + self.beta.abs().max()
-        epsilon = _ROUNDING * (5 * self.gain * float(steepest) / 4 + _SIGMOID_ROUNDINGS + 4)
-        if self.inference == "reliable":
-            return self._relative(5 + self.level_size), 1.02 * epsilon * float(reach[-1])
-        edges = self.normalized_edges().double()
-        weight = torch.ones_like(edges[0, 0])
-        weighed = [reach[-1]]  # max(a^l) S^l, descending
-        for level in range(self.num_levels - 2, -1, -1):
-            weight = edges[level].abs().T @ weight
-            weighed.append(weight.max() * reach[level])
-        # level m counts once for every l >= max(m, 2)
-        absolute = epsilon * sum(float(x) * min(n + 1, self.num_levels - 1) for n, x in enumerate(weighed))
-        cancels = float(edges.abs().sum(-1).max().clamp(min=1.0))
-        roundings = 3 + (self.num_levels - 1) * (self.top_k * (1 + cancels) + 7) + self.level_size
-        relative = self._relative(roundings)
-        if bool((edges < 0).any()):
-            relative, absolute = 0.0, absolute + relative * sum(map(float, weighed))
-        return relative, 1.02 * absolute + 2.0**-100
-
-    @staticmethod
-    def _relative(roundings: float) -> float:
-        """Higham's gamma; infinite where float32 tells nothing."""
-        share = roundings * _ROUNDING
-        return 1.01 * share / (1 - share) if share < 0.01 else math.inf
+        return float32_error(self, query_emb, ref_emb)
 
     def attribute(self, query_emb: Tensor, ref_emb: Tensor) -> Attribution:
         """Nodes, reliabilities and sensitivities of pairs of rows [P, 2 L r] (eq. 11).
