@@ -173,6 +173,7 @@ NOT_PART_OF_A_RUN = (
 _SAME_AS_ABSENT = {
     "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
     "evaluation.kmeans_seed": 0,
+    "evaluation.rerank": None,
 }
 
 

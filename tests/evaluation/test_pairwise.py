@@ -285,7 +285,7 @@ def test_what_a_distance_cannot_do_is_refused_with_the_remedy() -> None:
         EvaluationSpec(rerank=0)
     spec = EvaluationSpec()
     object.__setattr__(spec, "back_end", "faiss")
-    with pytest.raises(ConfigError, match="AvslDistance does not compare; set evaluation.back_end=auto"):
+    with pytest.raises(ConfigError, match=r"AvslDistance does not compare; set evaluation\.back_end=auto"):
         evaluate(queries, None, spec, distance=distance)
 
 
@@ -325,7 +325,7 @@ def test_float32_values_err_less_than_the_distance_says(variant: str, inference:
     with torch.inference_mode():
         value = distance(rows, rows).double()
         double = copy.deepcopy(distance).double()
-        exact = torch.stack([double.pairwise_distance(row.double().expand(80, -1), rows.double()) for row in rows])
+        exact = double.pairwise_distance(rows.double()[:, None], rows.double()[None])
     bound = relative * value + absolute
     assert bool(((value - exact).abs() <= bound / 4).all())
     assert float(bound.max()) < 1e-3 or bool((distance.normalized_edges() < 0).any())

@@ -14,13 +14,14 @@ from typing import Any, Literal
 from dmlbench.runtime import atomic_write, is_open_at
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, PLAN = (
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, PLAN, PARTIAL = (
     "result.json",
     "error.txt",
     "run.lock",
     "config.yaml",
     "embeddings.safetensors",
     "plan.json",  # of stage 1 of the two-stage protocol
+    "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
 
