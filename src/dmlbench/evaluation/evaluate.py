@@ -202,7 +202,7 @@ def evaluate(
         queries: rows [Q, D]; the products run on the device of these rows.
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance, larger is nearer if ``is_inverted``.
+        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
         partial: file by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
             same embeddings and settings. It stays, complete, for the caller to remove. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.

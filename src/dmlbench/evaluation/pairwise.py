@@ -67,11 +67,12 @@ class PairwiseSimilarity:
     they get the same bits.
 
     Args:
-        queries: rows [Q, D]; tiles are computed on their device.
+        queries: rows [Q, D].
         gallery: rows [N, D].
         distance: larger is nearer if ``is_inverted``.
 
     Attributes:
+        device: where tiles are computed: that of the distance's parameters, or of the queries if it has none.
         relative: of a tile's value, this share of it may be error,
         absolute: and this much.
 
@@ -84,30 +85,26 @@ class PairwiseSimilarity:
         self.distance = distance
         self.symmetric = is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
-        device = queries.rows.device
-        self._sets = (queries.rows.detach(), gallery.rows.detach().to(device))
-        state = [x.dtype for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
+        self._sets = (queries.rows.detach(), gallery.rows.detach().to(queries.rows.device))
+        state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
+        self.device = state[0].device if state else queries.rows.device
         self.relative = self.absolute = 0.0
         self._bounded = hasattr(distance, "float32_error")
         if self._bounded:
-            if any(dtype != torch.float32 for dtype in state):
+            if any(x.dtype != torch.float32 for x in state):
                 distance = copy.deepcopy(distance).float()
             self._sets = (self._sets[0].float(), self._sets[1].float())  # these define the values
             self._tiles, dtype = distance, torch.float32
             self._exact = copy.deepcopy(distance).double().cpu()
-            self.relative, self.absolute = distance.float32_error(*self._sets)
-            logger.debug("float32 values are right up to %.1e of them and %.1e", self.relative, self.absolute)
         else:
             self._tiles = self._exact = distance
-            dtype = state[0] if state else torch.float64
-        self._queries, self._gallery = (rows.to(dtype) for rows in self._sets)
-        if gallery is queries:
-            self._gallery = self._queries
+            dtype = state[0].dtype if state else torch.float64
+        self._queries = self._sets[0].to(self.device, dtype)
+        self._gallery = self._queries if gallery is queries else self._sets[1].to(self.device, dtype)
+        if self._bounded:
+            self.relative, self.absolute = distance.float32_error(self._queries, self._gallery)
+            logger.debug("float32 values are right up to %.1e of them and %.1e", self.relative, self.absolute)
         self._places = _places_of_content(self._sets[0], None if gallery is queries else self._sets[1])
-
-    @property
-    def device(self) -> torch.device:
-        return self._queries.device
 
     @property
     def bytes_per_pair(self) -> int:
@@ -208,8 +205,7 @@ class PairwiseSimilarity:
         queries, gallery = self._sets
         result = torch.empty(len(places), queries.shape[1], dtype=torch.float64)
         behind = torch.from_numpy(places >= len(queries))
-        index = torch.from_numpy(places).to(self.device)
-        on_device = behind.to(self.device)
+        index, on_device = torch.from_numpy(places).to(queries.device), behind.to(queries.device)
         result[~behind] = queries[index[~on_device]].to("cpu", torch.float64)
         result[behind] = gallery[index[on_device] - len(queries)].to("cpu", torch.float64)
         return result

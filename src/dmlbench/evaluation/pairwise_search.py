@@ -194,7 +194,7 @@ def pairwise_search(
     tile_bytes: int,
     bar: tqdm | None = None,
 ) -> PairwiseSearch:
-    """Check two sets (or one, searched within itself); tiles are computed where ``queries.rows`` lies.
+    """Check two sets (or one, searched within itself); tiles are computed where the distance's parameters lie.
 
     Raises:
         RunError: the sets cannot be searched, or the distance gives NaN.
