@@ -69,7 +69,7 @@ def rank_by_distance(
         Scores to be written to, and an iterator over (queries [T], relevance by rank [T, k or the gallery's size]).
         After each, the scores of these queries must be written before the next one is asked for.
     """
-    from dmlbench.evaluation.evaluate import fit_width
+    from dmlbench.evaluation.evaluate import fit_width  # which imports this module
 
     bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
     search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
