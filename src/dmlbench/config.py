@@ -174,6 +174,7 @@ _SAME_AS_ABSENT = {
     "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
     "evaluation.kmeans_seed": 0,
     "optim.lr_multipliers.distance": 1.0,
+    "evaluation.rerank": None,
 }
 
 

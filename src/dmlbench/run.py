@@ -61,7 +61,7 @@ def run(cfg: DictConfig) -> Path:
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
         # A kill may have come between the result and the removal of what was not to be kept.
-        _keep_checkpoints(run_dir, OmegaConf.load(run_dir / store.CONFIG).fit.keep)
+        _tidy(run_dir, OmegaConf.load(run_dir / store.CONFIG).fit.keep)
         return run_dir
     with store.locked(run_dir), _stop_signal() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
@@ -198,7 +198,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
     test = None
     if data.split.test is not None:
         queries, gallery = scorer.embed(data.split.test)
-        test = scorer.score(queries, gallery)
+        test = scorer.score(queries, gallery, partial=run_dir / store.PARTIAL)
         scores["test"] = test.scores
         save_embeddings(
             run_dir / store.EMBEDDINGS, queries, gallery,
@@ -217,7 +217,7 @@ def _run(cfg: DictConfig, run_dir: Path, device: torch.device, stop: StopSignal)
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
     store.write_result(run_dir, _result(cfg, data, progress, scores, test, device) | {"pooling_started": model.started})
-    _keep_checkpoints(run_dir, settings.keep)
+    _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
              "test" if test else "validation", summary)  # fmt: skip
@@ -255,11 +255,20 @@ class Scorer:
         queries = self._embed_rows(part.query, "queries")
         return queries, None if part.gallery is None else self._embed_rows(part.gallery, "gallery")
 
-    def score(self, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Evaluation:
-        return self._evaluate(self.spec, queries, gallery)
+    def score(self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, partial: Path | None = None) -> Evaluation:
+        """Scores of a test set; ``partial`` is the file by which an interrupted search by distance goes on."""
+        return self._evaluate(self.spec, queries, gallery, partial=partial)
 
-    def _evaluate(self, spec: EvaluationSpec, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> Evaluation:
-        return evaluate(queries, gallery, spec, distance=self.model.distance)
+    def _evaluate(
+        self,
+        spec: EvaluationSpec,
+        queries: EmbeddingSet,
+        gallery: EmbeddingSet | None,
+        *,
+        partial: Path | None = None,
+    ) -> Evaluation:
+        distance = self.model.distance
+        return evaluate(queries, gallery, spec, distance=distance, partial=partial, progress=sys.stderr.isatty())
 
     def _embed_rows(self, rows: Any, describe: str) -> EmbeddingSet:
         self.model.eval()
@@ -309,7 +318,7 @@ def _result(
         "stop_reason": progress.stop_reason,
         "monitor": cfg.fit.monitor,
         "val_is_test": data.split.val_is_test,
-        "search": "exact",
+        "search": test.search if test else build.component(cfg.evaluation).search,
         "metrics": scores,
         "n_query": test.n_query if test else 0,
         "n_gallery": test.n_gallery if test else 0,
@@ -321,7 +330,9 @@ def _result(
     }
 
 
-def _keep_checkpoints(run_dir: Path, keep: str) -> None:
+def _tidy(run_dir: Path, keep: str) -> None:
+    """Remove what a complete run needs no more."""
+    (run_dir / store.PARTIAL).unlink(missing_ok=True)
     for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
         if keep not in kept:
             (run_dir / name).unlink(missing_ok=True)

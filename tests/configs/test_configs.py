@@ -426,8 +426,12 @@ def test_metrics_of_before_keep_the_names_of_cells_and_others_do_not() -> None:
         return config_sha256(compose("train", list(overrides)))
 
     usual = digest()
-    assert digest("~evaluation.metrics", "~evaluation.kmeans_seed") == usual
-    assert len({usual, digest("evaluation.metrics=[nmi]"), digest("evaluation.kmeans_seed=1")}) == 3
+    before = compose("train", ["~evaluation.metrics", "~evaluation.kmeans_seed"])
+    OmegaConf.set_struct(before, False)
+    del before.evaluation["rerank"]
+    assert config_sha256(before) == usual
+    others = (digest(f"evaluation.{key}") for key in ("metrics=[nmi]", "kmeans_seed=1", "rerank=100"))
+    assert len({usual, *others}) == 4
 
 
 def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:

@@ -5,7 +5,8 @@ import torch
 
 from dmlbench import build
 from dmlbench.cli.front import compose
-from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import read_result
 from dmlbench.run import run
 from dmlbench.runtime import set_strict_float32
@@ -25,6 +26,23 @@ def test_scores_of_embeddings_on_the_gpu_are_those_on_the_cpu_bit_by_bit() -> No
     on_cpu = evaluate(EmbeddingSet(rows, labels, torch.arange(3000)))
     on_gpu = evaluate(EmbeddingSet(rows.cuda(), labels.cuda(), torch.arange(3000).cuda()))
     assert on_cpu.scores == on_gpu.scores
+
+
+@pytest.mark.parametrize("rerank", [None, 200])
+def test_scores_by_a_distance_on_the_gpu_are_those_on_the_cpu_bit_by_bit(rerank: int | None) -> None:
+    torch.manual_seed(2)
+    distance = AvslDistance(3, 32, top_k=8)
+    distance.observe([(torch.rand(4, 32, 9), torch.rand(4, 32, 9)) for _ in range(2)])
+    labels = torch.arange(900) % 30
+    embeddings = torch.randn(30, 3, 32)[labels] + 1.5 * torch.randn(900, 3, 32)
+    rows = distance.pack(torch.nn.functional.normalize(embeddings, dim=2), torch.rand(900, 3, 32))
+    rows[450:500] = rows[:50]  # exact duplicates: ties by index
+    spec = EvaluationSpec(rerank=rerank)
+    on_cpu = evaluate(EmbeddingSet(rows, labels, torch.arange(900)), spec=spec, distance=distance)
+    distance.cuda()
+    for where in ("cpu", "cuda"):  # a run embeds to the CPU
+        queries = EmbeddingSet(rows.to(where), labels.to(where), torch.arange(900).to(where))
+        assert evaluate(queries, spec=spec, distance=distance).scores == on_cpu.scores
 
 
 @pytest.mark.parametrize("pooling", ["gap", "gmp", "gem", "k_max", "gsp"])

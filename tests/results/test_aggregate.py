@@ -91,6 +91,15 @@ def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
     assert aggregate_cell(runs, distances=other, force=True, progress=False)["scores"]["concatenated"] != unit
 
 
+def test_summaries_of_shortlists_say_so_and_that_collections_rank_everything(tmp_path) -> None:
+    _write_runs(tmp_path, ALL, search="rerank@100")
+    summary = aggregate_cell(find_runs(tmp_path), progress=False)
+    assert (summary["search"], summary["concatenated_search"]) == ("rerank@100", "exact")
+    _write_runs(tmp_path, ALL[:1])
+    with pytest.raises(RunError, match=r"differ in search \(exact in fold0_rep0, rerank@100 in fold0_rep1\)"):
+        aggregate_cell(find_runs(tmp_path), force=True, progress=False)
+
+
 def test_missing_runs_are_an_error_that_names_them(tmp_path) -> None:
     _write_runs(tmp_path, [c for c in ALL if c not in ((1, 2), (3, 0))])
     with pytest.raises(RunError, match=r"2 of 12 runs are missing \(fold1_rep2, fold3_rep0\)"):

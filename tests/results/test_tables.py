@@ -41,6 +41,13 @@ def test_scores_that_print_alike_are_all_best() -> None:
     assert text.count("**50.00**") == 4
 
 
+def test_notes_say_which_numbers_rest_on_shortlists() -> None:
+    short = _summary(0.5, 0.01, search="rerank@100", concatenated_search="exact")
+    text = to_text(_table(_summary(0.5, 0.01), short))
+    assert "row_0: exact search, 100 queries" in text
+    assert "row_1: rerank@100 search (concatenated: exact), 100 queries" in text
+
+
 def test_single_row_has_no_best() -> None:
     assert "*" not in to_text(_table(_summary(0.5, None))).replace("* best of the column", "")
 

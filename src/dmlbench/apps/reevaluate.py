@@ -73,6 +73,8 @@ class Evaluated:
         beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
         if beyond and "recall_at_k" in self.spec.metrics:
             result.append(f"recall at {', '.join(map(str, beyond))} looks at the whole gallery of {n.n_gallery}")
+        if n.search != "exact":
+            result.append(f"{n.search}: of every query, only the items of a shortlist were ranked")
         if n.kmeans is not None:
             result.append(f"clusters of nmi and ami: k-means of {n.kmeans}")
         return result

@@ -16,10 +16,11 @@ from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, score_names
 from dmlbench.evaluation.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
-from dmlbench.evaluation.parallel import num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.parallel import num_threads, over_threads, single_threaded_products, single_threaded_torch
 from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.pruning import prune
 from dmlbench.evaluation.search import MIN_TILE_BYTES, unit_search
+from dmlbench.evaluation.similarity import strict_float32_products
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 Choice = tuple[int, ...]
@@ -116,7 +117,7 @@ def _score(
     bar = tqdm(
         total=len(task.valid), initial=store.done, desc="collections", unit="query", disable=not progress, leave=False
     )
-    with bar, single_threaded_products():
+    with bar, single_threaded_products(), single_threaded_torch(), strict_float32_products():
         for part in over_threads(work, tiles, threads=threads):
             store.advance(len(part))
             bar.update(len(part))

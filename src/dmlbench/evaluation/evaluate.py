@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
 from dmlbench.evaluation.candidates import Keys, column_of, settle
 from dmlbench.evaluation.clustering import cluster_scores, kmeans_library
 from dmlbench.evaluation.metrics import (
-    CLUSTER_METRICS,
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
     check_metrics,
@@ -23,7 +24,9 @@ from dmlbench.evaluation.metrics import (
     query_scores,
     score_names,
 )
-from dmlbench.evaluation.pairwise import distance_tiles, ranks_like_unit_vectors
+from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
+from dmlbench.evaluation.rerank import check_rerank
+from dmlbench.evaluation.resume import ResumableScores
 from dmlbench.evaluation.search import TILE_BYTES, BackEnd, check_tile_bytes, unit_search
 from dmlbench.evaluation.sets import check_sets, ids_of, labels_of, self_columns
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
 
 logger = logging.getLogger(__name__)
+
+_RERANK = "rerank@"
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class EvaluationSpec:
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
         metrics: what to compute, names of ``dmlbench.evaluation.metrics.METRICS``; "recall_at_k" is for every K.
         kmeans_seed: decides where the clusters of nmi and ami begin.
+        rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -51,6 +57,7 @@ class EvaluationSpec:
     tile_bytes: int = TILE_BYTES
     metrics: tuple[str, ...] = DEFAULT_METRICS
     kmeans_seed: int = 0
+    rerank: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
@@ -60,6 +67,18 @@ class EvaluationSpec:
         check_metrics(self.metrics)
         if not 0 <= self.kmeans_seed < 2**31:
             raise ConfigError(f"kmeans_seed ({self.kmeans_seed}) must lie in [0, 2^31), the seeds that faiss takes")
+        if self.rerank is not None and self.rerank < 1:
+            raise ConfigError(f"rerank ({self.rerank}) must be at least 1, or null for the whole gallery")
+        if self.rerank is not None and "map" in self.metrics:
+            raise ConfigError(
+                f"map needs the whole ranking, and rerank ({self.rerank}) gives the first places only; "
+                "leave map out of evaluation.metrics, or set evaluation.rerank=null"
+            )
+
+    @property
+    def search(self) -> str:
+        """How the ranking is found, as results name it."""
+        return "exact" if self.rerank is None else f"{_RERANK}{self.rerank}"
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -78,6 +97,7 @@ class Evaluation:
         n_gallery: gallery items searched (the queries, where no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library and seed of the clusters of nmi and ami, or None.
+        search: "exact", or "rerank@N" where only N items of each query were ranked.
     """
 
     scores: dict[str, float]
@@ -86,6 +106,7 @@ class Evaluation:
     n_gallery: int
     n_skipped_queries: int
     kmeans: str | None = None
+    search: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -152,12 +173,19 @@ def retrieval_task(
     return RetrievalTask(query_labels, gallery_labels, own, positives, valid, k)
 
 
+def rerank_of(search: str) -> int | None:
+    """The N of "rerank@N", None of "exact": what ``EvaluationSpec.search`` was made from."""
+    return int(search.removeprefix(_RERANK)) if search.startswith(_RERANK) else None
+
+
 def evaluate(
     queries: EmbeddingSet,
     gallery: EmbeddingSet | None = None,
     spec: EvaluationSpec | None = None,
     *,
     distance: "BaseDistance | None" = None,
+    partial: Path | None = None,
+    progress: bool = False,
 ) -> Evaluation:
     """Rank the gallery for every query and score the ranking.
 
@@ -165,38 +193,47 @@ def evaluate(
 
     With the Euclidean distance of unit vectors (``distance`` None, or one that ranks alike) rows are normalized to
     float32 unit rows once, the ranking is that of their float64 inner products with ties by gallery index, and the
-    scores are bit-equal for every back end, tile size, thread count and device. With any other distance the ranking is
-    by ``distance(query, gallery)``, computed tile by tile in float64 (in the distance's own precision if it has
-    parameters), ties by gallery index; what that distance separates by rounding alone may depend on the tile.
+    scores are bit-equal for every back end, tile size, thread count and device. So they are with a distance that bounds
+    its float32 error (see ``pairwise``): float64 arithmetic on the float32 rows decides. With any other distance
+    its matrix in float64 decides (in the distance's own precision if it has parameters); what that distance separates
+    by rounding alone may depend on the tile.
 
     Args:
         queries: rows [Q, D]; the products run on the device of these rows.
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance, larger is nearer if ``is_inverted``.
+        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
+        partial: file by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
+            same embeddings and settings. It stays, complete, for the caller to remove. Unit vectors need none.
+        progress: whether to show a bar, with a ``distance``.
 
     Raises:
         RunError: no query has a positive; empty sets, widths that differ, NaN, repeated gallery ids, or an id with two
             labels.
-        ConfigError: the back end is missing; a metric of classes or clusters is asked for with a distance that unit
-            vectors do not have.
+        ConfigError: the back end is missing; a metric of classes or clusters or a back end is asked for that unit
+            vectors alone have; a shortlist that the distance does not offer, or too short a one.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
     recall_at, metrics = spec.recall_at, spec.metrics
     task = retrieval_task(queries, reference, recall_at=recall_at, metrics=metrics)
-    if distance is None or ranks_like_unit_vectors(distance):
+    own = None if distance is None or ranks_like_unit_vectors(distance) else distance
+    if spec.rerank is not None:
+        check_rerank(spec.rerank, own, k=task.k, num_gallery=len(reference))
+    if own is None:
+        known = ResumableScores(None, query_score_names(recall_at, metrics), len(queries), fingerprint="")
         tiles = _unit_tiles(queries, gallery, spec, task)
     else:
-        _refuse_cluster_metrics(spec, distance)
-        tiles = distance_tiles(queries, reference, task, distance, tile_bytes=spec.tile_bytes)
-
-    per_query = {name: np.full(len(queries), np.nan) for name in query_score_names(recall_at, metrics)}
+        refuse_what_unit_vectors_have(spec, own)
+        known, tiles = rank_by_distance(queries, gallery, task, spec, own, partial=partial, progress=progress)
+    per_query = known.per_query
     if per_query:
         for part, relevant in tiles:
             scores = query_scores(relevant, task.positives[part], recall_at=recall_at, metrics=metrics)
             for name, values in scores.items():
                 per_query[name][part] = values
+            known.advance()
+        known.save()
     if task.n_skipped_queries:
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
@@ -210,16 +247,8 @@ def evaluate(
         len(reference),
         task.n_skipped_queries,
         kmeans=clustered,
+        search=spec.search,
     )
-
-
-def _refuse_cluster_metrics(spec: EvaluationSpec, distance: "BaseDistance") -> None:
-    asked = [metric for metric in spec.metrics if metric in CLUSTER_METRICS]
-    if asked:
-        raise ConfigError(
-            f"{', '.join(asked)} compare unit vectors, which {type(distance).__name__} does not; "
-            "leave them out of evaluation.metrics"
-        )
 
 
 def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmlbench.evaluation.candidates import ExactSimilarity
 from dmlbench.evaluation.pairwise import PairwiseSimilarity
@@ -71,23 +70,18 @@ class UnitMember:
 
 @dataclass(frozen=True)
 class DistanceMember:
-    """A run with a pairwise distance of its own, whose values in its own precision decide."""
+    """A run with a pairwise distance of its own."""
 
     similarity: PairwiseSimilarity
 
     def tile(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> PairTile:
-        """See ``Member``; float32 rounds the distance's values."""
+        """See ``Member``; the error is the distance's own, and float32's of rounding its values."""
         value = self.similarity(part, slice(start, stop))
         out[...] = value
         largest = float(np.abs(value).max(initial=0.0))
-        return PairTile(out, largest * 2.0**-24 + 2.0**-149, largest)
+        relative = 1.02 * self.similarity.relative + 2.0**-24
+        return PairTile(out, largest * relative + self.similarity.absolute + 2.0**-149, 1.01 * largest)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
-        """See ``Member``; a query's row is computed against all items that are asked for."""
-
-        def similarity(rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
-            wanted_rows, row = np.unique(rows, return_inverse=True)
-            wanted_columns, column = np.unique(columns, return_inverse=True)
-            return self.similarity(part[wanted_rows], wanted_columns)[row, column]
-
-        return similarity
+        """See ``Member``."""
+        return self.similarity.exact(part)

@@ -57,7 +57,7 @@ class PartialScores:
         """
         if folder is None:
             return cls(np.full(shape, np.nan), done=0, fingerprint="", folder=None)
-        fingerprint = _fingerprint(members, galleries, names, distances)
+        fingerprint = fingerprint_of(members, galleries, names, distances)
         values = folder / _VALUES
         if (folder / _PROGRESS).exists():
             done = _known(folder, fingerprint, shape)
@@ -128,7 +128,9 @@ def forget(folder: Path) -> None:
         folder.rmdir()
 
 
-def _fingerprint(members: Members, galleries: Members | None, names: Sequence[str], distances: Distances | None) -> str:
+def fingerprint_of(
+    members: Members, galleries: Members | None, names: Sequence[str], distances: Distances | None
+) -> str:
     """Hash of all that the scores depend on."""
     digest = hashlib.sha256(f"{_FORMAT} {list(names)} {[len(fold) for fold in members]}".encode())
     for group in (members, galleries or []):
@@ -139,6 +141,8 @@ def _fingerprint(members: Members, galleries: Members | None, names: Sequence[st
                 digest.update(array.view(torch.uint8).numpy().data if array.numel() else b"")
     for distance in (distance for fold in distances or [] for distance in fold):
         digest.update(repr(distance).encode())
+        settings = vars(distance).items() if distance is not None else ()  # few distances print theirs
+        digest.update(repr(sorted((k, v) for k, v in settings if isinstance(v, bool | int | float | str))).encode())
         for name, tensor in distance.state_dict().items() if distance is not None else ():
             digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
     return digest.hexdigest()

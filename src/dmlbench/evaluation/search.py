@@ -58,7 +58,7 @@ TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
 _TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones make numpy arrange the gallery more often
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
-_BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
+BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
 _WIDE = 8192  # galleries up to here are one tile wide
 _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow the gallery tile instead
 
@@ -143,7 +143,7 @@ class UnitSearch:
         free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
         entries = max(1, free // _BYTES_PER_ENTRY)
         rows, columns = _tile_shape(num_queries, num_gallery, min(entries, _TILE_ENTRIES) if self.on_host else entries)
-        return max(1, min(rows, free // (_BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
+        return max(1, min(rows, free // (BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
 
     def _by_faiss(self, part: IntArray, k: int, columns: int) -> Keys:
         """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by ``_dense``."""

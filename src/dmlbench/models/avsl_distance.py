@@ -65,6 +65,7 @@ class AvslDistance(BaseDistance):
 
     edges: Tensor
     updates: Tensor
+    is_symmetric = True  # squares of differences and products of certainties are the same from both sides
 
     def __init__(
         self,
@@ -150,7 +151,8 @@ class AvslDistance(BaseDistance):
         Rows sum to 1; in the official variant a node without an edge above 0 has none.
         """
         edges = self.edges.relu() if self.variant == "official" else self.edges
-        strongest, place = edges.topk(self.top_k, dim=-1)
+        # a stable sort: which of equal edges are kept must not depend on device and precision
+        strongest, place = (x[..., : self.top_k] for x in edges.sort(dim=-1, descending=True, stable=True))
         total = strongest.sum(-1, keepdim=True) + (_EPSILON if self.variant == "official" else 0.0)
         return torch.zeros_like(edges).scatter_(-1, place, strongest / total)
 
@@ -200,6 +202,17 @@ class AvslDistance(BaseDistance):
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Distances [P] of rows [P, 2 L r], pair by pair."""
         return self._compute(query_emb, ref_emb)
+
+    def shortlist_rows(self, rows: Tensor) -> Tensor:
+        """Rows [N, r] whose Euclidean distance of unit vectors is a cheap stand-in: the top level's embeddings."""
+        return self.levels(rows)[0][:, -1]
+
+    def float32_error(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[float, float]:
+        """(relative, absolute): distances of float32 rows [Q, 2 L r] and [N, 2 L r] are right up to
+        ``relative * d + absolute``, whatever the order of summation (see ``avsl_rounding``)."""
+        from dmlbench.models.avsl_rounding import float32_error
+
+        return float32_error(self, query_emb, ref_emb)
 
     def attribute(self, query_emb: Tensor, ref_emb: Tensor) -> Attribution:
         """Nodes, reliabilities and sensitivities of pairs of rows [P, 2 L r] (eq. 11).

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmlbench.evaluation.embed import load_embeddings
-from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate, rerank_of
 from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, locked, read_result
@@ -41,8 +41,9 @@ def aggregate_cell(
     """Summarize the runs of one cell into ``aggregate.json`` (and ``collections.csv``) in the cell's folder.
 
     The rule is the protocol's: "collections" (mean and population std over all collections of fold models, embeddings
-    apart and concatenated), "best_and_mean" (best repeat, and mean and std over repeats), "mean" (of the validation
-    scores over repeats), "mean_of_test" (of the test scores over repeats).
+    apart and concatenated; the latter rank the whole gallery, even where the runs ranked a shortlist), "best_and_mean"
+    (best repeat, and mean and std over repeats), "mean" (of the validation scores over repeats), "mean_of_test" (of the
+    test scores over repeats).
 
     Args:
         runs: every run directory of the cell, complete or not.
@@ -138,6 +139,7 @@ def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any
         ("dataset_fingerprint", "the data set changed between the runs; remove the older ones and run them again"),
         ("base_seed", "use one base_seed for all runs of a cell"),
         ("n_query", "the test set changed between the runs; remove the older ones and run them again"),
+        ("search", "the runs were ranked by different shortlists; evaluate them alike"),
         ("n_gallery", "the test set changed between the runs; remove the older ones and run them again"),
     ):
         values: dict[Any, str] = {}
@@ -166,12 +168,13 @@ def _collections(
         galleries = [[stored.gallery for stored in row if stored.gallery is not None] for row in loaded]
     own_distances = [[distances.get(key) for key in keys] for keys in by_fold]
     tested = [[results[key]["metrics"]["test"] for key in keys] for keys in by_fold]
-    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
+    rerank = rerank_of(next(iter(results.values()))["search"])
+    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes, rerank=rerank)
     if any(name not in run for fold in tested for run in fold for name in spec.score_names):
         # The runs were scored by other metrics: those are kept, what collections need is added.
         tested = [
             [
-                evaluate(stored.queries, stored.gallery, spec, distance=distance).scores | run
+                evaluate(stored.queries, stored.gallery, spec, distance=distance, progress=progress).scores | run
                 for stored, distance, run in zip(*fold, strict=True)
             ]
             for fold in zip(loaded, own_distances, tested, strict=True)
@@ -200,6 +203,8 @@ def _collections(
     dimension = int(queries[0][0].rows.shape[1])
     return scores, {
         "n_collections": len(frame),
+        # the sum of the folds' distances has no shortlist: whatever ranked the runs, it is over the whole gallery
+        **({} if rerank is None else {"concatenated_search": "exact"}),
         "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
         "interval_95": intervals,
     }

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dmlbench.runtime import atomic_write, is_open_at
 from dmlbench.types import RunError
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
+RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
     "error.txt",
     "run.lock",
@@ -22,6 +22,7 @@ RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
     "embeddings.safetensors",
     "distance.safetensors",  # state of a distance that has one
     "plan.json",  # of stage 1 of the two-stage protocol
+    "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
 

@@ -142,9 +142,10 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append("scored on the validation classes; the test half was not looked at")
     else:
         skipped = summary["n_skipped_queries"]
-        facts.append(
-            f"{summary['search']} search, {searched}" + (f", {skipped} without a positive left out" if skipped else "")
-        )
+        how = f"{summary['search']} search"
+        if "concatenated_search" in summary:
+            how += f" (concatenated: {summary['concatenated_search']})"
+        facts.append(f"{how}, {searched}" + (f", {skipped} without a positive left out" if skipped else ""))
     return facts
 
 
