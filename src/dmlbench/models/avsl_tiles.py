@@ -167,7 +167,7 @@ class AvslTiles:
         return out
 
     def _chunk(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, *, out: Tensor) -> None:
-        """Distances out [a, b] of e, f and d (the second certainties) [a or 1, b or 1, L, r], ``scaled`` = gain alpha c."""
+        """Distances ``out`` [a, b] of embeddings e and f, ``scaled`` = gain alpha c, and the second certainties d."""
         if self._compiles and AvslTiles._can_compile:
             try:
                 out.copy_(_compiled()(e, scaled, f, d, self._beta, self._edges))
