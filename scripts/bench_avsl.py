@@ -3,11 +3,11 @@
 python scripts/bench_avsl.py [--part time memory ranking] [--queries 256] [--gallery 2000] [--size 512] [--levels 3]
     [--threads 1 2] [--rounds 3] [--ranking-rows 1200] [--out tiles.md]
 
-  plain        as public code evaluates: a slice of queries against the whole gallery, each step a new array [slice, N, r]
+  plain        as public code evaluates: a slice of queries against the whole gallery, every step a new [slice, N, r]
   tiles        AvslTiles, torch's threads within a chunk
   tiles, own   AvslTiles, parts of the queries shared out to as many threads, one torch thread each
   bf16         AvslTiles of precision bf16
-  products     the L - 1 products [P, r] x [r, r] of every pair alone, on arrays that stay in the cache, best P of several
+  products     the L - 1 products [P, r] x [r, r] of all pairs alone, on arrays that stay in the cache, best of some P
 
 Contenders take turns, the least of the rounds counts. Seconds of one thread are processor seconds (those of the wall on
 an idle machine), of more threads those of the wall.
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from dmlbench.runtime import single_threaded_torch
 
 SETS = {"CUB": 5924, "Cars": 8131, "SOP": 60502}  # test images
 PARTS = ("time", "memory", "ranking")
-PRODUCT_PAIRS = (128, 256, 512)
+PRODUCT_PAIRS = (256, 512)
 MEMORY_QUERIES, MEMORY_GALLERY = 16, 2048  # 32k pairs
 Action = Callable[[], object]
 
@@ -98,12 +99,14 @@ def products(distance: AvslDistance, *, pairs: int, total: int) -> Action:
     return action
 
 
-def shared_out(action: Callable[[Tensor], object], queries: Tensor, threads: int) -> Action:
-    def shared() -> None:
-        with single_threaded_torch(), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(action, queries.split(-(-len(queries) // (4 * threads)))))
+def at_once(actions: list[Action], threads: int) -> Action:
+    """The actions, taken by ``threads`` threads that each leave torch one."""
 
-    return shared
+    def action() -> None:
+        with single_threaded_torch(), ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda one: one(), actions))
+
+    return action
 
 
 def least_seconds(contenders: dict[str, Action], rounds: int, threads: int) -> dict[str, float]:
@@ -135,15 +138,15 @@ def bench_time(options: argparse.Namespace, report: Report) -> None:
     for threads in options.threads:
         torch.set_num_threads(threads)
         contenders: dict[str, Action] = {
-            f"plain, slices of {n}": lambda n=n: plain(distance, queries, gallery, rows=n) for n in options.slices
+            f"plain, slices of {n}": partial(plain, distance, queries, gallery, rows=n) for n in options.slices
         }
-        contenders["tiles"] = lambda: tiles(queries, gallery)
-        contenders["bf16"] = lambda: rounded(queries, gallery)
+        contenders |= {"tiles": partial(tiles, queries, gallery), "bf16": partial(rounded, queries, gallery)}
         contenders |= {f"products {n}": products(distance, pairs=n, total=total) for n in PRODUCT_PAIRS}
         if threads > 1:
-            contenders["tiles, own"] = shared_out(lambda part: tiles(part, gallery), queries, threads)
-            own = [products(distance, pairs=n, total=total // threads) for n in PRODUCT_PAIRS[1:2] * threads]
-            contenders["products own"] = shared_actions(own)
+            parts = queries.split(-(-len(queries) // (4 * threads)))
+            contenders["tiles, own"] = at_once([partial(tiles, part, gallery) for part in parts], threads)
+            own = [products(distance, pairs=256, total=total // threads) for _ in range(threads)]
+            contenders["products, own"] = at_once(own, threads)
         s = least_seconds(contenders, options.rounds, threads)
         floor = min(value for name, value in s.items() if name.startswith("products"))
         reference = min(value for name, value in s.items() if name.startswith("plain"))
@@ -161,14 +164,6 @@ def bench_time(options: argparse.Namespace, report: Report) -> None:
         ]
     report("\n*Error* is the largest relative one to float64 (8 queries).")
     report("Estimates for half of all pairs of a test set (time per pair, not run): " + ", ".join(estimates) + ".\n")
-
-
-def shared_actions(actions: list[Action]) -> Action:
-    def shared() -> None:
-        with single_threaded_torch(), ThreadPoolExecutor(len(actions)) as pool:
-            list(pool.map(lambda action: action(), actions))
-
-    return shared
 
 
 def memory_value(field: str) -> int:

@@ -80,13 +80,14 @@ class AvslTiles:
             RunError: no edges yet.
         """
         distance.require_edges()
+        dtype = dtype or distance.alpha.dtype
         if precision == "bf16" and (distance.inference != "rectified" or dtype == torch.float64):
             raise ConfigError(
                 "precision bf16 rounds products with edges in float32 tiles, but these tiles are of inference "
-                f"'{distance.inference}' in {dtype or distance.alpha.dtype}; use precision=full"
+                f"'{distance.inference}' in {dtype}; use precision=full"
             )
         with torch.inference_mode(False), torch.no_grad():
-            own = copy.deepcopy(distance).to(device=device, dtype=dtype or distance.alpha.dtype)
+            own = copy.deepcopy(distance).to(device=device, dtype=dtype)
             self._distance = own
             self._alpha, self._beta = own.gain * own.alpha, own.gain * own.beta  # [L - 1, r]
             product_dtype = torch.bfloat16 if precision == "bf16" else own.alpha.dtype
@@ -102,7 +103,7 @@ class AvslTiles:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of a thread's arrays, beside the edges and the result."""
+        """Bytes of a thread's arrays, beside the edges and the result; compiled chunks take about as many."""
         return self._buffers.bytes
 
     @torch.no_grad()
@@ -266,7 +267,9 @@ def _compiled() -> Callable[..., Tensor]:
 def _squared_distances(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
     """|x - y|^2 [Q, N] of x [Q, D] and y [N, D]."""
     torch.mm(x, y.mT, out=out)
-    return out.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
+    # a norm needs no array [N, D], as the sum of squares would
+    xx, yy = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x, y))
+    return out.mul_(-2).add_(xx[:, None]).add_(yy).clamp_(min=0)
 
 
 def distance_matrix(distance: "AvslDistance", queries: Tensor, gallery: Tensor) -> Tensor:
