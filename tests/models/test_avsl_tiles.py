@@ -86,6 +86,15 @@ def test_a_chunk_fits_its_arrays_and_uses_half_of_them_or_has_all(queries, galle
     assert min(pairs / 2, queries * gallery) <= rows * columns <= pairs
 
 
+@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (7, 300), (300, 7), (131, 67)])
+def test_chunks_cover_every_pair_once(queries, gallery):
+    seen = torch.zeros(queries, gallery)
+    for rows, columns in avsl_tiles._chunks(queries, gallery, pairs=16):
+        assert seen[rows, columns].numel() <= 16
+        seen[rows, columns] += 1
+    assert (seen == 1).all()
+
+
 def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
     distance = trained()
     x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)

@@ -6,7 +6,7 @@ Letters: L levels, r nodes of each, Q and N images, a x b images of a chunk's tw
 import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 
 # of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
+_CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
 _MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
 
 
@@ -122,12 +123,9 @@ class AvslTiles:
             return _squared_distances(e[:, -1], f[:, -1], out=result)
         if self._distance.inference == "concat":
             return _squared_distances(e.flatten(1), f.flatten(1), out=result)
-        rows, columns = _chunk_shape(*shape, pairs=self._pairs)
-        for top in range(0, shape[0], rows):
-            x, scaled = e[top : top + rows, None], (self._alpha * c[top : top + rows, 1:])[:, None]
-            for left in range(0, shape[1], columns):
-                y, certainty = f[None, left : left + columns], d[None, left : left + columns]
-                self._chunk(x, scaled, y, certainty, out=result[top : top + rows, left : left + columns])
+        for part, place in _chunks(*shape, pairs=self._pairs):
+            scaled = (self._alpha * c[part, 1:])[:, None]
+            self._chunk(e[part, None], scaled, f[None, place], d[None, place], out=result[part, place])
         return result
 
     @torch.no_grad()
@@ -247,6 +245,15 @@ def _chunk_shape(queries: int, gallery: int, *, pairs: int) -> tuple[int, int]:
     rows = min(queries, 2 ** ((pairs.bit_length() - 1) // 2))
     columns = min(gallery, pairs // rows)
     return min(queries, pairs // columns), columns
+
+
+def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of chunks that cover [Q, N]; the queries of some chunks stay in the cache over all columns."""
+    rows, columns = _chunk_shape(queries, gallery, pairs=pairs)
+    for top in range(0, queries, _CACHED_CHUNKS * rows):
+        for left in range(0, gallery, columns):
+            for start in range(top, min(top + _CACHED_CHUNKS * rows, queries), rows):
+                yield slice(start, start + rows), slice(left, left + columns)
 
 
 def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, edges: Tensor) -> Tensor:
