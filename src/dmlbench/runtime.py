@@ -106,6 +106,17 @@ def set_strict_float32() -> None:
 
 
 @contextlib.contextmanager
+def single_threaded_torch() -> Iterator[None]:
+    """torch's operations use the calling thread alone inside, also those of threads that are started inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def autocast(device: torch.device, precision: Precision) -> Iterator[None]:
     """bf16 autocast for the backbone; parts that need float32 (distances, transport) leave it by themselves."""
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):

@@ -11,6 +11,7 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
+from dmlbench.models.avsl_tiles import AvslTiles, TilePrecision, distance_matrix
 from dmlbench.types import ConfigError, RunError, closest
 
 Variant = Literal["official", "paper"]
@@ -194,10 +195,17 @@ class AvslDistance(BaseDistance):
         """
         if torch.is_grad_enabled():
             return self._compute(query_emb[:, None], ref_emb[None])
-        self.require_edges()
-        from dmlbench.models.avsl_tiles import distance_matrix
-
         return distance_matrix(self, query_emb, ref_emb)
+
+    def tiles(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        precision: TilePrecision = "full",
+    ) -> AvslTiles:
+        """Distances of this state for many calls, as a search makes them; see ``AvslTiles``."""
+        return AvslTiles(self, dtype=dtype, device=device, precision=precision)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Distances [P] of rows [P, 2 L r], pair by pair."""

@@ -1,26 +1,289 @@
-"""AVSL's distances of many pairs without a graph, in parts that stay in the cache.
+"""AVSL's distances of many pairs without a graph, in chunks of pairs whose arrays stay in the cache and are used again.
 
-Letters: L levels, r nodes of each, Q and N images.
+Letters: L levels, r nodes of each, Q and N images, a x b images of a chunk's two sides, P pairs.
 """
 
-from typing import TYPE_CHECKING
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor
+
+from dmlbench.types import ConfigError, RunError
 
 if TYPE_CHECKING:
     from dmlbench.models.avsl_distance import AvslDistance
 
-_PAIRS = 4096  # at a time
+TilePrecision = Literal["full", "bf16"]
+
+_logger = logging.getLogger(__name__)
+
+# of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
+_BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
+_CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
+_MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
+
+
+class AvslTiles:
+    """Distances of one state of an ``AvslDistance``, for any number of calls.
+
+    Edges, alpha and beta are read once, when this is made; later training does not change it. A chunk of a x b pairs
+    takes three arrays [P, r] (nodes, product, reliabilities), which every thread holds for itself and writes again and
+    again, so that the memory is that of the result and of ``working_bytes``. From below,
+
+        b = delta-hat^(l-1) W~^T,  p^l = sigmoid((gain alpha^l c^l) c'^l + gain beta^l),
+        delta-hat^l = b + p^l (delta^l - b).
+
+    inference ``top`` and ``concat`` are squared distances of vectors, hence one matrix product without chunks; there,
+    images that equal each other are some 1e-7 apart in float32. Otherwise they are exactly 0 apart.
+
+    A thread works with as many threads as torch gives it. Callers that share tiles out to threads of their own give
+    torch one thread (``dmlbench.runtime.single_threaded_torch``).
+
+    What two images' distance is does not depend on the rest of the call but by float32 rounding: products may sum in an
+    order that depends on a pair's place. Chunks are filled up to a multiple of 16 pairs, with which MKL and oneDNN
+    give equal pairs equal values wherever they stand; other libraries need not. The same holds for d(x, y) = d(y, x),
+    where (alpha c) c' and (alpha c') c are rounded differently. Rankings that must not depend on it decide near ties
+    by tiles of ``dtype=torch.float64``.
+
+    On CUDA, a chunk is one function that torch.compile fuses around its matrix products. Where it cannot be compiled
+    (a warning says so once), the chunk is computed operation by operation.
+    """
+
+    _can_compile: ClassVar[bool] = True  # until it failed in this process
+
+    def __init__(
+        self,
+        distance: "AvslDistance",
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        precision: TilePrecision = "full",
+        buffer_bytes: int | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            distance: whose distances.
+            dtype: of computation and result, float32 or float64; the distance's own if None. Rows are converted.
+            device: where rows lie; the distance's own if None.
+            precision: "bf16" rounds delta-hat, edges and their products to bfloat16 (sums are kept in float32). It
+                moves distances by some 1e-3 of their size, which changes rankings: not for numbers that are reported.
+            buffer_bytes: of each of the three arrays, at least that of 16 pairs.
+            compiled: whether chunks are compiled; on CUDA if None.
+
+        Raises:
+            ConfigError: bf16 without products of edges or in float64.
+            RunError: no edges yet.
+        """
+        distance.require_edges()
+        dtype = dtype or distance.alpha.dtype
+        if precision == "bf16" and (distance.inference != "rectified" or dtype == torch.float64):
+            raise ConfigError(
+                "precision bf16 rounds products with edges in float32 tiles, but these tiles are of inference "
+                f"'{distance.inference}' in {dtype}; use precision=full"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            own = copy.deepcopy(distance).to(device=device, dtype=dtype)
+            self._distance = own
+            self._alpha, self._beta = own.gain * own.alpha, own.gain * own.beta  # [L - 1, r]
+            product_dtype = torch.bfloat16 if precision == "bf16" else own.alpha.dtype
+            edges = own.normalized_edges() if own.inference == "rectified" else own.edges[:0]
+            self._edges = edges.mT.contiguous().to(product_dtype)  # [L - 1, r below, r]
+        self.dtype, self.device = own.alpha.dtype, own.alpha.device
+        self.precision = precision
+        size = buffer_bytes or _BUFFER_BYTES.get(self.device.type, _BUFFER_BYTES["cpu"])
+        pairs = size // (own.level_size * self.dtype.itemsize)
+        self._pairs = max(_MULTIPLE, pairs // _MULTIPLE * _MULTIPLE)
+        self._buffers = _Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
+        self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of a thread's arrays, beside the edges and the result; compiled chunks take about as many."""
+        return self._buffers.bytes
+
+    @torch.no_grad()
+    def __call__(self, queries: Tensor, gallery: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]; written into ``out`` if given.
+
+        Raises:
+            RunError: rows of another width or on another device, ``out`` of another shape, type or device.
+        """
+        (e, c), (f, d) = self._levels(queries), self._levels(gallery)
+        shape = (len(queries), len(gallery))
+        result = self._empty(shape) if out is None else self._checked(out, shape)
+        if result.numel() == 0:
+            return result
+        if self._distance.inference == "top":
+            return _squared_distances(e[:, -1], f[:, -1], out=result)
+        if self._distance.inference == "concat":
+            return _squared_distances(e.flatten(1), f.flatten(1), out=result)
+        for part, place in _chunks(*shape, pairs=self._pairs):
+            scaled = (self._alpha * c[part, 1:])[:, None]
+            self._chunk(e[part, None], scaled, f[None, place], d[None, place], out=result[part, place])
+        return result
+
+    @torch.no_grad()
+    def pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        """Distances [P] of rows [P, 2 L r], pair by pair.
+
+        Raises:
+            RunError: rows of another width or on another device, different numbers of them.
+        """
+        (e, c), (f, d) = self._levels(first), self._levels(second)
+        if len(e) != len(f):
+            raise RunError(f"{len(e)} rows cannot be compared with {len(f)} pair by pair; pass as many of both")
+        result = self._empty((len(e), 1))
+        for start in range(0, len(e), self._pairs):
+            part = slice(start, start + self._pairs)
+            x, y, certainty = (rows[part, None] for rows in (e, f, d))
+            if self._distance.infers:
+                self._chunk(x, (self._alpha * c[part, 1:])[:, None], y, certainty, out=result[part])
+            else:
+                lowest = -1 if self._distance.inference == "top" else 0
+                torch.sum((x - y)[..., lowest:, :].square_(), (-2, -1), out=result[part])
+        return result[:, 0]
+
+    def _levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if rows.device != self.device:
+            raise RunError(f"rows are on {rows.device}, but the tiles on {self.device}; make tiles with device=...")
+        return self._distance.levels(rows.to(self.dtype))
+
+    def _empty(self, shape: tuple[int, int]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _checked(self, out: Tensor, shape: tuple[int, int]) -> Tensor:
+        if (tuple(out.shape), out.dtype, out.device) != (shape, self.dtype, self.device):
+            raise RunError(
+                f"out is {tuple(out.shape)} of {out.dtype} on {out.device}, but the distances are {shape} of "
+                f"{self.dtype} on {self.device}"
+            )
+        return out
+
+    def _chunk(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, *, out: Tensor) -> None:
+        """Distances ``out`` [a, b] of embeddings e and f, ``scaled`` = gain alpha c, and the second certainties d."""
+        if self._compiles and AvslTiles._can_compile:
+            try:
+                out.copy_(_compiled()(e, scaled, f, d, self._beta, self._edges))
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # any stage of the compiler raises its own; wrong rows fail below as well
+                _logger.warning("AVSL's chunks are computed without torch.compile, more slowly: %s", error)
+                AvslTiles._can_compile = False
+        if self._distance.inference == "reliable":
+            self._fill_reliable(e, scaled, f, d, out)
+        else:
+            self._fill_rectified(e, scaled, f, d, out)
+
+    def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
+        buffers, count = self._buffers, out.numel()
+        nodes, product, reliability = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product", "p"))
+        torch.sub(e[..., 0, :], f[..., 0, :], out=nodes).square_()
+        for level, edges in enumerate(self._edges, start=1):
+            buffers.multiply(edges, count)
+            torch.addcmul(
+                self._beta[level - 1], scaled[..., level - 1, :], d[..., level, :], out=reliability
+            ).sigmoid_()
+            torch.sub(e[..., level, :], f[..., level, :], out=nodes).square_()
+            torch.lerp(product, nodes, reliability, out=nodes)
+        torch.sum(nodes, -1, out=out)
+
+    def _fill_reliable(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
+        nodes, reliability = (self._buffers.of_pairs(name, out.shape) for name in ("nodes", "p"))
+        torch.sub(e[..., -1, :], f[..., -1, :], out=nodes).square_()
+        torch.addcmul(self._beta[-1], scaled[..., -1, :], d[..., -1, :], out=reliability).sigmoid_()
+        torch.sum(nodes.mul_(reliability), -1, out=out)
+
+
+class _Buffers(threading.local):
+    """Arrays [P, r] of the thread that asks; they are made when it first does."""
+
+    def __init__(
+        self, pairs: int, width: int, dtype: torch.dtype, product_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._sizes = dict.fromkeys(("nodes", "product", "p"), (pairs, width, dtype))
+        if product_dtype != dtype:
+            self._sizes |= dict.fromkeys(("rounded nodes", "rounded product"), (pairs, width, product_dtype))
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(pairs * width * dtype.itemsize for pairs, width, dtype in self._sizes.values())
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self._held:
+            *shape, dtype = self._sizes[name]
+            with torch.inference_mode(False):  # else they could not be written outside of it
+                # zeros, as pairs that fill up a chunk are multiplied without having been written
+                self._held[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._held[name]
+
+    def of_pairs(self, name: str, shape: torch.Size) -> Tensor:
+        """The array's beginning as [a, b, r]."""
+        return self._get(name)[: shape.numel()].unflatten(0, shape)
+
+    def multiply(self, edges: Tensor, count: int) -> None:
+        """product = nodes W~^T of the first ``count`` pairs, filled up."""
+        padded = -(-count // _MULTIPLE) * _MULTIPLE
+        nodes, product = self._get("nodes")[:padded], self._get("product")[:padded]
+        if edges.dtype == nodes.dtype:
+            torch.mm(nodes, edges, out=product)
+            return
+        rounded = self._get("rounded nodes")[:padded].copy_(nodes)
+        product.copy_(torch.mm(rounded, edges, out=self._get("rounded product")[:padded]))
+
+
+def _chunk_shape(queries: int, gallery: int, *, pairs: int) -> tuple[int, int]:
+    """Sides (a, b) of chunks of at most ``pairs`` pairs: nearly square, as a chunk's rows must be read as well."""
+    rows = min(queries, 2 ** ((pairs.bit_length() - 1) // 2))
+    columns = min(gallery, pairs // rows)
+    return min(queries, pairs // columns), columns
+
+
+def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of chunks that cover [Q, N]; the queries of some chunks stay in the cache over all columns."""
+    rows, columns = _chunk_shape(queries, gallery, pairs=pairs)
+    for top in range(0, queries, _CACHED_CHUNKS * rows):
+        for left in range(0, gallery, columns):
+            for start in range(top, min(top + _CACHED_CHUNKS * rows, queries), rows):
+                yield slice(start, start + rows), slice(left, left + columns)
+
+
+def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, edges: Tensor) -> Tensor:
+    """What ``_fill_rectified`` computes, as a function for the compiler, which fuses and places arrays by itself."""
+    rectified = (e[..., 0, :] - f[..., 0, :]).square()
+    for level in range(1, e.shape[-2]):
+        below = (rectified.to(edges.dtype) @ edges[level - 1]).to(beta.dtype)
+        reliability = torch.sigmoid(beta[level - 1] + scaled[..., level - 1, :] * d[..., level, :])
+        rectified = torch.lerp(below, (e[..., level, :] - f[..., level, :]).square(), reliability)
+    return rectified.sum(-1)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_rectified, dynamic=True)  # the sizes at a matrix's ends need no function of their own
+
+
+def _squared_distances(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
+    """|x - y|^2 [Q, N] of x [Q, D] and y [N, D]."""
+    torch.mm(x, y.mT, out=out)
+    # a norm needs no array [N, D], as the sum of squares would
+    xx, yy = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x, y))
+    return out.mul_(-2).add_(xx[:, None]).add_(yy).clamp_(min=0)
 
 
 def distance_matrix(distance: "AvslDistance", queries: Tensor, gallery: Tensor) -> Tensor:
-    """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]."""
-    result = queries.new_empty(len(queries), len(gallery))
-    columns = min(len(gallery), _PAIRS)
-    rows = max(1, _PAIRS // max(1, columns))
-    for i in range(0, len(queries), rows):
-        for j in range(0, len(gallery), columns):
-            result[i : i + rows, j : j + columns] = distance._compute(
-                queries[i : i + rows, None], gallery[None, j : j + columns]
-            )
-    return result
+    """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r] by tiles made for this call, in the rows' type or a wider one.
+
+    Raises:
+        RunError: rows of another width, or no edges yet.
+    """
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, gallery.dtype), distance.alpha.dtype)
+    return AvslTiles(distance, dtype=dtype, device=queries.device)(queries, gallery)

@@ -1,0 +1,315 @@
+"""AVSL's tiles: against the formula over all pairs at once, in every mode, type, size and under threads."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
+
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from dmlbench.models import avsl_tiles
+from dmlbench.models.avsl_distance import AvslDistance, Inference
+from dmlbench.models.avsl_tiles import AvslTiles, distance_matrix
+from dmlbench.runtime import single_threaded_torch
+from dmlbench.types import ConfigError, RunError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with single_threaded_torch():  # chunks as small as here are slow in several
+        yield
+
+
+def trained(*, num_levels=3, level_size=24, seed=0, **options):
+    """A distance in float64 with edges of both signs and reliabilities all over (0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    distance = AvslDistance(num_levels, level_size, top_k=max(1, level_size // 4), **options).double()
+    with torch.no_grad():
+        distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator) - 0.1)
+        distance.alpha.copy_(torch.randn(distance.alpha.shape, generator=generator))
+        distance.beta.copy_(torch.randn(distance.beta.shape, generator=generator) / 3)
+        distance.updates.fill_(1)
+    return distance
+
+
+def rows_of(distance, count, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    size = (count, distance.num_levels, distance.level_size)
+    e = torch.nn.functional.normalize(torch.randn(size, generator=generator, dtype=torch.float64), dim=-1)
+    return distance.pack(e, torch.rand(size, generator=generator, dtype=torch.float64))
+
+
+def all_pairs(distance, queries, gallery):
+    with torch.no_grad():
+        return distance._compute(queries[:, None], gallery[None])
+
+
+# 16 pairs per chunk, so that both axes have several chunks and odd ends
+def small_chunks(distance, **options):
+    dtype = options.get("dtype") or distance.alpha.dtype
+    return AvslTiles(distance, buffer_bytes=16 * distance.level_size * dtype.itemsize, **options)
+
+
+@pytest.mark.parametrize("variant", ["official", "paper"])
+@pytest.mark.parametrize("inference", get_args(Inference))
+@pytest.mark.parametrize("num_levels", [2, 3, 4])
+def test_tiles_are_the_formula_over_all_pairs(num_levels, inference, variant):
+    distance = trained(num_levels=num_levels, inference=inference, variant=variant)
+    x, y = rows_of(distance, 9), rows_of(distance, 11, seed=1)
+    expected = all_pairs(distance, x, y)
+    for tiles in (AvslTiles(distance), small_chunks(distance)):
+        assert_allclose(tiles(x, y), expected, rtol=1e-12, atol=1e-14)
+        found = tiles.pairs(x.repeat(5, 1), y[:9].repeat(5, 1))
+        assert_allclose(found, expected.diagonal().repeat(5), rtol=1e-12, atol=1e-14)
+    narrow = small_chunks(distance, dtype=torch.float32)(x.float(), y.float())
+    assert narrow.dtype == torch.float32
+    assert_allclose(narrow.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("queries", "gallery"), [(0, 3), (3, 0), (0, 0), (1, 1), (1, 200), (200, 1), (3, 53), (37, 2)])
+@pytest.mark.parametrize("inference", ["rectified", "concat"])
+def test_any_number_of_rows(queries, gallery, inference):
+    distance = trained(level_size=7, inference=inference)
+    x, y = rows_of(distance, queries), rows_of(distance, gallery, seed=1)
+    for tiles in (AvslTiles(distance), small_chunks(distance)):
+        found = tiles(x, y)
+        assert found.shape == (queries, gallery)
+        assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("pairs", [16, 48, 512, 4096])
+@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (1, 5000), (5000, 1), (3, 100), (100, 3), (5924, 5924)])
+def test_a_chunk_fits_its_arrays_and_uses_half_of_them_or_has_all(queries, gallery, pairs):
+    rows, columns = avsl_tiles._chunk_shape(queries, gallery, pairs=pairs)
+    assert 1 <= rows <= queries and 1 <= columns <= gallery
+    assert min(pairs / 2, queries * gallery) <= rows * columns <= pairs
+
+
+@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (7, 300), (300, 7), (131, 67)])
+def test_chunks_cover_every_pair_once(queries, gallery):
+    seen = torch.zeros(queries, gallery)
+    for rows, columns in avsl_tiles._chunks(queries, gallery, pairs=16):
+        assert seen[rows, columns].numel() <= 16
+        seen[rows, columns] += 1
+    assert (seen == 1).all()
+
+
+def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
+    distance = trained()
+    x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)
+    with_grad = distance.compute_mat(x, y)
+    assert with_grad.requires_grad
+    with torch.no_grad():
+        found = distance.compute_mat(x, y)
+    assert found.dtype == torch.float64 and not found.requires_grad
+    assert_allclose(found, with_grad.detach(), rtol=1e-12, atol=1e-14)
+    single = trained().float()
+    assert distance_matrix(single, x.float(), y.float()).dtype == torch.float32
+    assert distance_matrix(single, x, y).dtype == torch.float64
+    assert single.edges.dtype == torch.float32  # the model's own is left as it is
+
+
+def test_float64_tiles_of_a_float32_distance_are_exact():
+    single = trained().float()
+    x = rows_of(single, 8).float()
+    exact = single.tiles(dtype=torch.float64)(x, x)
+    assert_allclose(exact, all_pairs(trained().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
+
+
+def test_rows_may_lie_anywhere_in_memory():
+    distance = trained()
+    x, y = rows_of(distance, 5), rows_of(distance, 18, seed=1)
+    expected = all_pairs(distance, x, y)
+    wide = torch.randn(x.shape[1], 5, dtype=torch.float64)
+    wide.T.copy_(x)
+    tiles = small_chunks(distance)
+    assert_allclose(tiles(wide.T, y), expected, rtol=1e-12, atol=1e-14)
+    assert_allclose(tiles(x, y[::3]), expected[:, ::3], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("inference", get_args(Inference))
+def test_a_result_is_written_where_it_is_wanted(inference):
+    distance = trained(inference=inference)
+    x, y = rows_of(distance, 5), rows_of(distance, 7, seed=1)
+    held = torch.full((9, 20), -1.0, dtype=torch.float64)
+    part = held[2:7, 3:17:2]
+    assert small_chunks(distance)(x, y, out=part) is part
+    assert_allclose(held[2:7, 3:17:2], all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+    assert (held == -1).sum() == 9 * 20 - 5 * 7
+    with pytest.raises(RunError, match=r"out is \(9, 20\).*distances are \(5, 7\)"):
+        AvslTiles(distance)(x, y, out=held)
+
+
+def test_a_tile_is_the_transposed_one_up_to_rounding():
+    tiles = trained(level_size=64).float().tiles()
+    x = rows_of(trained(level_size=64), 40).float()
+    assert_allclose(tiles(x[:15], x[15:]), tiles(x[15:], x[:15]).T, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("inference", ["rectified", "reliable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):
+    distance = trained(level_size=64, inference=inference)
+    x, y = rows_of(distance, 3).to(dtype), rows_of(distance, 101, seed=1).to(dtype)
+    y[[0, 13, 50, 99, 100]] = y[7].clone()
+    x[1] = y[7]
+    for tiles in (AvslTiles(distance, dtype=dtype), small_chunks(distance, dtype=dtype)):
+        found = tiles(x, y)[:, [0, 7, 13, 50, 99, 100]]
+        assert (found[1] == 0).all()
+        # to the last bit with MKL and oneDNN, as promised there; to rounding with any library
+        assert_allclose(found, found[:, :1].expand_as(found), rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
+        if torch.backends.mkl.is_available():
+            assert (found == found[:, :1]).all()
+
+
+def test_equal_vectors_are_next_to_0_apart_where_no_pair_is_formed():
+    distance = trained(inference="top").float()
+    x = rows_of(distance, 20).float()
+    found = distance.tiles()(x, x)
+    assert (found.diagonal() >= 0).all() and (found.diagonal() < 1e-6).all()
+
+
+def test_threads_have_their_own_arrays():
+    distance = trained()
+    rows = [rows_of(distance, 20, seed=seed) for seed in range(8)]
+    tiles = small_chunks(distance)
+    alone = [tiles(x, rows[0]) for x in rows]
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in zip(pool.map(lambda x: tiles(x, rows[0]), rows), alone, strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_torchs_own_threads_change_nothing_but_rounding():
+    distance = trained(level_size=64)
+    x, y = rows_of(distance, 9), rows_of(distance, 12, seed=1)
+    torch.set_num_threads(2)  # put back by the fixture
+    assert_allclose(distance.tiles()(x, y), all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+    with single_threaded_torch(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("second", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_one_object_serves_under_every_mode(first, second):
+    distance = trained()
+    x, y = rows_of(distance, 4), rows_of(distance, 5, seed=1)
+    with first():
+        tiles = distance.tiles()
+        one = tiles(x, y)
+    with second():
+        two = tiles(x.requires_grad_(), y)
+        assert not two.requires_grad
+    assert torch.equal(one.clone(), two.clone())
+
+
+def test_later_training_does_not_change_tiles():
+    distance = trained()
+    x = rows_of(distance, 4)
+    tiles = distance.tiles()
+    before = tiles(x, x)
+    with torch.no_grad():
+        distance.edges.add_(torch.eye(24))
+        distance.alpha.add_(1)
+    assert torch.equal(tiles(x, x), before)
+    assert not torch.equal(distance.tiles()(x, x), before)
+
+
+def test_bf16_is_near_and_not_equal():
+    distance = trained(level_size=64).float()
+    x, y = (rows_of(distance, count, seed=count).float() for count in (20, 30))
+    exact, rounded = distance.tiles()(x, y), distance.tiles(precision="bf16")(x, y)
+    assert rounded.dtype == torch.float32
+    difference = (rounded / exact - 1).abs()
+    assert 1e-6 < difference.max() < 3 * 2**-8  # delta-hat, edges and product: three roundings of 8 bits
+    assert (distance.tiles(precision="bf16")(x, x).diagonal() == 0).all()
+
+
+@pytest.mark.parametrize(("inference", "dtype"), [("top", None), ("reliable", None), ("rectified", torch.float64)])
+def test_bf16_without_products_to_round_is_an_error(inference, dtype):
+    distance = trained(inference=inference).float()
+    with pytest.raises(ConfigError, match="precision=full"):
+        distance.tiles(dtype=dtype, precision="bf16")
+
+
+@pytest.mark.parametrize("num_levels", [2, 4])
+def test_what_the_compiler_fuses_is_the_formula(num_levels):
+    distance = trained(num_levels=num_levels)
+    x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)
+    (e, c), (f, d) = distance.levels(x), distance.levels(y)
+    with torch.no_grad():
+        scaled, beta = distance.gain * distance.alpha * c[:, None, 1:], distance.gain * distance.beta
+        found = avsl_tiles._rectified(e[:, None], scaled, f[None], d[None], beta, distance.normalized_edges().mT)
+    assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+
+
+def test_a_chunk_that_cannot_be_compiled_is_computed_and_said_so_once(monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(avsl_tiles, "_compiled", lambda: broken)
+    monkeypatch.setattr(AvslTiles, "_can_compile", True)
+    distance = trained()
+    x, y = rows_of(distance, 9), rows_of(distance, 11, seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = small_chunks(distance, compiled=True)(x, y)
+    assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+    assert [record.message for record in caplog.records if "no compiler" in record.message] == [
+        "AVSL's chunks are computed without torch.compile, more slowly: no compiler"
+    ]
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_compiler_that_fails(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(avsl_tiles, "_compiled", lambda: full)
+    monkeypatch.setattr(AvslTiles, "_can_compile", True)
+    distance = trained()
+    with pytest.raises(torch.OutOfMemoryError):
+        AvslTiles(distance, compiled=True)(rows_of(distance, 2), rows_of(distance, 2))
+    assert AvslTiles._can_compile
+
+
+@pytest.mark.slow
+def test_compiled_chunks_are_the_formula_at_every_size(monkeypatch):
+    monkeypatch.setattr(AvslTiles, "_can_compile", True)
+    distance = trained(num_levels=2)
+    tiles = small_chunks(distance, compiled=True)
+    for queries, gallery in ((9, 11), (20, 33)):
+        x, y = rows_of(distance, queries), rows_of(distance, gallery, seed=1)
+        assert_allclose(tiles(x, y), all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
+    assert AvslTiles._can_compile, "the compiler failed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inference", get_args(Inference))
+def test_tiles_on_a_gpu_are_those_on_the_host(inference):
+    distance = trained(inference=inference)
+    x, y = rows_of(distance, 40), rows_of(distance, 50, seed=1)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        found = small_chunks(distance, device="cuda", dtype=dtype)(x.cuda(), y.cuda())
+        assert found.is_cuda
+        assert_allclose(found.cpu().double(), all_pairs(distance, x, y), rtol=tolerance, atol=tolerance / 10)
+
+
+def test_arrays_are_few_and_do_not_grow_with_the_pairs():
+    distance = AvslDistance(level_size=512, inference="reliable")
+    assert AvslTiles(distance).working_bytes == 3 * 2**20
+    assert AvslTiles(distance, buffer_bytes=1).working_bytes == 3 * 16 * 512 * 4
+
+
+def test_what_cannot_be_compared_is_an_error():
+    distance = trained()
+    tiles, x = distance.tiles(), rows_of(distance, 3)
+    with pytest.raises(RunError, match="rows of 5 numbers"):
+        tiles(x[:, :5], x)
+    with pytest.raises(RunError, match="rows are on meta, but the tiles on cpu"):
+        tiles(x.to("meta"), x)
+    with pytest.raises(RunError, match="3 rows cannot be compared with 2"):
+        tiles.pairs(x, x[:2])
+    with pytest.raises(RunError, match="no edges yet"):
+        AvslDistance(2, 8, top_k=2).tiles()
