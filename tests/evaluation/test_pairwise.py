@@ -19,6 +19,7 @@ from dmlbench.evaluation.metrics import query_scores
 from dmlbench.evaluation.pairwise import PairwiseSimilarity, is_symmetric
 from dmlbench.evaluation.pairwise_search import pairwise_search as search_of
 from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 RECALL_AT = (1, 3)
@@ -313,14 +314,14 @@ def test_a_damaged_distance_is_an_error() -> None:
 def test_tiles_are_halved_where_a_device_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, distance = rows_of(60, seed=12), avsl()
     expected = evaluate(queries, distance=distance).per_query
-    compute = AvslDistance.compute_mat
+    compute = AvslTiles.__call__
 
-    def short_of_memory(self: AvslDistance, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def short_of_memory(self: AvslTiles, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         if len(left) > limit:
             raise torch.OutOfMemoryError("none left")
         return compute(self, left, right)
 
-    monkeypatch.setattr(AvslDistance, "compute_mat", short_of_memory)
+    monkeypatch.setattr(AvslTiles, "__call__", short_of_memory)
     limit = 9
     assert_same(evaluate(queries, distance=distance), expected)
     limit = 0

@@ -16,11 +16,12 @@ from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, score_names
 from dmlbench.evaluation.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
-from dmlbench.evaluation.parallel import num_threads, over_threads, single_threaded_products, single_threaded_torch
+from dmlbench.evaluation.parallel import num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.pruning import prune
 from dmlbench.evaluation.search import MIN_TILE_BYTES, unit_search
 from dmlbench.evaluation.similarity import strict_float32_products
+from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 Choice = tuple[int, ...]

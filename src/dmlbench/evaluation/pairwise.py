@@ -7,6 +7,8 @@ What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDista
   of float32 rows differs from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02;
   absolute may be infinite: then float64 decides all). ``pairwise_distance`` must then be the same function, and a copy
   in float64 possible;
+- ``tiles(dtype, device)``: an object that computes the same matrices as the distance, and by ``pairs(x, y) -> [M]``
+  pairs, after preparing once what all of them need;
 - ``shortlist_rows(rows) -> Tensor``: rows [N, d] whose comparison as unit vectors is a cheap stand-in (``rerank``).
 
 Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs.
@@ -15,6 +17,7 @@ Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D
 import copy
 import hashlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,8 +97,8 @@ class PairwiseSimilarity:
             if any(x.dtype != torch.float32 for x in state):
                 distance = copy.deepcopy(distance).float()
             self._sets = (self._sets[0].float(), self._sets[1].float())  # these define the values
-            self._tiles, dtype = distance, torch.float32
-            self._exact = copy.deepcopy(distance).double().cpu()
+            dtype = torch.float32
+            self._tiles, self._exact = _prepared(distance, self.device)
         else:
             self._tiles = self._exact = distance
             dtype = state[0].dtype if state else torch.float64
@@ -182,9 +185,7 @@ class PairwiseSimilarity:
         result = torch.empty(len(first), dtype=torch.float64)
         for start in range(0, len(first), _PAIRS):
             left, right = (self._rows_at(_filled(x[start : start + _PAIRS], _PAIRS)) for x in (first, second))
-            left, right = (self._exact.maybe_normalize(x) for x in (left, right))
-            value = self._exact.pairwise_distance(left, right) ** self._exact.power
-            result[start : start + _PAIRS] = value[: len(first) - start]
+            result[start : start + _PAIRS] = self._exact(left, right)[: len(first) - start]
         return result
 
     def _by_rows(self, first: IntArray, second: IntArray) -> Tensor:
@@ -209,6 +210,32 @@ class PairwiseSimilarity:
         result[~behind] = queries[index[~on_device]].to("cpu", torch.float64)
         result[behind] = gallery[index[on_device] - len(queries)].to("cpu", torch.float64)
         return result
+
+
+def _prepared(
+    distance: "BaseDistance", device: torch.device
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """Matrices in float32 on ``device``, and values of pairs in float64 on the CPU."""
+    if _offers_tiles(distance):
+        in_double = distance.tiles(dtype=torch.float64, device="cpu")
+        return distance.tiles(dtype=torch.float32, device=device), in_double.pairs
+    exact = copy.deepcopy(distance).double().cpu()
+
+    def pairs(left: Tensor, right: Tensor) -> Tensor:
+        value: Tensor = exact.pairwise_distance(exact.maybe_normalize(left), exact.maybe_normalize(right))
+        return value**exact.power
+
+    return distance, pairs
+
+
+def _offers_tiles(distance: "BaseDistance") -> bool:
+    """Whether ``tiles`` are those of the distance itself, not of a base whose matrices it computes otherwise."""
+    for owner in type(distance).__mro__:
+        if "tiles" in vars(owner):
+            return True
+        if {"compute_mat", "pairwise_distance", "forward"} & vars(owner).keys():
+            return False
+    return False
 
 
 def _filled(places: IntArray, count: int) -> IntArray:

@@ -29,10 +29,11 @@ from dmlbench.evaluation.candidates import (
 )
 from dmlbench.evaluation.halves import BYTES_PER_WAITING, HalvesState, ranked_by_halves
 from dmlbench.evaluation.pairwise import PairwiseSimilarity
-from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_torch
+from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads
 from dmlbench.evaluation.search import BYTES_PER_CANDIDATE
 from dmlbench.evaluation.sets import ids_of, self_columns
 from dmlbench.evaluation.similarity import FloatRows, strict_float32_products
+from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _BLOCKS = 256  # that a large set is taken in: what an interruption costs is abo
 _MIN_ROWS, _MAX_ROWS = 64, 256  # queries of a tile
 _TILE_ENTRIES = 2**22
 _LIMIT = 16.0  # of the scale; what lies beyond e^16 units is decided exactly
-_PROBE = 64
+_PROBE = 8
 
 _workspace = Workspace()
 

@@ -29,17 +29,6 @@ def single_threaded_products() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def single_threaded_torch() -> Iterator[None]:
-    """torch's operations use the calling thread alone inside, in threads that are started there, too."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
-
-
 def over_threads(function: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> Iterator[Result]:
     """``function`` of every item, in the order of ``items``; at most ``threads`` + 1 results wait to be taken."""
     if threads == 1 or len(items) == 1:

@@ -11,9 +11,10 @@ import numpy as np
 from dmlbench.evaluation.candidates import PADDING, Keys, settle
 from dmlbench.evaluation.halves import HalvesState
 from dmlbench.evaluation.pairwise_search import PairwiseSearch
-from dmlbench.evaluation.parallel import over_threads, single_threaded_torch
+from dmlbench.evaluation.parallel import over_threads
 from dmlbench.evaluation.search import BackEnd, unit_search
 from dmlbench.evaluation.similarity import strict_float32_products
+from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 if TYPE_CHECKING:

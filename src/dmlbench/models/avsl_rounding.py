@@ -31,6 +31,9 @@ def float32_error(distance: "AvslDistance", queries: Tensor, gallery: Tensor) ->
       Such an error moves weight between a node and what is inferred for it. With a^L = 1 and a^(l-1) = |W~|^T a^l, the
       most that a node of a level can weigh: absolute = eps sum_{l >= 2} sum_{m <= l} max(a^m) S^m.
 
+    Without reliabilities (``top``, ``concat``) the distance is |x|^2 + |y|^2 - 2 x y of n numbers, which cancel: n + 8
+    roundings of at most sum_l S^l.
+
     Edges below 0 (variant paper) cancel. Then all is absolute: the first part times sum_l max(a^l) S^l; and the sum
     that an edge is divided by errs by as many times more as the largest sum of a node's |W~|.
 
@@ -48,7 +51,9 @@ def float32_error(distance: "AvslDistance", queries: Tensor, gallery: Tensor) ->
         certainty.append(float(c.abs().max()))
     reach = (1.001 * (lengths[0] + lengths[1])).square().tolist()
     if distance.inference in ("top", "concat"):
-        return _bounded(_gamma(3 + distance.num_levels * distance.level_size), 2.0**-100)
+        counted = reach[-1:] if distance.inference == "top" else reach
+        share = _gamma(8 + len(counted) * distance.level_size)
+        return 0.0, share * sum(counted)
     steepest = float(distance.alpha.abs().max()) * certainty[0] * certainty[1] + float(distance.beta.abs().max())
     epsilon = 1.02 * _ROUNDING * (5 * distance.gain * steepest / 4 + _SIGMOID_ROUNDINGS + 4)
     if distance.inference == "reliable":
