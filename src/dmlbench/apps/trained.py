@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -19,7 +20,7 @@ from dmlbench.results.store import CONFIG, DISTANCE, read_result
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import RunError
+from dmlbench.types import ConfigError, ImageTable, RunError, closest
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,21 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
     model.eval()
     images = build.image_opener(config, data.table, chosen)(config.transform.eval)
     return TrainedRun(config, data, images, model, chosen)
+
+
+def row_of(table: ImageTable, image: int | str) -> int:
+    """The row of an image that is named by its row or by its path in the data set.
+
+    Raises:
+        ConfigError: the data set has no such image.
+    """
+    if isinstance(image, bool) or not isinstance(image, int | str):
+        raise ConfigError(f"image {image!r} is neither a row nor a path of {table.name}; give images=[3,17]")
+    if isinstance(image, int):
+        if not 0 <= image < len(table):
+            raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
+        return image
+    found = np.flatnonzero(table.paths == image)
+    if not len(found):
+        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
+    return int(found[0])
