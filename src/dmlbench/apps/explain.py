@@ -68,7 +68,7 @@ def explain_runs(
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
     if any(isinstance(run.model, AvslModel) for run in runs):
-        raise ConfigError("AVSL explains pairs of images: give pair=[<image>,<another>] and one run")
+        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     names = [run_dir.resolve() for run_dir in run_dirs]
     explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]

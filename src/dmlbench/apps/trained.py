@@ -97,7 +97,9 @@ def row_of(table: ImageTable, image: int | str) -> int:
         ConfigError: the data set has no such image.
     """
     if isinstance(image, bool) or not isinstance(image, int | str):
-        raise ConfigError(f"image {image!r} is neither a row nor a path of {table.name}; give images=[3,17]")
+        raise ConfigError(
+            f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
+        )
     if isinstance(image, int):
         if not 0 <= image < len(table):
             raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")

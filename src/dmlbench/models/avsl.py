@@ -145,7 +145,8 @@ class AvslHead(nn.Module):
         difference of the averages of two images is the node of the pair; in the paper's it lacks the bias.
         """
         lengths = [self._embedding(x.to(self.weights[0].dtype), level).norm(dim=1) for level, x in enumerate(maps)]
-        return [u / n.clamp(min=1e-12)[:, None, None, None] for u, n in zip(self.activations(maps), lengths, strict=True)]
+        scales = [length.clamp(min=1e-12)[:, None, None, None] for length in lengths]
+        return [u / scale for u, scale in zip(self.activations(maps), scales, strict=True)]
 
     def _embedding(self, x: Tensor, level: int) -> Tensor:
         """e [B, r], not normalized (eqs. 15, 16)."""
