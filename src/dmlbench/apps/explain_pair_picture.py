@@ -8,7 +8,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from numpy.typing import NDArray
 
 from dmlbench.apps.explain_pair import Inference, PairExplanation
 from dmlbench.runtime import atomic_write
@@ -144,7 +143,9 @@ def _draw_head(page: _Page, explanation: PairExplanation) -> None:
     side = _HEAD - 0.6
     for at, (letter, image) in enumerate(zip("AB", explanation.images, strict=True)):
         x = _MARGIN + at * (side + 0.1)
-        _show(page.axes(x, _MARGIN, side, side), explanation.pixels[at])
+        axes = page.axes(x, _MARGIN, side, side)
+        axes.imshow(np.moveaxis(explanation.pixels[at], 0, -1))
+        axes.set_axis_off()
         named = [f"{letter}: {_short(image.name, 18)}"]
         if image.class_name is not None:
             named.append(_short(image.class_name, 21))
@@ -265,22 +266,25 @@ def _draw_node(
     maps = explanation.maps[level][:, node]
     # The largest value is a peak of few places: cut it off, so that the rest of the map is seen.
     most = max(float(np.percentile(np.abs(maps), _PERCENTILE)), 1e-12)
+    axes = page.axes(x, y, _NODE, _TILE)  # one for both tiles: axes are what takes the time
+    axes.set_axis_off()
     for at in range(2):
-        axes = page.axes(x + at * (_TILE + _BETWEEN), y, _TILE, _TILE)
+        left = at * (_TILE + _BETWEEN)
+        extent = (left, left + _TILE, 0.0, _TILE)
         grey = explanation.pixels[at].mean(axis=0) / 255
-        _show(axes, np.repeat(0.35 + 0.65 * grey[None], 3, axis=0))
-        height, width = grey.shape
-        axes.imshow(maps[at], cmap=_COLORS, vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear",
-                    extent=(-0.5, width - 0.5, height - 0.5, -0.5))  # fmt: skip
-        axes.set_xlim(-0.5, width - 0.5)
-        axes.set_ylim(height - 0.5, -0.5)
+        axes.imshow(0.35 + 0.65 * grey, cmap="gray", vmin=0, vmax=1, extent=extent)
+        axes.imshow(maps[at], cmap=_COLORS, vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear", extent=extent)
+        axes.add_patch(Rectangle((left, 0), _TILE, _TILE, fill=False, edgecolor="black", linewidth=0.8, clip_on=False))
+    axes.set_xlim(0, _NODE)
+    axes.set_ylim(0, _TILE)
     page.text(x, y + _TILE + 0.04, "\n".join(lines), size=_SMALL)
 
 
 def _draw_caption(page: _Page, explanation: PairExplanation, y: float) -> None:
+    bias = "" if explanation.settings["variant"] == "official" else " (but for a bias)"
     lines = [
-        "A node compares one number of A with that of B, which its activation map averages to (left over A, right over "
-        "B): δ is their squared difference,",
+        f"A node (its number first) compares what its activation map averages to{bias} over A (left) and over B "
+        "(right): δ is the squared difference,",
         "p how reliable the node is, λ how much of it enters the distance, λδ what it contributes; d = Σ λδ over all "
         "nodes of all levels.",
         f"Shown are nodes among the {explanation.reliable} most reliable of each level; at the lowest all have p = 1.",
@@ -291,12 +295,6 @@ def _draw_caption(page: _Page, explanation: PairExplanation, y: float) -> None:
             "lines); δ̂ is the value after that."
         )
     page.text(_MARGIN, y, "\n".join(lines), size=_SMALL + 0.5)
-
-
-def _show(axes: Axes, image: NDArray[np.floating] | NDArray[np.uint8]) -> None:
-    axes.imshow(np.moveaxis(image, 0, -1))
-    axes.set_xticks([])
-    axes.set_yticks([])
 
 
 def _p(explanation: PairExplanation, step: Inference) -> float:
