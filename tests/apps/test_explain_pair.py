@@ -12,9 +12,9 @@ from numpy.testing import assert_allclose
 from PIL import Image
 from torch import nn
 
-from dmlbench.apps.explain_pair import NamedImage, _image, explain_images, pair_stem
+from dmlbench.apps.explain_pair import explain_images, pair_stem
 from dmlbench.apps.explain_pair_picture import write_pair
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.trained import NamedImage, load_run, read_one
 from dmlbench.cli.explain import pair_as_list
 from dmlbench.cli.main import main
 from dmlbench.data.folder import folder
@@ -305,8 +305,8 @@ def test_a_file_of_any_size_goes_through_the_transform_of_the_run(runs, tmp_path
         run, data=dataclasses.replace(run.data, table=table), images=DecodedImages(table, short_side=36)
     )
     for row, path in enumerate(table.paths):
-        named, expected = _image(photographs, str(path))
-        other, found = _image(photographs, str(tmp_path / path))
+        named, expected = read_one(photographs, str(path))
+        other, found = read_one(photographs, str(tmp_path / path))
         assert (named.row, other.row) == (row, None)
         assert found.shape == (1, 3, 32, 32)
         assert torch.equal(found, expected)

@@ -12,26 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench import build
-from dmlbench.apps.trained import TrainedRun, load_run, row_of
-from dmlbench.data.images import DecodedImages, pixel_tensor
-from dmlbench.data.loaders import EvalBatches
-from dmlbench.data.table import read_image
-from dmlbench.data.transforms import CropTransform
+from dmlbench.apps.trained import NamedImage, load_run, read_one
 from dmlbench.models.avsl import AvslModel
 from dmlbench.runtime import Precision, autocast, set_strict_float32
-from dmlbench.types import ConfigError, ImageTable, IntArray, closest
+from dmlbench.types import ConfigError, IntArray
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class NamedImage:
-    """An image of the pair: its path, and its row and class where the data set has it."""
-
-    name: str
-    row: int | None = None
-    class_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +172,7 @@ def explain_pair(
             f"{run_dir} has no distance of levels and nodes to take apart: pair explains runs of head=avsl; leave it "
             "out to see what the pooling looks at"
         )
-    (first, x), (second, y) = (_image(run, image) for image in pair)
+    (first, x), (second, y) = (read_one(run, image) for image in pair)
     return explain_images(
         run.model, torch.cat([x, y]), (first, second),
         num_nodes=num_nodes, reliable=reliable, precision=run.config.fit.precision,
@@ -282,45 +268,3 @@ def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_belo
             break
         among, factor = below[:num_below], weights[below[:num_below]]
     return tuple(result)
-
-
-def _image(run: TrainedRun, image: int | str) -> tuple[NamedImage, Tensor]:
-    """An image [1, 3, H, W] as the run's network sees it in evaluation, and what it is called."""
-    table = run.data.table
-    is_file = isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file()
-    if is_file:
-        return NamedImage(str(image)), _file(run, Path(str(image)).expanduser())
-    if isinstance(image, str) and image not in table.paths:
-        raise ConfigError(
-            f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
-        )
-    row = row_of(table, image)
-    (batch,) = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(np.array([row]))
-    return NamedImage(str(table.paths[row]), row, table.class_names[table.labels[row]]), batch.images
-
-
-def _file(run: TrainedRun, path: Path) -> Tensor:
-    """A file through the run's transform for evaluation, by a table of this one image; grey where the data are."""
-    file, pixels = read_image(path), run.data.table.pixels
-    array = np.asarray(file.convert("L") if pixels is not None and pixels.ndim == 3 else file)
-    table = ImageTable(
-        name=path.name, root="", paths=np.array([path.name]), labels=np.zeros(1, dtype=np.int64), class_names=("",),
-        role=np.array(["test"]), pixels=array[None],
-    )  # fmt: skip
-    transform = build.component(run.config.transform.eval)
-    if isinstance(transform, CropTransform):
-        source: DecodedImages | Tensor = DecodedImages(table, short_side=transform.resize, kernel=transform.kernel)
-    else:
-        assert isinstance(run.images, Tensor)
-        height, width = run.images.shape[1:3]
-        if array.shape[:2] != (height, width):
-            raise ConfigError(
-                f"image '{path}' has {array.shape[0]} x {array.shape[1]} pixels, those of {run.data.table.name} have "
-                f"{height} x {width} and the run's transform does not resize; resize the file"
-            )
-        source = pixel_tensor(table, DecodedImages(table, short_side=None), run.device)
-    batches = EvalBatches(
-        table, np.zeros(1, dtype=np.int64), images=source, transform=transform, batch_size=1, device=run.device
-    )
-    (batch,) = batches
-    return batch.images

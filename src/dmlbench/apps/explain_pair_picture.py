@@ -3,21 +3,16 @@
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from dmlbench.apps.explain_pair import Inference, PairExplanation
+from dmlbench.apps.page import Page
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, IntArray, RunError
-
-matplotlib.use("Agg")  # files only; works without a display
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
 # Inches. A node is a cell: the pair's two tiles side by side and two lines of numbers below.
 _TILE, _BETWEEN, _CELL, _NUMBERS = 0.66, 0.04, 1.54, 0.34
@@ -72,7 +67,7 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     levels_height = num_levels * (_ROW + _ROWS_APART)
     steps = explanation.inferences
     steps_height = (_TITLE + _ROW + sum(_EDGES + _ROW for _ in steps)) if steps else 0.0
-    page = _Page.of(
+    page = Page.of(
         max(_LEFT + columns * _CELL, _LEAST) + 2 * _MARGIN,
         _HEAD + _TITLE + levels_height + steps_height + _CAPTION + 2 * _MARGIN,
     )
@@ -80,8 +75,8 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     y = _MARGIN + _HEAD
     half = columns // 2
     for at, text, color in (
-        (0, f"{half} most similar nodes (least δ)", _SIMILAR),
-        (half, f"{half} most dissimilar nodes (greatest δ)", _DISSIMILAR),
+        (0, "most similar (least δ)", _SIMILAR),
+        (half, "most dissimilar (greatest δ)", _DISSIMILAR),
     ):
         page.text(_LEFT + at * _CELL, y + 0.06, text, color=color, weight="bold")
     y += _TITLE
@@ -95,51 +90,7 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     return page.figure
 
 
-@dataclass(frozen=True)
-class _Page:
-    """A figure measured in inches from its upper left corner."""
-
-    figure: Figure
-    width: float
-    height: float
-
-    @classmethod
-    def of(cls, width: float, height: float) -> "_Page":
-        return cls(Figure(figsize=(width, height), facecolor="white"), width, height)
-
-    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
-        return self.figure.add_axes((x / self.width, 1 - (y + height) / self.height, width / self.width,
-                                     height / self.height))  # fmt: skip
-
-    def text(self, x: float, y: float, text: str, *, size: float = _NORMAL, color: str = "black",
-             weight: str = "normal", align: str = "left") -> None:  # fmt: skip
-        """Text whose first line begins at ``y``."""
-        self.figure.text(
-            x / self.width, 1 - y / self.height, text, fontsize=size, color=color, fontweight=weight, ha=align,
-            va="top", linespacing=1.25, zorder=3,
-        )  # fmt: skip
-
-    def frame_nodes(self, x: float, y: float, count: int, *, color: str, dashed: bool = False) -> None:
-        """A frame round so many nodes in a row, of which the first begins at (x, y)."""
-        width, height = (count - 1) * _CELL + _NODE + 2 * _FRAME, _ROW + 0.08
-        left, bottom = x - _FRAME, y - _FRAME + height
-        self.figure.add_artist(
-            Rectangle(
-                (left / self.width, 1 - bottom / self.height), width / self.width, height / self.height, fill=False,
-                edgecolor=color, linewidth=1.3, linestyle="--" if dashed else "-",
-                transform=self.figure.transFigure, figure=self.figure,
-            )
-        )  # fmt: skip
-
-    def line(self, start: tuple[float, float], end: tuple[float, float], *, width: float) -> None:
-        xs, ys = [start[0] / self.width, end[0] / self.width], [1 - start[1] / self.height, 1 - end[1] / self.height]
-        self.figure.add_artist(
-            Line2D(xs, ys, color=_INFERRED, linewidth=width, alpha=0.7, solid_capstyle="butt",
-                   transform=self.figure.transFigure, figure=self.figure)
-        )  # fmt: skip
-
-
-def _draw_head(page: _Page, explanation: PairExplanation) -> None:
+def _draw_head(page: Page, explanation: PairExplanation) -> None:
     side = _HEAD - 0.6
     for at, (letter, image) in enumerate(zip("AB", explanation.images, strict=True)):
         x = _MARGIN + at * (side + 0.1)
@@ -170,7 +121,7 @@ def _draw_head(page: _Page, explanation: PairExplanation) -> None:
     _draw_scale(page, left, _MARGIN + side + 0.12)
 
 
-def _draw_scale(page: _Page, x: float, y: float) -> None:
+def _draw_scale(page: Page, x: float, y: float) -> None:
     axes = page.axes(x + 0.5, y, 1.2, 0.1)
     axes.imshow(np.linspace(0, 1, 100)[None], cmap=_COLORS, aspect="auto")
     axes.set_axis_off()
@@ -178,7 +129,7 @@ def _draw_scale(page: _Page, x: float, y: float) -> None:
     page.text(x + 1.75, y - 0.02, "above 0: activation maps, one scale for the two of a node", size=_SMALL)
 
 
-def _draw_level(page: _Page, explanation: PairExplanation, level: int, y: float) -> None:
+def _draw_level(page: Page, explanation: PairExplanation, level: int, y: float) -> None:
     nodes, maps = explanation.nodes[level], explanation.maps[level]
     top = " (top)" if level == len(explanation.nodes) - 1 else ""
     shares = explanation.shares
@@ -193,7 +144,7 @@ def _draw_level(page: _Page, explanation: PairExplanation, level: int, y: float)
 
 
 def _draw_group(
-    page: _Page, explanation: PairExplanation, level: int, nodes: IntArray, column: int, y: float, *, color: str,
+    page: Page, explanation: PairExplanation, level: int, nodes: IntArray, column: int, y: float, *, color: str,
     dashed: bool = False,
 ) -> None:  # fmt: skip
     for at, node in enumerate(nodes):
@@ -204,10 +155,16 @@ def _draw_group(
         )  # fmt: skip
         lines = f"{node}: δ {delta}, p {p}", f"λ {sensitivity}, λδ {contribution}"
         _draw_node(page, explanation, level, int(node), lines, _LEFT + (column + at) * _CELL, y)
-    page.frame_nodes(_LEFT + column * _CELL, y, len(nodes), color=color, dashed=dashed)
+    _frame(page, _LEFT + column * _CELL, y, len(nodes), color=color, dashed=dashed)
 
 
-def _draw_inferences(page: _Page, explanation: PairExplanation, y: float) -> None:
+def _frame(page: Page, x: float, y: float, count: int, *, color: str, dashed: bool = False) -> None:
+    """Round so many nodes in a row, of which the first begins at (x, y)."""
+    width = (count - 1) * _CELL + _NODE + 2 * _FRAME
+    page.frame(x - _FRAME, y - _FRAME, width, _ROW + 0.08, color=color, dashed=dashed)
+
+
+def _draw_inferences(page: Page, explanation: PairExplanation, y: float) -> None:
     """From the top down: a node, lines to the nodes that it is inferred from, one of them again, and so on."""
     first = explanation.inferences[0]
     page.text(_MARGIN, y + 0.06, "an unreliable node, and the nodes that it is inferred from", color=_INFERRED,
@@ -216,7 +173,7 @@ def _draw_inferences(page: _Page, explanation: PairExplanation, y: float) -> Non
     x = _LEFT + (explanation.num_below - 1) / 2 * _CELL
     _draw_inferred(page, explanation, first.level, first.node, f"p {_number(_p(explanation, first))}", x, y)
     page.text(_MARGIN, y + 0.03, f"level {first.level + 1}", weight="bold")
-    page.frame_nodes(x, y, 1, color=_INFERRED)
+    _frame(page, x, y, 1, color=_INFERRED)
     for depth, step in enumerate(explanation.inferences):
         y += _ROW
         _draw_equation(page, explanation, step, x + _NODE / 2, y + 0.08)
@@ -226,14 +183,14 @@ def _draw_inferences(page: _Page, explanation: PairExplanation, y: float) -> Non
         for at, weight in enumerate(step.weights[: len(below)]):
             center = _LEFT + at * _CELL + _TILE + _BETWEEN / 2
             page.line((x + _TILE + _BETWEEN / 2, y + 0.32), (center, y + _EDGES - 0.07),
-                      width=0.5 + 3.5 * abs(float(weight)) / strongest)  # fmt: skip
+                      width=0.5 + 3.5 * abs(float(weight)) / strongest, color=_INFERRED)  # fmt: skip
         y += _EDGES
         if depth + 1 < len(explanation.inferences):
             x = _LEFT + int(np.flatnonzero(below == explanation.inferences[depth + 1].node)[0]) * _CELL
-            page.frame_nodes(x, y, 1, color=_INFERRED)
+            _frame(page, x, y, 1, color=_INFERRED)
 
 
-def _draw_below(page: _Page, explanation: PairExplanation, step: Inference, y: float) -> None:
+def _draw_below(page: Page, explanation: PairExplanation, step: Inference, y: float) -> None:
     shown = step.weights[: explanation.num_below]
     lines = [f"{len(shown)} strongest of", f"{len(step.weights)} edges, {100 * shown.sum():.0f} %", "of their weight"]
     page.text(_MARGIN, y + 0.03, f"level {step.level}", weight="bold")
@@ -244,13 +201,13 @@ def _draw_below(page: _Page, explanation: PairExplanation, step: Inference, y: f
 
 
 def _draw_inferred(
-    page: _Page, explanation: PairExplanation, level: int, node: int, text: str, x: float, y: float
+    page: Page, explanation: PairExplanation, level: int, node: int, text: str, x: float, y: float
 ) -> None:
     delta, rectified = (_number(float(a[level, node])) for a in (explanation.nodes, explanation.rectified))
     _draw_node(page, explanation, level, node, (f"{node}: {text}", f"δ {delta}, δ̂ {rectified}"), x, y)
 
 
-def _draw_equation(page: _Page, explanation: PairExplanation, step: Inference, center: float, y: float) -> None:
+def _draw_equation(page: Page, explanation: PairExplanation, step: Inference, center: float, y: float) -> None:
     p, delta = _p(explanation, step), float(explanation.nodes[step.level, step.node])
     terms = f"{p:.2f} · {_number(delta)} + {1 - p:.2f} · {_number(step.inferred)}"
     rectified = _number(float(explanation.rectified[step.level, step.node]))
@@ -260,7 +217,7 @@ def _draw_equation(page: _Page, explanation: PairExplanation, step: Inference, c
 
 
 def _draw_node(
-    page: _Page, explanation: PairExplanation, level: int, node: int, lines: Sequence[str], x: float, y: float
+    page: Page, explanation: PairExplanation, level: int, node: int, lines: Sequence[str], x: float, y: float
 ) -> None:
     """The node's map over both images, on one scale that is symmetric about 0."""
     maps = explanation.maps[level][:, node]
@@ -280,7 +237,7 @@ def _draw_node(
     page.text(x, y + _TILE + 0.04, "\n".join(lines), size=_SMALL)
 
 
-def _draw_caption(page: _Page, explanation: PairExplanation, y: float) -> None:
+def _draw_caption(page: Page, explanation: PairExplanation, y: float) -> None:
     bias = "" if explanation.settings["variant"] == "official" else " (but for a bias)"
     lines = [
         f"A node (its number first) compares what its activation map averages to{bias} over A (left) and over B "
