@@ -90,11 +90,14 @@ class EvaluateConfig:
 
 @dataclass
 class ExplainConfig:
-    """Top level of ``dmlbench explain``: a picture of what a trained pooling looks at."""
+    """Top level of ``dmlbench explain``: what a trained pooling looks at, or why two images are alike to AVSL."""
 
     run: Any = None
     images: Any = None
     num_images: int = 6
+    pair: Any = None
+    num_nodes: int = 3
+    reliable: int = 128
     output: str | None = None
     device: str = "auto"
 

@@ -123,6 +123,17 @@ def data(tmp_path) -> Path:
     return root
 
 
+def _with_run_directories(line: str, outputs: Path) -> str:
+    """``<run directory>`` and ``<another>`` stand for runs with a pooling, ``<AVSL run directory>`` for one of AVSL."""
+    runs = sorted(checkpoint.parent for checkpoint in outputs.glob("*/*/*/best.ckpt"))
+    of_avsl = [run for run in runs if "-avsl-" in run.parent.name]
+    pooled = [run for run in runs if run not in of_avsl]
+    for place, run in (*zip(("<run directory>", "<another>"), pooled, strict=False),
+                       *zip(("<AVSL run directory>",), of_avsl, strict=False)):  # fmt: skip
+        line = line.replace(place, str(run))
+    return line
+
+
 def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DMLBENCH_DATA", str(data))
@@ -141,9 +152,7 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
         if "cub200" not in line and "pretrained" not in line:
             line = line.replace("backbone=resnet50", "backbone=resnet20_small")
         line = line.replace("$DMLBENCH_DATA", str(data)).replace("$DMLBENCH_WEIGHTS", str(tmp_path / "weights"))
-        runs = sorted((tmp_path / "outputs" / "glyphs_collage").glob("*/*/*/best.ckpt"))
-        for place, checkpoint in zip(("<run directory>", "<another>"), runs, strict=False):
-            line = line.replace(place, str(checkpoint.parent))
+        line = _with_run_directories(line, tmp_path / "outputs" / "glyphs_collage")
         program, command, *arguments = shlex.split(line, comments=True)
         assert program == "dmlbench"
         smaller: list[str] = []  # before the line's own arguments, which overrule them

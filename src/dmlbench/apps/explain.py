@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from torch.nn import functional as F
 
 from dmlbench import build
-from dmlbench.apps.trained import TrainedRun, load_run
+from dmlbench.apps.trained import TrainedRun, load_run, row_of
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.net import MetricModel
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, ImageTable, IntArray, RunError, closest
+from dmlbench.types import ConfigError, IntArray, RunError
 
 matplotlib.use("Agg")  # files only; works without a display
 from matplotlib import colormaps
@@ -68,7 +68,7 @@ def explain_runs(
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
     if any(isinstance(run.model, AvslModel) for run in runs):
-        raise ConfigError("AVSL explains pairs of images: give pair=[<image>,<another>] and one run")
+        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     names = [run_dir.resolve() for run_dir in run_dirs]
     explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
@@ -84,26 +84,13 @@ def _label(run: TrainedRun, run_dir: Path) -> str:
 def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) -> IntArray:
     table = run.data.table
     if images is not None:
-        return np.array([_row(table, image) for image in images], dtype=np.int64)
+        return np.array([row_of(table, image) for image in images], dtype=np.int64)
     part = run.data.split.test or run.data.split.val
     assert part is not None  # a protocol looks at one of them
     chosen = generator("explain", len(part.query)).choice(
         len(part.query), size=min(num_images, len(part.query)), replace=False
     )
     return np.asarray(part.query[np.sort(chosen)])
-
-
-def _row(table: ImageTable, image: int | str) -> int:
-    if isinstance(image, bool) or not isinstance(image, int | str):
-        raise ConfigError(f"image {image!r} is neither a row nor a path of {table.name}; give images=[3,17]")
-    if isinstance(image, int):
-        if not 0 <= image < len(table):
-            raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
-        return image
-    found = np.flatnonzero(table.paths == image)
-    if not len(found):
-        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
-    return int(found[0])
 
 
 def _explain(run: TrainedRun, rows: IntArray, label: str) -> Explained:

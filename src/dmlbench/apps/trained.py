@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.data.images import ImageSource
+from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
+from dmlbench.data.loaders import EvalBatches
+from dmlbench.data.table import read_image
+from dmlbench.data.transforms import CropTransform
 from dmlbench.evaluation.embed import load_distance
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.avsl_distance import AvslDistance
@@ -19,7 +23,7 @@ from dmlbench.results.store import CONFIG, DISTANCE, read_result
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import RunError
+from dmlbench.types import ConfigError, ImageTable, RunError, closest
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,15 @@ class TrainedRun:
     images: ImageSource | Tensor
     model: MetricModel | AvslModel
     device: torch.device
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """What an image is called: its path, and its row and class where the data set has it."""
+
+    name: str
+    row: int | None = None
+    class_name: str | None = None
 
 
 def distance_of_run(run_dir: Path) -> AvslDistance | None:
@@ -87,3 +100,74 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
     model.eval()
     images = build.image_opener(config, data.table, chosen)(config.transform.eval)
     return TrainedRun(config, data, images, model, chosen)
+
+
+def row_of(table: ImageTable, image: int | str) -> int:
+    """The row of an image that is named by its row or by its path in the data set.
+
+    Raises:
+        ConfigError: the data set has no such image.
+    """
+    if isinstance(image, bool) or not isinstance(image, int | str):
+        raise ConfigError(
+            f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
+        )
+    if isinstance(image, int):
+        if not 0 <= image < len(table):
+            raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
+        return image
+    found = np.flatnonzero(table.paths == image)
+    if not len(found):
+        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
+    return int(found[0])
+
+
+def read_one(run: TrainedRun, image: int | str) -> tuple[NamedImage, Tensor]:
+    """An image as the run's network sees it in evaluation, [1, 3, H, W] uint8, and what it is called.
+
+    Args:
+        run: what applies its transform.
+        image: a row of its data set, a path of it, or a file anywhere.
+
+    Raises:
+        ConfigError: there is no such image, or the transform leaves the file at a size that the data do not have.
+        DataError: the file is no image.
+    """
+    table = run.data.table
+    is_file = isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file()
+    if is_file:
+        return NamedImage(str(image)), _file(run, Path(str(image)).expanduser())
+    if isinstance(image, str) and image not in table.paths:
+        raise ConfigError(
+            f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
+        )
+    row = row_of(table, image)
+    (batch,) = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(np.array([row]))
+    return NamedImage(str(table.paths[row]), row, table.class_names[table.labels[row]]), batch.images
+
+
+def _file(run: TrainedRun, path: Path) -> Tensor:
+    """A file through the run's transform for evaluation, by a table of this one image; grey where the data are."""
+    file, pixels = read_image(path), run.data.table.pixels
+    array = np.asarray(file.convert("L") if pixels is not None and pixels.ndim == 3 else file)
+    table = ImageTable(
+        name=path.name, root="", paths=np.array([path.name]), labels=np.zeros(1, dtype=np.int64), class_names=("",),
+        role=np.array(["test"]), pixels=array[None],
+    )  # fmt: skip
+    transform = build.component(run.config.transform.eval)
+    if isinstance(transform, CropTransform):
+        source: DecodedImages | Tensor = DecodedImages(table, short_side=transform.resize, kernel=transform.kernel)
+    else:
+        assert isinstance(run.images, Tensor)
+        height, width = run.images.shape[1:3]
+        if array.shape[:2] != (height, width):
+            raise ConfigError(
+                f"image '{path}' has {array.shape[0]} x {array.shape[1]} pixels, those of {run.data.table.name} have "
+                f"{height} x {width} and the run's transform does not resize; resize the file"
+            )
+        source = pixel_tensor(table, DecodedImages(table, short_side=None), run.device)
+    batches = EvalBatches(
+        table, np.zeros(1, dtype=np.int64), images=source, transform=transform, batch_size=1, device=run.device
+    )
+    (batch,) = batches
+    return batch.images

@@ -1,5 +1,6 @@
-"""``dmlbench explain``: a picture of what the pooling of a trained model looks at."""
+"""``dmlbench explain``: pictures of what a trained pooling looks at, and of why two images are alike to AVSL."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,24 +10,69 @@ from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.apps.explain import explain_runs
     from dmlbench.types import ConfigError
 
     if cfg.run is None:
         raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
     if cfg.num_images < 1:
         raise ConfigError(f"num_images ({cfg.num_images}) must be at least 1")
-    for name, value in (("run", cfg.run), ("images", cfg.images)):
+    for name, value in (("run", cfg.run), ("images", cfg.images), ("pair", cfg.pair)):
         if isinstance(value, ListConfig) and not value:
             raise ConfigError(f"{name} is an empty list; name at least one")
-    runs = [Path(run) for run in (cfg.run if isinstance(cfg.run, ListConfig) else [cfg.run])]
-    images = cfg.images
-    if images is not None:
-        images = list(images) if isinstance(images, ListConfig) else [images]
+    runs = [Path(run) for run in _listed(cfg.run)]
+    if cfg.pair is not None:
+        _explain_pair(cfg, runs)
+        return
+    from dmlbench.apps.explain import explain_runs
+
+    images = None if cfg.images is None else _listed(cfg.images)
     path = Path(cfg.output) if cfg.output is not None else runs[0] / "explain.png"
     explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
     print(f"written: {path}")
 
 
+def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
+    from dmlbench.apps.explain_pair import explain_pair, pair_stem
+    from dmlbench.apps.explain_pair_picture import check_output, write_pair
+    from dmlbench.types import ConfigError
+
+    if len(runs) > 1:
+        raise ConfigError(f"pair explains the distance of one run, not of {len(runs)}; name one")
+    if cfg.images is not None:
+        raise ConfigError("images and pair ask for different pictures; give one of them")
+    pair = _listed(cfg.pair)
+    path = Path(cfg.output) if cfg.output is not None else runs[0] / f"{pair_stem(pair)}.png"
+    check_output(path)  # before the work rather than after it
+    explanation = explain_pair(
+        runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device
+    )  # fmt: skip
+    numbers = write_pair(explanation, path)
+    print(f"distance: {explanation.distance:.6g}")
+    print(f"written: {path}, {numbers}")
+
+
+def _listed(value: object) -> list:
+    return list(value) if isinstance(value, ListConfig) else [value]
+
+
+def pair_as_list(argument: str) -> str:
+    """``pair=a,b`` as Hydra reads a list; it would take the commas for a sweep.
+
+    Rows stay numbers; all else is quoted, so that paths may hold whatever they like but a comma.
+    """
+    key, equals, value = argument.partition("=")
+    if key != "pair" or not equals or value.startswith("[") or "," not in value:
+        return argument
+    parts = [part.strip() for part in value.split(",")]
+    return f"pair=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"
+
+
+def _quoted(text: str) -> str:
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def main(arguments: Sequence[str]) -> None:
-    run_hydra("explain", task, arguments)
+    run_hydra("explain", task, [pair_as_list(argument) for argument in arguments])

@@ -14,7 +14,7 @@ COMMANDS = {
     "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
     "report": "draw aggregated cells: bars with deviations, and retrieved images",
-    "explain": "draw what the pooling of a trained model looks at",
+    "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",
     "data": "list, verify and prepare data sets, and count what one holds",
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",

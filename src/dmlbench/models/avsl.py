@@ -137,6 +137,17 @@ class AvslHead(nn.Module):
         """Class activation maps [B, r, H_l, W_l] of every level's nodes (eqs. 2, 17)."""
         return [self._activation(x.to(self.weights[0].dtype), level) for level, x in enumerate(maps)]
 
+    @torch.no_grad()
+    def unit_activations(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """``activations`` divided by the length of the image's embedding, so that pairs can be compared by them.
+
+        In the official variant the average of a node's map is its entry of the unit embedding, and the squared
+        difference of the averages of two images is the node of the pair; in the paper's it lacks the bias.
+        """
+        lengths = [self._embedding(x.to(self.weights[0].dtype), level).norm(dim=1) for level, x in enumerate(maps)]
+        scales = [length.clamp(min=1e-12)[:, None, None, None] for length in lengths]
+        return [u / scale for u, scale in zip(self.activations(maps), scales, strict=True)]
+
     def _embedding(self, x: Tensor, level: int) -> Tensor:
         """e [B, r], not normalized (eqs. 15, 16)."""
         return F.linear(x.mean((2, 3)) + x.amax((2, 3)), self.weights[level], self.biases[level])

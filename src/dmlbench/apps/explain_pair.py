@@ -1,0 +1,270 @@
+"""Why two images are, or are not, alike to AVSL: their distance as a sum over levels and nodes, as numbers."""
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.apps.trained import NamedImage, load_run, read_one
+from dmlbench.models.avsl import AvslModel
+from dmlbench.runtime import Precision, autocast, set_strict_float32
+from dmlbench.types import ConfigError, IntArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A node and what it is inferred from.
+
+    Attributes:
+        level: of the node, 0 being the lowest.
+        node: number within its level.
+        inferred: (W~ delta-hat)_i, which stands in for the node's own value with weight 1 - p.
+        below: nodes of the level below that it has edges to, strongest first.
+        weights: w~ of these edges.
+    """
+
+    level: int
+    node: int
+    inferred: float
+    below: IntArray
+    weights: Floats
+
+
+@dataclass(frozen=True)
+class PairExplanation:
+    """The distance of two images and all that it is made of; L levels, low to high, of r nodes.
+
+    Attributes:
+        images: the two.
+        pixels: [2, 3, H, W] uint8, as the network saw them.
+        maps: [2, r, h, w] of each level, activation maps in the scale of the unit embeddings.
+        embeddings: [2, L, r] unit embeddings.
+        nodes: delta [L, r].
+        reliabilities: p [L, r].
+        rectified: delta-hat [L, r].
+        sensitivities: lambda [L, r].
+        similar, dissimilar: [L, n] the nodes of least and of greatest delta among the reliable ones, in that order.
+        reliable: how many of a level's nodes count as reliable.
+        inferences: from the top, a node that is inferred and, of those shown below it, the one that is again; empty
+            where the distance infers nothing.
+        settings: variant and inference of the distance.
+    """
+
+    images: tuple[NamedImage, NamedImage]
+    pixels: NDArray[np.uint8]
+    maps: tuple[NDArray[np.float32], ...]
+    embeddings: Floats
+    nodes: Floats
+    reliabilities: Floats
+    rectified: Floats
+    sensitivities: Floats
+    similar: IntArray
+    dissimilar: IntArray
+    reliable: int
+    inferences: tuple[Inference, ...]
+    settings: dict[str, str]
+
+    @property
+    def contributions(self) -> Floats:
+        """lambda delta [L, r]; their sum is the distance."""
+        return self.sensitivities * self.nodes
+
+    @property
+    def distance(self) -> float:
+        return float(self.contributions.sum())
+
+    @property
+    def shares(self) -> Floats | None:
+        """[L] of the distance; None where it is 0, of which there are no shares."""
+        return self.contributions.sum(1) / self.distance if self.distance > 0 else None
+
+    @property
+    def num_below(self) -> int:
+        """How many of the nodes that another is inferred from are shown."""
+        return 2 * self.similar.shape[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, the top level first; levels count from 1 and nodes from 0."""
+        order = range(len(self.nodes) - 1, -1, -1)
+        return {
+            "images": [vars(image) for image in self.images],
+            "distance": self.distance,
+            **self.settings,
+            "reliable": self.reliable,
+            "levels": [self._level_json(level) for level in order],
+            "decomposition": [self._inference_json(one) for one in self.inferences],
+        }
+
+    def _level_json(self, level: int) -> dict[str, Any]:
+        shares = self.shares
+        return {
+            "level": level + 1,
+            "contribution": float(self.contributions[level].sum()),
+            "share": None if shares is None else float(shares[level]),
+            "nodes": {
+                "delta": self.nodes[level].tolist(),
+                "reliability": self.reliabilities[level].tolist(),
+                "rectified": self.rectified[level].tolist(),
+                "sensitivity": self.sensitivities[level].tolist(),
+                "contribution": self.contributions[level].tolist(),
+            },
+            "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
+            "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
+        }
+
+    def _node_json(self, level: int, node: int) -> dict[str, Any]:
+        return {
+            "node": node,
+            "embeddings": self.embeddings[:, level, node].tolist(),
+            "delta": float(self.nodes[level, node]),
+            "reliability": float(self.reliabilities[level, node]),
+            "rectified": float(self.rectified[level, node]),
+            "sensitivity": float(self.sensitivities[level, node]),
+            "contribution": float(self.contributions[level, node]),
+        }
+
+    def _inference_json(self, one: Inference) -> dict[str, Any]:
+        below = [
+            {"weight": float(weight), **self._node_json(one.level - 1, int(node))}
+            for node, weight in zip(one.below, one.weights, strict=True)
+        ]
+        return {
+            "level": one.level + 1,
+            **self._node_json(one.level, one.node),
+            "inferred": one.inferred,
+            "inferred_from": below,
+        }
+
+
+def explain_pair(
+    run_dir: Path, *, pair: Sequence[int | str], num_nodes: int, reliable: int, device: str
+) -> PairExplanation:
+    """Explain AVSL's distance between two images by the model of a run.
+
+    Args:
+        run_dir: a complete run of AVSL, with its weights kept.
+        pair: two images: rows of the data set's table, paths of images in it, or files anywhere, to which the run's
+            transform for evaluation is applied.
+        num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
+        reliable: they are picked among so many nodes of greatest reliability; r at most.
+        device: as in the configuration.
+
+    Raises:
+        RunError: the run cannot be loaded.
+        ConfigError: the run is not one of AVSL, an image is not there, or a value is out of its range.
+        DataError: a file is no image.
+    """
+    if len(pair) != 2:
+        raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
+    set_strict_float32()
+    run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
+    if not isinstance(run.model, AvslModel):
+        raise ConfigError(
+            f"{run_dir} has no distance of levels and nodes to take apart: pair explains runs of head=avsl; leave it "
+            "out to see what the pooling looks at"
+        )
+    (first, x), (second, y) = (read_one(run, image) for image in pair)
+    return explain_images(
+        run.model, torch.cat([x, y]), (first, second),
+        num_nodes=num_nodes, reliable=reliable, precision=run.config.fit.precision,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def explain_images(
+    model: AvslModel,
+    images: Tensor,
+    names: tuple[NamedImage, NamedImage],
+    *,
+    num_nodes: int = 3,
+    reliable: int = 128,
+    precision: Precision = "float32",
+) -> PairExplanation:
+    """Explain the distance of two images [2, 3, H, W] by a model in evaluation mode; arguments as of ``explain_pair``.
+
+    Nodes are compared in float64, so that the contributions sum to the distance. At the lowest level all reliabilities
+    are 1, hence all of its nodes are reliable.
+
+    Raises:
+        ConfigError: ``num_nodes`` or ``reliable`` is out of its range.
+        RunError: the model has no edges yet.
+    """
+    distance = copy.deepcopy(model.distance).double()
+    reliable = min(reliable, distance.level_size)
+    if not 1 <= num_nodes <= reliable // 2:
+        raise ConfigError(
+            f"num_nodes ({num_nodes}) must lie in 1 .. {reliable // 2}: the most similar and the most dissimilar nodes "
+            f"are picked among {reliable} reliable ones; lower it or raise reliable (at most the level's "
+            f"{distance.level_size} nodes)"
+        )
+    with autocast(images.device, precision):
+        maps = model.maps(images)
+    rows = model.head(maps).embedding.double()
+    found = distance.attribute(rows[:1], rows[1:])
+    nodes, reliabilities, rectified, sensitivities = (
+        x[0].cpu().numpy() for x in (found.nodes, found.reliabilities, found.rectified, found.sensitivities)
+    )
+    picked = [_pick(*values, num_nodes, reliable) for values in zip(nodes, reliabilities, strict=True)]
+    inferences: tuple[Inference, ...] = ()
+    if distance.inference == "rectified":
+        inferences = _decompose(reliabilities, rectified, distance.normalized_edges().cpu().numpy(), 2 * num_nodes)
+    return PairExplanation(
+        images=names,
+        pixels=images.cpu().numpy(),
+        maps=tuple(x.float().cpu().numpy() for x in model.head.unit_activations(maps)),
+        embeddings=distance.levels(rows)[0].cpu().numpy(),
+        nodes=nodes,
+        reliabilities=reliabilities,
+        rectified=rectified,
+        sensitivities=sensitivities,
+        similar=np.stack([similar for similar, _ in picked]),
+        dissimilar=np.stack([dissimilar for _, dissimilar in picked]),
+        reliable=reliable,
+        inferences=inferences,
+        settings={"variant": distance.variant, "inference": distance.inference},
+    )
+
+
+def pair_stem(pair: Sequence[int | str]) -> str:
+    """The name, without its ending, of the files that explain a pair."""
+    parts = [str(image) if isinstance(image, int) else Path(image).with_suffix("").name for image in pair]
+    return "_".join(["explain", *(re.sub(r"[^\w.+-]+", "-", part) for part in parts)])
+
+
+def _pick(nodes: Floats, reliabilities: Floats, num_nodes: int, reliable: int) -> tuple[IntArray, IntArray]:
+    """The nodes of least and of greatest delta among those at least as reliable as the ``reliable``-th."""
+    among = np.flatnonzero(reliabilities >= np.sort(reliabilities)[-reliable])
+    order = among[np.argsort(nodes[among], kind="stable")]
+    return order[:num_nodes], order[::-1][:num_nodes]
+
+
+def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_below: int) -> tuple[Inference, ...]:
+    """From the top level to the second: a node and the nodes that it is inferred from.
+
+    At the top it is the node that inference gives most, of greatest (1 - p) (W~ delta-hat)_i and, if there are several,
+    of least p; below, among the ``num_below`` strongest edges of the node above, the same with the edge as a factor. A
+    node without edges ends it.
+    """
+    result: list[Inference] = []
+    among, factor = np.arange(reliabilities.shape[1]), np.ones(reliabilities.shape[1])
+    for level in range(len(reliabilities) - 1, 0, -1):
+        inferred = edges[level - 1] @ rectified[level - 1]
+        p = reliabilities[level, among]
+        node = int(among[np.lexsort((p, -factor * (1 - p) * inferred[among]))[0]])
+        weights = edges[level - 1, node]
+        below = np.argsort(-weights, kind="stable")[: np.count_nonzero(weights)]
+        below = below[weights[below] != 0]
+        result.append(Inference(level, node, float(inferred[node]), below, weights[below]))
+        if not len(below):
+            break
+        among, factor = below[:num_below], weights[below[:num_below]]
+    return tuple(result)
