@@ -24,6 +24,7 @@ from dmlbench.types import EmbeddingSet, IntArray
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
+import os; FUSED=not os.environ.get('NOFUSE')
 _TILE_ROWS = 128
 _TILE_COLUMNS = 6144
 _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
@@ -100,6 +101,12 @@ def _score(
     rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
 
     def work(part: IntArray) -> IntArray:
+        if FUSED:
+            from dmlbench.evaluation.fused import score_fused
+            if not score_fused(folds, part, task, columns, most=most, recall_at=spec.recall_at, out=store.values):
+                work(part[: len(part) // 2])
+                work(part[len(part) // 2 :])
+            return part
         kept = prune(folds, part, task, columns, most=most)
         if kept is None:
             work(part[: len(part) // 2])

@@ -83,7 +83,7 @@ def _kept_of(
     tiles = [[member.tile(part, start, stop, out=next(out)) for member in fold] for fold in folds]
     for tile in itertools.chain.from_iterable(tiles):
         exclude(tile.value, task.own_column[part] - start)
-    slack = max(slack, _sum_slack(tiles))
+    slack = max(slack, sum_slack(tiles))
     lower, upper = _bounds(tiles)
     floor = np.maximum(floor, floor_below(kth_bound(lower, task.k), slack))
     flat = np.flatnonzero(upper >= floor)
@@ -93,7 +93,7 @@ def _kept_of(
     return Kept(count, column + start, lower.reshape(-1)[flat], upper.reshape(-1)[flat], value, slack), floor
 
 
-def _sum_slack(tiles: list[list[PairTile]]) -> float:
+def sum_slack(tiles: list[list[PairTile]]) -> float:
     """Sums over folds that are further apart than this are in the right order, for every choice of repeats."""
     error = sum(max(tile.error for tile in fold) for fold in tiles)
     largest = sum(max(tile.largest for tile in fold) for fold in tiles)
