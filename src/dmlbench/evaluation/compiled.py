@@ -84,7 +84,7 @@ def _bounds(value: FloatRows, row: int, size: int, ends: IntArray, bound: FloatR
 def _choice_reaches(
     value: FloatRows, row: int, size: int, ends: IntArray, later: IntArray, k: int, bound: FloatRows, reach: FloatRows
 ) -> None:
-    """The reach of every choice, ``reach`` [S], by the items of one query that are near on average."""
+    """Raise the reach of every choice, ``reach`` [S], by the items of one query that are near on average."""
     middle = bound[2, :size]
     for i in range(size):
         middle[i] = bound[0, i] + bound[1, i]
@@ -104,7 +104,7 @@ def _choice_reaches(
                 one = value[member, row]
                 for i in range(count):
                     total[fold + 1, i] = total[fold, i] + one[chosen[i]]
-        reach[choice] = _reach(total[folds], k)
+        reach[choice] = max(reach[choice], _reach(total[folds], k))
 
 
 @_compiled
@@ -115,7 +115,7 @@ def hold_near(
     later: IntArray,
     k: int,
     slack: float,
-    least: FloatRows,
+    reach: FloatRows,
     count: IntArray,
     column: IntArray,
     value: FloatRows,
@@ -128,7 +128,7 @@ def hold_near(
         later: [F] choices of the folds that follow.
         k: places that matter.
         slack: sums further apart than this are in the right order, even if a float32 sum with it is rounded.
-        least: [T] least reach of any choice so far; raised.
+        reach: [T, S] reach of every choice so far, LOWEST at first; raised.
         count: [T] items held; written.
         column: [T, C] their gallery indices, ascending; written.
         value: [M, T, C] their similarities; written.
@@ -138,14 +138,12 @@ def hold_near(
     """
     members, height, width = tile.shape
     bound = np.empty((4, max(width, value.shape[2])), np.float32)
-    reach = np.empty(later[0] * ends[1], np.float32)
     near = np.empty(width + 1, np.int64)
     for row in range(height):
         _bounds(tile, row, width, ends, bound)
-        if least[row] == LOWEST:
-            _choice_reaches(tile, row, width, ends, later, k, bound, reach)
-            least[row] = reach.min()
-        floor = max(np.float32(least[row] - slack), LOWEST)
+        if reach[row].min() == LOWEST:
+            _choice_reaches(tile, row, width, ends, later, k, bound, reach[row])
+        floor = max(np.float32(reach[row].min() - slack), LOWEST)
         found = 0
         for i in range(width):
             near[found] = i
@@ -161,7 +159,7 @@ def hold_near(
                 held[before + i] = one[near[i]]
         count[row] = before + found
         if before and found:
-            _hold_nearer(row, ends, later, k, slack, least, count, column, value, bound, reach)
+            _hold_nearer(row, ends, later, k, slack, reach[row], count, column, value, bound)
     return True
 
 
@@ -172,19 +170,17 @@ def _hold_nearer(
     later: IntArray,
     k: int,
     slack: float,
-    least: FloatRows,
+    reach: FloatRows,
     count: IntArray,
     column: IntArray,
     value: FloatRows,
     bound: FloatRows,
-    reach: FloatRows,
 ) -> None:
-    """Raise the least reach of one query by all that is held, and drop what lies below."""
+    """Raise the reaches [S] of one query by all that is held, and drop what lies below."""
     size = count[row]
     _bounds(value, row, size, ends, bound)
     _choice_reaches(value, row, size, ends, later, k, bound, reach)
-    least[row] = max(least[row], reach.min())
-    floor = max(np.float32(least[row] - slack), LOWEST)
+    floor = max(np.float32(reach.min() - slack), LOWEST)
     left = 0
     for i in range(size):
         if bound[1, i] >= floor:
@@ -203,6 +199,7 @@ def rank_choices(
     relevant: NDArray[np.bool_],
     ends: IntArray,
     later: IntArray,
+    reach: FloatRows,
     depth: IntArray,
     positives: IntArray,
     slack: float,
@@ -221,6 +218,7 @@ def rank_choices(
         relevant: [T, C] whether they are of the query's class.
         ends: [F + 1] first member of each fold.
         later: [F] choices of the folds that follow.
+        reach: [T, S] reach of every choice.
         depth: [T] places that matter.
         positives: [T] R.
         slack: sums further apart than this are in the right order.
@@ -232,8 +230,6 @@ def rank_choices(
     """
     members, height, width = value.shape
     folds, choices = len(ends) - 1, undecided.shape[1]
-    bound = np.empty((4, width), np.float32)
-    reach = np.empty(choices, np.float32)
     to_come = np.zeros((folds + 1, width), np.float32)  # greatest sum of a fold and all that follow
     place = np.empty((folds + 1, width), np.int64)
     total = np.zeros((folds + 1, width), np.float32)
@@ -247,8 +243,6 @@ def rank_choices(
         if not undecided[row].any():
             continue
         k, n = depth[row], count[row]
-        _bounds(value, row, n, ends, bound)
-        _choice_reaches(value, row, n, ends, later, k, bound, reach)
         for fold in range(folds - 1, -1, -1):
             for i in range(n):
                 most = value[ends[fold], row, i]
@@ -267,7 +261,7 @@ def rank_choices(
                 if changed:
                     node[fold] = choice // later[fold]
                     member[fold] = ends[fold] + node[fold] % (ends[fold + 1] - ends[fold])
-                    below = reach[node[fold] * later[fold] : (node[fold] + 1) * later[fold]].min()
+                    below = reach[row, node[fold] * later[fold] : (node[fold] + 1) * later[fold]].min()
                     floor = max(np.float32(below - slack), LOWEST)
                     _extend(value[member[fold], row], fold, floor, to_come[fold + 1], place, total, size, split)
             items, lead = place[folds, : size[folds]], split[folds]
@@ -275,7 +269,7 @@ def rank_choices(
             number[: k + 1] = 0
             missed = False
             for p in range(lead):
-                if near[p] > above[p] and above[p] < k:
+                if near[p] > above[p] and _may_be_within(p, total[folds], lead, above[p], k, slack):
                     missed |= _decide(p, items, lead, total[folds], width32, member, exact, row, column[row], above)
                 number[min(above[p], k)] += 1
             undecided[row, choice] = missed
@@ -335,6 +329,15 @@ def _count_above(total: FloatRows, lead: int, slack: float, above: IntArray, nea
 
 
 @_compiled
+def _may_be_within(p: int, total: FloatRows, lead: int, above: int, k: int, slack: float) -> bool:
+    """Whether relevant item p can be among the first k places, by what is above it for certain."""
+    limit = np.float32(total[p] + 2 * slack)
+    for q in range(lead):
+        above += total[q] > limit
+    return above < k
+
+
+@_compiled
 def _decide(
     p: int,
     items: IntArray,
@@ -358,6 +361,29 @@ def _decide(
             more += other > own or (other == own and column[items[j]] < column[items[p]])
     above[p] += more
     return missed
+
+
+@_compiled
+def fill_exact(
+    left: FloatRows, right: FloatRows, query: IntArray, count: IntArray, column: IntArray, exact: NDArray[np.float64]
+) -> None:
+    """``similarity.exact_similarities`` of unit rows ``left`` [Q, D], ``right`` [N, D] where ``exact`` [T, C] is WANTED."""
+    terms = np.empty(left.shape[1] + 1, np.float64)
+    for row in range(len(query)):
+        x = left[query[row]]
+        for i in range(count[row]):
+            if exact[row, i] == WANTED:
+                y = right[column[row, i]]
+                width = len(x)
+                terms[0] = 0.0
+                for d in range(width):
+                    terms[d] = np.float64(x[d]) * np.float64(y[d])
+                while width > 1:
+                    half = (width + 1) // 2
+                    for d in range(width - half):
+                        terms[d] += terms[half + d]
+                    width = half
+                exact[row, i] = terms[0]
 
 
 @_compiled

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.back_ends import exclude
-from dmlbench.evaluation.compiled import LOWEST, WANTED, hold_near, rank_choices
+from dmlbench.evaluation.compiled import LOWEST, WANTED, fill_exact, hold_near, rank_choices
 from dmlbench.evaluation.evaluate import RetrievalTask
-from dmlbench.evaluation.members import Member
+from dmlbench.evaluation.members import Member, UnitMember
 from dmlbench.evaluation.parallel import Workspace
 from dmlbench.evaluation.pruning import sum_slack
 from dmlbench.evaluation.similarity import FloatRows
@@ -50,7 +50,7 @@ def score_fused(
     ends = np.cumsum([0, *map(len, folds)])
     later = np.array([prod(map(len, folds[fold + 1 :])) for fold in range(len(folds))], dtype=np.int64)
     shape = (len(part), num_gallery if len(part) == 1 else min(num_gallery, most // len(part)))
-    least = np.full(len(part), LOWEST)
+    reach = np.full((len(part), int(ends[1] * later[0])), LOWEST)
     count = np.zeros(len(part), dtype=np.int64)
     column = _workspace.array("column", shape, np.int64)
     value = _workspace.array("value", (int(ends[-1]), *shape), np.float32)
@@ -58,9 +58,9 @@ def score_fused(
     for start in range(0, num_gallery, columns):
         tile, tile_slack = _tile(folds, part, task, start, min(start + columns, num_gallery))
         slack = max(slack, tile_slack)
-        if not hold_near(tile, start, ends, later, task.k, slack, least, count, column, value):
+        if not hold_near(tile, start, ends, later, task.k, slack, reach, count, column, value):
             return False
-    _rank(folds, part, task, (count, column, value), ends, later, slack, recall_at=recall_at, out=out)
+    _rank(folds, part, task, (reach, count, column, value), ends, later, slack, recall_at=recall_at, out=out)
     return True
 
 
@@ -81,7 +81,7 @@ def _rank(
     folds: list[list[Member]],
     part: IntArray,
     task: RetrievalTask,
-    held: tuple[IntArray, IntArray, FloatRows],
+    held: tuple[FloatRows, IntArray, IntArray, FloatRows],
     ends: IntArray,
     later: IntArray,
     slack: float,
@@ -90,7 +90,7 @@ def _rank(
     out: NDArray[np.float64],
 ) -> None:
     """Rank what is held, first as far as float32 decides, then with the exact similarities that this asks for."""
-    count, column, value = held
+    reach, count, column, value = held
     width = max(1, int(count.max()))
     used = np.arange(width) < count[:, None]
     relevant = task.relevant(part, np.where(used, column[:, :width], -1))
@@ -103,12 +103,22 @@ def _rank(
     precision = np.zeros(undecided.shape)
     while undecided.any():
         rank_choices(
-            value, count, column, relevant, ends, later, depth, positives, slack, exact, undecided, first, hits,
+            value, count, column, relevant, ends, later, reach, depth, positives, slack, exact, undecided, first, hits,
             precision,
         )  # fmt: skip
         for member, similarities in zip(itertools.chain.from_iterable(folds), exact, strict=True):
-            row, place = np.nonzero(similarities == WANTED)
-            similarities[row, place] = member.exact(part)(row, column[row, place])
+            _fill(member, part, count, column, similarities)
     scores = [first == 0, *(first < k for k in recall_at), hits / positives[:, None], precision / positives[:, None]]
     for at, values in enumerate(scores):  # in the order of ``score_names``
         out[:, at, part] = values.T
+
+
+def _fill(member: Member, part: IntArray, count: IntArray, column: IntArray, exact: NDArray[np.float64]) -> None:
+    """Compute the exact similarities of ``exact`` [T, C] that are wanted."""
+    if isinstance(member, UnitMember):
+        left, right = member.search.query.held, member.search.gallery.held
+        if left is not None and right is not None:
+            fill_exact(left, right, part, count, column, exact)
+            return
+    row, place = np.nonzero(exact == WANTED)
+    exact[row, place] = member.exact(part)(row, column[row, place])
