@@ -5,12 +5,17 @@ vectors, so one similarity tile per member serves every collection. Letters: Q q
 queries of a tile, N gallery items, W of them that can matter to some collection.
 """
 
+import importlib.util
 import itertools
+import logging
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 from tqdm import tqdm
 
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, retrieval_task
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, evaluate, retrieval_task
 from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, score_names
@@ -24,12 +29,13 @@ from dmlbench.types import EmbeddingSet, IntArray
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-import os; FUSED=not os.environ.get('NOFUSE')
-_TILE_ROWS = 128
+_TILE_ROWS = 256
 _TILE_COLUMNS = 6144
 _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
 _CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
 _FRONTIER_BYTES = 64 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 def concatenated_scores(
@@ -63,19 +69,73 @@ def concatenated_scores(
     Raises:
         RunError: no query has a positive, or a set cannot be searched.
     """
+    everything = _evaluations(members, galleries, spec, distances, partial, own=False, progress=progress)
+    return dict(zip(_choices(members), everything, strict=True))
+
+
+def concatenated_and_own_scores(
+    members: Members,
+    galleries: Members | None = None,
+    *,
+    spec: EvaluationSpec,
+    distances: Distances | None = None,
+    partial: Path | None = None,
+    progress: bool = False,
+) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
+    """``concatenated_scores``, and the members' own evaluations [fold][repeat], which take the same products."""
+    fused = fused_scorer() is not None
+    found = iter(_evaluations(members, galleries, spec, distances, partial, own=fused, progress=progress))
+    joined = dict(zip(_choices(members), found, strict=False))
+
+    def own(fold: int, repeat: int, queries: EmbeddingSet) -> Evaluation:
+        if fused:
+            return next(found)
+        gallery = None if galleries is None else galleries[fold][repeat]
+        return evaluate(queries, gallery, spec, distance=distances[fold][repeat] if distances else None)
+
+    return joined, [[own(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
+
+
+def _choices(members: Members) -> list[Choice]:
+    return list(itertools.product(*(range(len(fold)) for fold in members)))
+
+
+def _evaluations(
+    members: Members,
+    galleries: Members | None,
+    spec: EvaluationSpec,
+    distances: Distances | None,
+    partial: Path | None,
+    *,
+    own: bool,
+    progress: bool,
+) -> Iterator[Evaluation]:
+    """Those of all choices, then those of all members if ``own``."""
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     task = retrieval_task(queries, reference, recall_at=spec.recall_at)
     names = score_names(spec.recall_at)
-    choices = list(itertools.product(*(range(len(fold)) for fold in members)))
-    shape = (len(choices), len(names), len(queries))
-    store = PartialScores.of(partial, shape, members, galleries, names=names, distances=distances)
+    count = prod(map(len, members)) + own * sum(map(len, members))
+    what = [*names, "and own"] if own else names
+    store = PartialScores.of(
+        partial, (count, len(names), len(queries)), members, galleries, names=what, distances=distances
+    )
     _score(task, _members(members, galleries, distances, spec), store, spec, progress=progress)
-    result = {}
-    for choice, scores in zip(choices, store.values, strict=True):
+    for scores in store.values:
         values = dict(zip(names, scores, strict=True))
-        result[choice] = Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
-    return result
+        yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
+
+
+@lru_cache(maxsize=1)
+def fused_scorer() -> "Callable[..., bool] | None":
+    """``score_fused`` where numba is installed; the same scores come without it, in some three times the time."""
+    if importlib.util.find_spec("numba") is None:
+        logger.info("collections are ranked by numpy; with numba (the extra 'fast') they take a third of the time")
+        return None
+    from dmlbench.evaluation.fused import score_fused
+
+    logger.info("collections are ranked by compiled code; its first use ever takes some ten seconds to compile")
+    return score_fused
 
 
 def _members(
@@ -97,22 +157,22 @@ def _score(
     task: RetrievalTask, folds: list[list[Member]], store: PartialScores, spec: EvaluationSpec, *, progress: bool
 ) -> None:
     """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
+    fused = fused_scorer()
     threads = num_threads()
     rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
 
-    def work(part: IntArray) -> IntArray:
-        if FUSED:
-            from dmlbench.evaluation.fused import score_fused
-            if not score_fused(folds, part, task, columns, most=most, recall_at=spec.recall_at, out=store.values):
-                work(part[: len(part) // 2])
-                work(part[len(part) // 2 :])
-            return part
+    def score(part: IntArray) -> bool:
+        if fused is not None:
+            return fused(folds, part, task, columns, most=most, recall_at=spec.recall_at, out=store.values)
         kept = prune(folds, part, task, columns, most=most)
-        if kept is None:
+        if kept is not None:
+            score_frontiers(folds, part, task, kept, recall_at=spec.recall_at, out=store.values)
+        return kept is not None
+
+    def work(part: IntArray) -> IntArray:
+        if not score(part):
             work(part[: len(part) // 2])
             work(part[len(part) // 2 :])
-        else:
-            score_frontiers(folds, part, task, kept, recall_at=spec.recall_at, out=store.values)
         return part
 
     left = task.valid[store.done :]
