@@ -192,7 +192,13 @@ def _hold_nearer(
 
 @compiled
 def hold_near_one(
-    tile: FloatRows, start: int, k: int, slack: float, reach: FloatRows, count: IntArray, column: IntArray,
+    tile: FloatRows,
+    start: int,
+    k: int,
+    slack: float,
+    reach: FloatRows,
+    count: IntArray,
+    column: IntArray,
     value: FloatRows,
 ) -> bool:
     """``hold_near`` of a single member: M, F and S are 1, and columns are held in any order."""

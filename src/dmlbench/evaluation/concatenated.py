@@ -31,7 +31,8 @@ Choice = tuple[int, ...]
 
 _TILE_ROWS = 256
 _TILE_COLUMNS = 6144
-_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
+_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or that of its own ranking, an exact one, sums
+_BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
 _CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
 _FRONTIER_BYTES = 64 * 2**20
 
@@ -159,7 +160,8 @@ def _score(
     """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
     fused = fused_scorer()
     threads = num_threads()
-    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
+    free = spec.tile_bytes // 2 // threads
+    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), len(store.values), free)
 
     def score(part: IntArray) -> bool:
         if fused is not None:
@@ -187,11 +189,12 @@ def _score(
     store.flush()
 
 
-def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int, int]:
+def _tile_shape(num_gallery: int, num_members: int, num_choices: int, free: int) -> tuple[int, int, int]:
     """Queries of a tile, gallery items multiplied at a time, pairs that may be left; together ``free`` bytes."""
     columns = min(num_gallery, _TILE_COLUMNS)
     candidates = max(64, int(_CANDIDATES * num_gallery))
     free = max(0, free - min(_FRONTIER_BYTES, free // 2))
     per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
+    per_row += _BYTES_PER_CHOICE * num_choices
     rows = max(1, min(_TILE_ROWS, free // per_row))
     return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))
