@@ -10,7 +10,7 @@ irrelevant ones lie above each relevant one: with a_0 <= a_1 <= .., place j + a_
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numba
 import numpy as np
@@ -28,9 +28,9 @@ _BLOCK = 16  # columns of which the largest is found first
 def compiled(function: Function) -> Function:
     """Machine code of ``function``, kept beside the source or in the user's cache where either can be written to."""
     try:
-        return numba.njit(cache=True, nogil=True)(function)
+        return cast(Function, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError:  # numba finds no folder that can be written to
-        return numba.njit(nogil=True)(function)
+        return cast(Function, numba.njit(nogil=True)(function))
 
 
 @compiled

@@ -15,6 +15,8 @@ from dmlbench.evaluation.compiled_near import LOWEST, compiled
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import IntArray
 
+Counts = NDArray[np.int32]
+
 WANTED = np.inf  # in place of an exact similarity: it is to be computed
 
 
@@ -32,8 +34,8 @@ def rank_choices(
     slack: float,
     exact: NDArray[np.float64],
     undecided: NDArray[np.bool_],
-    first: IntArray,
-    hits: IntArray,
+    first: Counts,
+    hits: Counts,
     precision: NDArray[np.float64],
 ) -> None:
     """Rank what is held of each query by every choice that is ``undecided``.
@@ -55,7 +57,7 @@ def rank_choices(
         hits: [T, S] relevant items among the nearest R; written.
         precision: [T, S] sum of (hits up to a relevant item / its rank) over these; written.
     """
-    members, height, width = value.shape
+    _, height, width = value.shape
     folds, choices = len(ends) - 1, undecided.shape[1]
     to_come = np.zeros((folds + 1, width), np.float32)  # greatest sum of a fold and all that follow
     place = np.empty((folds + 1, width), np.int64)
@@ -121,7 +123,7 @@ def _relevant_first(relevant: NDArray[np.bool_], place: IntArray, split: IntArra
 def _extend(
     one: FloatRows,
     fold: int,
-    floor: float,
+    floor: np.float32,
     to_come: FloatRows,
     place: IntArray,
     total: FloatRows,
@@ -144,7 +146,7 @@ def _extend(
 
 
 @compiled
-def _count_above(total: FloatRows, lead: int, slack: float, above: IntArray, near: IntArray) -> None:
+def _count_above(total: FloatRows, lead: int, slack: np.float32, above: Counts, near: Counts) -> None:
     """Of each of the first ``lead`` items: how many others are above for certain, and how many possibly."""
     above[:lead] = 0
     near[:lead] = 0
@@ -170,12 +172,12 @@ def _decide(
     items: IntArray,
     lead: int,
     total: FloatRows,
-    slack: float,
+    slack: np.float32,
     member: IntArray,
     exact: NDArray[np.float64],
     row: int,
     column: IntArray,
-    above: IntArray,
+    above: Counts,
 ) -> bool:
     """Count what is above item p among those too near to tell; True if an exact similarity is missed."""
     own = _exact_sum(items[p], member, exact, row)
@@ -194,7 +196,7 @@ def _decide(
 def fill_exact(
     left: FloatRows, right: FloatRows, query: IntArray, count: IntArray, column: IntArray, exact: NDArray[np.float64]
 ) -> None:
-    """``similarity.exact_similarities`` of unit rows ``left`` [Q, D], ``right`` [N, D] where ``exact`` [T, C] is WANTED."""
+    """``similarity.exact_similarities`` of rows of ``left`` [Q, D], ``right`` [N, D] where ``exact`` is WANTED."""
     terms = np.empty(left.shape[1] + 1, np.float64)
     for row in range(len(query)):
         x = left[query[row]]

@@ -122,7 +122,7 @@ def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
 
 
 def _merged(kept: list[Kept], k: int) -> tuple[Kept, FloatRows]:
-    """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; what k lower bounds reach."""
+    """The pairs of all gallery tiles so far, by row, that the bounds of all leave; what k lower bounds reach."""
     everything = kept[0] if len(kept) == 1 else _by_row(kept)
     target, shape = padded_place(everything.count)
     padded = np.full(prod(shape), -np.inf, dtype=np.float32)

@@ -24,7 +24,7 @@ from dmlbench.evaluation.members import Distances, Members
 from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search import TILE_BYTES
-from dmlbench.types import ConfigError, EmbeddingSet, RunError
+from dmlbench.types import ConfigError, RunError
 
 MAX_COLLECTIONS = 2**14
 
