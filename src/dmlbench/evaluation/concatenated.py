@@ -128,14 +128,17 @@ def _evaluations(
 
 
 @lru_cache(maxsize=1)
-def fused_scorer() -> "Callable[..., bool] | None":
-    """``score_fused`` where numba is installed; the same scores come without it, in some three times the time."""
+def fused_scorer() -> Callable[..., bool] | None:
+    """``score_fused`` where numba is installed, else None: numpy gives the same scores in some three times the time."""
     if importlib.util.find_spec("numba") is None:
-        logger.info("collections are ranked by numpy; with numba (the extra 'fast') they take a third of the time")
+        logger.info("collections are ranked by numpy; the extra 'fast' (numba) does it in about a third of the time")
         return None
-    from dmlbench.evaluation.fused import score_fused
-
-    logger.info("collections are ranked by compiled code; its first use ever takes some ten seconds to compile")
+    try:
+        from dmlbench.evaluation.fused import score_fused
+    except ImportError as error:
+        logger.warning("collections are ranked by numpy, because numba cannot be used: %s", error)
+        return None
+    logger.info("collections are ranked by compiled code; compiling it takes some ten seconds once, then it is kept")
     return score_fused
 
 
