@@ -29,7 +29,7 @@ from dmlbench.types import EmbeddingSet, IntArray
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-_TILE_ROWS = 256
+_TILE_ROWS, _FUSED_TILE_ROWS = 128, 256  # numpy's frontiers want to stay small; products alone, large
 _TILE_COLUMNS = 6144
 _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or that of its own ranking, an exact one, sums
 _BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
@@ -129,9 +129,9 @@ def _evaluations(
 
 @lru_cache(maxsize=1)
 def fused_scorer() -> Callable[..., bool] | None:
-    """``score_fused`` where numba is installed, else None: numpy gives the same scores in some three times the time."""
+    """``score_fused`` where numba is installed, else None: numpy gives the same scores in more than twice the time."""
     if importlib.util.find_spec("numba") is None:
-        logger.info("collections are ranked by numpy; the extra 'fast' (numba) does it in about a third of the time")
+        logger.info("collections are ranked by numpy; the extra 'fast' (numba) does it in less than half of the time")
         return None
     try:
         from dmlbench.evaluation.fused import score_fused
@@ -199,5 +199,5 @@ def _tile_shape(num_gallery: int, num_members: int, num_choices: int, free: int)
     free = max(0, free - min(_FRONTIER_BYTES, free // 2))
     per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
     per_row += _BYTES_PER_CHOICE * num_choices
-    rows = max(1, min(_TILE_ROWS, free // per_row))
+    rows = max(1, min(_TILE_ROWS if fused_scorer() is None else _FUSED_TILE_ROWS, free // per_row))
     return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))
