@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,12 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import concatenated, frontier, partial
-from dmlbench.evaluation.concatenated import concatenated_scores
+from dmlbench.evaluation import concatenated, partial
+from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
-from dmlbench.evaluation.frontier import Places
+from dmlbench.evaluation.metrics import query_scores
 from dmlbench.evaluation.search import MIN_TILE_BYTES
-from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.evaluation.similarity import exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
@@ -49,9 +49,78 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
     return EmbeddingSet(torch.from_numpy(rows), members[0].labels, members[0].ids)
 
 
+@pytest.fixture(params=["numpy", "compiled"])
+def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to rank collections, one after the other."""
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(concatenated, "fused_scorer", lambda: None)
+    return str(request.param)
+
+
+def evaluate_sum(
+    members: list[list[EmbeddingSet]],
+    galleries: list[list[EmbeddingSet]] | None,
+    choice: tuple[int, ...],
+    spec: EvaluationSpec,
+) -> dict[str, np.ndarray]:
+    """Scores by a full sort of the sums, fold by fold, of the members' exact similarities."""
+    query, gallery = members[0][0], (galleries or members)[0][0]
+    n, total = len(gallery), np.zeros((len(query), len(gallery)))
+    for f, r in enumerate(choice):
+        x, y = (hold_unit_rows(m[f][r].rows, within_bytes=10**9) for m in (members, galleries or members))
+        pairs = np.divmod(np.arange(total.size), n)
+        total += exact_similarities(x, y, *pairs).reshape(total.shape)
+    relevant = np.zeros(total.shape, dtype=bool)
+    for q in range(len(query)):
+        order = np.lexsort((np.arange(n), -total[q]))
+        order = order[(gallery.ids != query.ids[q]).numpy()[order]]
+        relevant[q, : len(order)] = (gallery.labels == query.labels[q]).numpy()[order]
+    positives = relevant.sum(axis=1)
+    scores = query_scores(relevant, np.maximum(positives, 1), recall_at=spec.recall_at)
+    return {name: np.where(positives > 0, values, np.nan) for name, values in scores.items()}
+
+
+def ties(folds: Sequence[int], size: int, *, classes: int, gallery: bool) -> list[list[EmbeddingSet]]:
+    """Members of few different rows, some of zero length, so that sums tie exactly or differ by rounding alone."""
+    rng = np.random.default_rng(size + gallery)
+    codes = rng.integers(-1, 2, size=(size, 3))
+    # sizes of classes differ widely, and some queries have no positive
+    labels = torch.from_numpy(np.minimum(rng.geometric(0.4, size), classes))
+    result = []
+    for fold, repeats in enumerate(folds):
+        mixings = [np.random.default_rng(100 * fold + repeat).normal(size=(3, 5)) for repeat in range(repeats)]
+        rows = [torch.from_numpy((codes @ mixing).astype(np.float32)) for mixing in mixings]
+        result.append([EmbeddingSet(r, labels, torch.arange(size) + 1000 * gallery) for r in rows])
+    return result
+
+
+@pytest.mark.parametrize("folds", [(1, 1, 1, 1), (5,), (2, 1, 4), (4, 10)])
+@pytest.mark.parametrize("with_gallery", [False, True])
+def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
+    ranked_by: str, folds: tuple[int, ...], with_gallery: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concatenated, "_TILE_COLUMNS", 17)  # several gallery tiles
+    members = ties(folds, 40, classes=6, gallery=False)
+    galleries = ties(folds, 53, classes=6, gallery=True) if with_gallery else None
+    spec = EvaluationSpec((1, 3, 60), tile_bytes=200_000)  # more places than there are items
+    joint, own = concatenated_and_own_scores(members, galleries, spec=spec)
+    for choice in list(joint)[:: max(1, len(joint) // 9)]:
+        expected = evaluate_sum(members, galleries, choice, spec)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(joint[choice].per_query[name], values, err_msg=f"{choice} {name}")
+    for f, r in itertools.product(range(len(folds)), range(min(folds))):
+        expected_own = evaluate(members[f][r], None if galleries is None else galleries[f][r], spec)
+        for name, values in expected_own.per_query.items():
+            np.testing.assert_array_equal(own[f][r].per_query[name], values, err_msg=f"own {f} {r} {name}")
+
+
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 @pytest.mark.parametrize("with_gallery", [False, True])
-def test_concatenated_equals_evaluation_of_the_concatenated_rows(with_gallery: bool, offset: float) -> None:
+def test_concatenated_equals_evaluation_of_the_concatenated_rows(
+    ranked_by: str, with_gallery: bool, offset: float
+) -> None:
     members = runs(offset=offset)
     galleries = runs(size=90, start=40, offset=offset) if with_gallery else None
     if galleries is not None:  # an id that both hold has one label
@@ -67,7 +136,7 @@ def test_concatenated_equals_evaluation_of_the_concatenated_rows(with_gallery: b
             np.testing.assert_array_equal(evaluation.per_query[name], values, err_msg=f"{choice} {name}")
 
 
-def test_tiles_and_threads_cannot_change_a_score() -> None:
+def test_tiles_and_threads_cannot_change_a_score(ranked_by: str) -> None:
     members = runs(folds=3, repeats=2, size=50)
     threads = torch.get_num_threads()
     frames = []
@@ -83,38 +152,36 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_call_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_goes_on_to_the_same_numbers(
+    ranked_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = runs(folds=3, repeats=2, size=60)
     expected = collections(members, recall_at=RECALL_AT, tile_bytes=60_000)
     folder = tmp_path / "partial"
-    rank, calls = frontier.rank_choices, []
+    tiles: list[int] = []
 
-    def stops_at(limit: int) -> Callable[[Places], object]:
-        def ranked(places: Places) -> object:
-            calls.append(len(places.part))
-            if len(calls) == limit:
-                raise Interrupted
-            return rank(places)
+    def stops_at(limit: int | None) -> Callable[..., Iterator[object]]:
+        def over_tiles(work: Callable[[object], object], items: list, *, threads: int) -> Iterator[object]:
+            for number, item in enumerate(items):
+                if number == limit:
+                    raise Interrupted
+                tiles.append(len(item))
+                yield work(item)
 
-        return ranked
+        return over_tiles
 
     monkeypatch.setattr(partial, "_SAVE_SECONDS", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        monkeypatch.setattr(frontier, "rank_choices", stops_at(4))
-        with pytest.raises(Interrupted):
-            collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
-        done = sum(calls[:3])
-        assert json.loads((folder / "progress.json").read_text())["done"] == done > 0
-        calls.clear()
-        monkeypatch.setattr(frontier, "rank_choices", stops_at(0))
-        found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
-        pd.testing.assert_frame_equal(found, expected, check_exact=True)
-        assert sum(calls) == len(concatenated.retrieval_task(members[0][0], members[0][0], recall_at=(1,)).valid) - done
-        assert not folder.exists()
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(concatenated, "over_threads", stops_at(3))
+    with pytest.raises(Interrupted):
+        collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
+    done = sum(tiles)
+    assert json.loads((folder / "progress.json").read_text())["done"] == done > 0
+    tiles.clear()
+    monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
+    found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    assert sum(tiles) == len(concatenated.retrieval_task(members[0][0], members[0][0], recall_at=(1,)).valid) - done
+    assert not folder.exists()
 
 
 def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None:
@@ -175,7 +242,7 @@ def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("tile_bytes", [MIN_TILE_BYTES, 2**24])
-def test_members_with_distances_of_their_own_rank_by_the_sum_of_these(tile_bytes: int) -> None:
+def test_members_with_distances_of_their_own_rank_by_the_sum_of_these(ranked_by: str, tile_bytes: int) -> None:
     members = runs(folds=2, repeats=2, size=40)
     distances = [[LpDistance(normalize_embeddings=False, p=1), SNRDistance()], [None, CosineSimilarity()]]
     found = concatenated_scores(members, spec=EvaluationSpec((1, 3), tile_bytes=tile_bytes), distances=distances)

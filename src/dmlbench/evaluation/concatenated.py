@@ -5,13 +5,18 @@ vectors, so one similarity tile per member serves every collection. Letters: Q q
 queries of a tile, N gallery items, W of them that can matter to some collection.
 """
 
+import importlib.util
 import itertools
+import logging
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, retrieval_task
+from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, evaluate, retrieval_task
 from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, score_names
@@ -27,11 +32,14 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-_TILE_ROWS = 128
+_TILE_ROWS, _FUSED_TILE_ROWS = 128, 256  # numpy's frontiers want to stay small; products alone, large
 _TILE_COLUMNS = 6144
-_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy, an exact one, shares of the sums
+_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or that of its own ranking, an exact one, sums
+_BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
 _CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
 _FRONTIER_BYTES = 64 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 def concatenated_scores(
@@ -65,21 +73,78 @@ def concatenated_scores(
     Raises:
         RunError: no query has a positive, a set cannot be searched, or ``partial`` lacks scores that it claims to hold.
     """
+    everything = _evaluations(members, galleries, spec, distances, partial, own=False, progress=progress)
+    return dict(zip(_choices(members), everything, strict=True))
+
+
+def concatenated_and_own_scores(
+    members: Members,
+    galleries: Members | None = None,
+    *,
+    spec: EvaluationSpec,
+    distances: Distances | None = None,
+    partial: Path | None = None,
+    progress: bool = False,
+) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
+    """``concatenated_scores``, and the members' own evaluations [fold][repeat], which take the same products."""
+    fused = fused_scorer() is not None
+    found = iter(_evaluations(members, galleries, spec, distances, partial, own=fused, progress=progress))
+    joined = dict(zip(_choices(members), found, strict=False))
+
+    def own(fold: int, repeat: int, queries: EmbeddingSet) -> Evaluation:
+        if fused:
+            return next(found)
+        gallery = None if galleries is None else galleries[fold][repeat]
+        return evaluate(queries, gallery, spec, distance=distances[fold][repeat] if distances else None)
+
+    return joined, [[own(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
+
+
+def _choices(members: Members) -> list[Choice]:
+    return list(itertools.product(*(range(len(fold)) for fold in members)))
+
+
+def _evaluations(
+    members: Members,
+    galleries: Members | None,
+    spec: EvaluationSpec,
+    distances: Distances | None,
+    partial: Path | None,
+    *,
+    own: bool,
+    progress: bool,
+) -> Iterator[Evaluation]:
+    """Those of all choices, then those of all members if ``own``."""
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     task = retrieval_task(queries, reference, recall_at=spec.recall_at)
     names = score_names(spec.recall_at)
-    choices = list(itertools.product(*(range(len(fold)) for fold in members)))
-    shape = (len(choices), len(names), len(queries))
-    store = PartialScores.of(partial, shape, members, galleries, names=names, distances=distances)
+    count = prod(map(len, members)) + own * sum(map(len, members))
+    what = [*names, "and own"] if own else names
+    store = PartialScores.of(
+        partial, (count, len(names), len(queries)), members, galleries, names=what, distances=distances
+    )
     _score(task, _members(members, galleries, distances, spec), store, spec, progress=progress)
-    result = {}
-    for choice, scores in zip(choices, store.values, strict=True):
+    for scores in store.values:
         if np.isnan(scores[:, task.valid]).any():  # a mean would pass over them
             raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
-        result[choice] = Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
-    return result
+        yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
+
+
+@lru_cache(maxsize=1)
+def fused_scorer() -> Callable[..., bool] | None:
+    """``score_fused`` where numba is installed, else None: numpy gives the same scores in more than twice the time."""
+    if importlib.util.find_spec("numba") is None:
+        logger.info("collections are ranked by numpy; the extra 'fast' (numba) does it in less than half of the time")
+        return None
+    try:
+        from dmlbench.evaluation.fused import score_fused
+    except ImportError as error:
+        logger.warning("collections are ranked by numpy, because numba cannot be used: %s", error)
+        return None
+    logger.info("collections are ranked by compiled code; compiling it takes some ten seconds once, then it is kept")
+    return score_fused
 
 
 def _members(
@@ -101,16 +166,23 @@ def _score(
     task: RetrievalTask, folds: list[list[Member]], store: PartialScores, spec: EvaluationSpec, *, progress: bool
 ) -> None:
     """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
+    fused = fused_scorer()
     threads = num_threads()
-    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), spec.tile_bytes // 2 // threads)
+    free = spec.tile_bytes // 2 // threads
+    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), len(store.values), free)
+
+    def score(part: IntArray) -> bool:
+        if fused is not None:
+            return fused(folds, part, task, columns, most=most, recall_at=spec.recall_at, out=store.values)
+        kept = prune(folds, part, task, columns, most=most)
+        if kept is not None:
+            score_frontiers(folds, part, task, kept, recall_at=spec.recall_at, out=store.values)
+        return kept is not None
 
     def work(part: IntArray) -> IntArray:
-        kept = prune(folds, part, task, columns, most=most)
-        if kept is None:
+        if not score(part):
             work(part[: len(part) // 2])
             work(part[len(part) // 2 :])
-        else:
-            score_frontiers(folds, part, task, kept, recall_at=spec.recall_at, out=store.values)
         return part
 
     left = task.valid[store.done :]
@@ -125,11 +197,12 @@ def _score(
     store.flush()
 
 
-def _tile_shape(num_gallery: int, num_members: int, free: int) -> tuple[int, int, int]:
+def _tile_shape(num_gallery: int, num_members: int, num_choices: int, free: int) -> tuple[int, int, int]:
     """Queries of a tile, gallery items multiplied at a time, pairs that may be left; together ``free`` bytes."""
     columns = min(num_gallery, _TILE_COLUMNS)
     candidates = max(64, int(_CANDIDATES * num_gallery))
     free = max(0, free - min(_FRONTIER_BYTES, free // 2))
     per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
-    rows = max(1, min(_TILE_ROWS, free // per_row))
+    per_row += _BYTES_PER_CHOICE * num_choices
+    rows = max(1, min(_TILE_ROWS if fused_scorer() is None else _FUSED_TILE_ROWS, free // per_row))
     return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from dmlbench.evaluation.back_ends import exclude
-from dmlbench.evaluation.candidates import LOWEST, floor_below, kth_bound, padded_place
+from dmlbench.evaluation.candidates import floor_below, kth_bound, padded_place
 from dmlbench.evaluation.evaluate import RetrievalTask
 from dmlbench.evaluation.members import Member, PairTile
 from dmlbench.evaluation.parallel import Workspace
@@ -51,16 +51,16 @@ def prune(folds: list[list[Member]], part: IntArray, task: RetrievalTask, column
     Returns:
         What is left; None where that is more than ``most`` pairs of more than one query.
     """
-    floor = np.full((len(part), 1), LOWEST)
+    reach = np.full((len(part), 1), -np.inf, dtype=np.float32)
     kept: list[Kept] = []
     slack = 0.0
     num_gallery = len(task.gallery_labels)
     for start in range(0, num_gallery, columns):
-        found, floor = _kept_of(folds, part, task, start, min(start + columns, num_gallery), floor, slack)
+        found, reach = _kept_of(folds, part, task, start, min(start + columns, num_gallery), reach, slack)
         slack = found.slack
         kept.append(found)
         if sum(len(tile.column) for tile in kept) > most // 2:
-            merged, floor = _merged(kept, task.k)
+            merged, reach = _merged(kept, task.k)
             kept = [merged]
             if len(part) > 1 and len(merged.column) > most:
                 return None
@@ -73,27 +73,30 @@ def _kept_of(
     task: RetrievalTask,
     start: int,
     stop: int,
-    floor: FloatRows,
+    reach: FloatRows,
     slack: float,
 ) -> tuple[Kept, FloatRows]:
-    """What is left of gallery items start .. stop - 1, with the slack so far; a floor that rises with every tile."""
+    """What is left of gallery items start .. stop - 1; what k lower bounds reach, which rises with every tile.
+
+    The slack grows, too: it is that of all tiles so far, and is taken off anew.
+    """
     shape = (len(part), stop - start)
     values = _workspace.array("similarity", (sum(map(len, folds)), *shape), np.float32)
     out = iter(values)
     tiles = [[member.tile(part, start, stop, out=next(out)) for member in fold] for fold in folds]
     for tile in itertools.chain.from_iterable(tiles):
         exclude(tile.value, task.own_column[part] - start)
-    slack = max(slack, _sum_slack(tiles))
+    slack = max(slack, sum_slack(tiles))
     lower, upper = _bounds(tiles)
-    floor = np.maximum(floor, floor_below(kth_bound(lower, task.k), slack))
-    flat = np.flatnonzero(upper >= floor)
+    reach = np.maximum(reach, kth_bound(lower, task.k))
+    flat = np.flatnonzero(upper >= floor_below(reach, slack))
     count = np.diff(np.searchsorted(flat, np.arange(shape[0] + 1) * shape[1]))
     column = flat - np.repeat(np.arange(shape[0]) * shape[1], count)
     value = np.stack([np.take(member.reshape(-1), flat) for member in values])
-    return Kept(count, column + start, lower.reshape(-1)[flat], upper.reshape(-1)[flat], value, slack), floor
+    return Kept(count, column + start, lower.reshape(-1)[flat], upper.reshape(-1)[flat], value, slack), reach
 
 
-def _sum_slack(tiles: list[list[PairTile]]) -> float:
+def sum_slack(tiles: list[list[PairTile]]) -> float:
     """Sums over folds that are further apart than this are in the right order, for every choice of repeats."""
     error = sum(max(tile.error for tile in fold) for fold in tiles)
     largest = sum(max(tile.largest for tile in fold) for fold in tiles)
@@ -119,18 +122,19 @@ def _bounds(tiles: list[list[PairTile]]) -> tuple[FloatRows, FloatRows]:
 
 
 def _merged(kept: list[Kept], k: int) -> tuple[Kept, FloatRows]:
-    """The pairs of all gallery tiles so far, by row, that the bounds over all of them leave; the floor they reach."""
+    """The pairs of all gallery tiles so far, by row, that the bounds of all leave; what k lower bounds reach."""
     everything = kept[0] if len(kept) == 1 else _by_row(kept)
     target, shape = padded_place(everything.count)
     padded = np.full(prod(shape), -np.inf, dtype=np.float32)
     padded[target] = everything.lower
-    floor = floor_below(kth_bound(padded.reshape(shape), k), everything.slack)
+    reach = kth_bound(padded.reshape(shape), k)
+    floor = floor_below(reach, everything.slack)
     left = np.flatnonzero(everything.upper >= np.repeat(floor[:, 0], everything.count))
     edges = np.cumsum(everything.count)
     count = np.diff(np.searchsorted(left, edges), prepend=0)
     column, lower, upper = (getattr(everything, name)[left] for name in ("column", "lower", "upper"))
     value = np.take(everything.value, left, axis=1)
-    return Kept(count, column, lower, upper, value, everything.slack), floor
+    return Kept(count, column, lower, upper, value, everything.slack), reach
 
 
 def _by_row(kept: list[Kept]) -> Kept:

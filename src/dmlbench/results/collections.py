@@ -18,13 +18,13 @@ import pandas as pd
 import torch
 from scipy import stats
 
-from dmlbench.evaluation.concatenated import concatenated_scores
-from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation.evaluate import EvaluationSpec
 from dmlbench.evaluation.members import Distances, Members
 from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search import TILE_BYTES
-from dmlbench.types import ConfigError, EmbeddingSet, RunError
+from dmlbench.types import ConfigError, RunError
 
 MAX_COLLECTIONS = 2**14
 
@@ -74,11 +74,16 @@ def collections(
     if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
         raise RunError("distances must be given for every run, [fold][repeat], or not at all")
     if scores is None:
-        scores = _own_scores(members, galleries, spec, distances)
-    _check_scores(scores, members, names)
-    concatenated = concatenated_scores(
-        members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
-    )
+        concatenated, own = concatenated_and_own_scores(
+            members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
+        )
+        scores = [[evaluation.scores for evaluation in fold] for fold in own]
+        del own
+    else:
+        _check_scores(scores, members, names)
+        concatenated = concatenated_scores(
+            members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
+        )
     # What else every member was scored by, such as nmi, has a mean over members but no ranking of joined embeddings.
     separated = names + [name for name in METRICS if name not in names and all(name in s for f in scores for s in f)]
     rows = []
@@ -181,16 +186,6 @@ def _check_common(members: Members, name: str) -> None:
                         f"{place} differ from those of fold 0, repeat 0 first at position {n} "
                         f"({int(theirs[n])} instead of {int(ours[n])}); {remedy}"
                     )
-
-
-def _own_scores(
-    members: Members, galleries: Members | None, spec: EvaluationSpec, distances: Distances | None
-) -> list[list[Mapping[str, float]]]:
-    def own(fold: int, repeat: int, queries: EmbeddingSet) -> Mapping[str, float]:
-        gallery = None if galleries is None else galleries[fold][repeat]
-        return evaluate(queries, gallery, spec, distance=distances[fold][repeat] if distances else None).scores
-
-    return [[own(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
 
 
 def _check_scores(scores: Sequence[Sequence[Mapping[str, float]]], members: Members, names: Sequence[str]) -> None:
