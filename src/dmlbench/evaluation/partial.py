@@ -98,7 +98,7 @@ def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
     needed, free = 8 * prod(shape), shutil.disk_usage(folder).free
     if needed > free:
         raise RunError(
-            f"the scores of {shape[0]} collections take {needed} bytes, and the disk of {folder} has {free} left; "
+            f"the scores of {shape[0]} rankings take {needed} bytes, and the disk of {folder} has {free} left; "
             "make room, or aggregate fewer folds or repeats"
         )
 
