@@ -2,7 +2,7 @@
 
 python scripts/avsl_figures.py <run directory> [<another> ...] [--output avsl.png] [--pairs 2000]
 
-Edges are drawn of every run, so that momenta can be compared, at the steps that were logged (fit.log_every=1: at every one).
+Edges are drawn of every run, so that momenta can be compared, at the steps that were logged (fit.log_every=1: at each).
 Histograms are of the first run.
 """
 

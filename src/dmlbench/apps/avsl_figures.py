@@ -154,5 +154,5 @@ def _histogram(
 
 
 def _plain(axis: Axes) -> None:
-    axis.tick_params(labelsize=8)
+    axis.tick_params(which="both", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
