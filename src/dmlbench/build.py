@@ -70,7 +70,7 @@ def check_values(cfg: DictConfig) -> None:
         if value < 1:
             raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
         # Losses with vectors of the classes know both sizes; others compare images with each other.
-        if value < 2 and "num_classes" not in container["loss"]:
+        if value < 2 and not {"num_classes", "embedding_size"} <= container["loss"].keys() and not _is_proxied(cfg):
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -149,6 +149,10 @@ def _check_head(cfg: DictConfig) -> None:
 
 def _is_avsl(cfg: DictConfig) -> bool:
     return imported(cfg.head._target_, "head") is AvslHead
+
+
+def _is_proxied(cfg: DictConfig) -> bool:
+    return imported(cfg.loss._target_, "loss") is LayeredProxyAnchor
 
 
 def _is_layered(cfg: DictConfig) -> bool:

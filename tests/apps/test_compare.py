@@ -65,3 +65,11 @@ def test_cells_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         compare_cells(root, ["*gap*", "*late*"], ["p_at_1"], allow_partial=True)
     with pytest.raises(ConfigError, match="did you mean 'p_at_1'"):
         compare_cells(root, ["*gap*", "*gsp*"], ["p_at_2"])
+    with pytest.raises(ConfigError, match="metrics is empty"):
+        compare_cells(root, ["*gap*", "*gsp*"], [])
+    with pytest.raises(ConfigError, match="are the same cell"):
+        compare_cells(root, ["*gap*", "*gap-1"], ["p_at_1"])
+    write(tmp_path, "net-gap-1", 2, 0, 0.5, metrics={"test": {"p_at_1": 0.5}})
+    write(tmp_path, "net-gsp-2", 2, 0, 0.5)
+    with pytest.raises(ConfigError, match="'intra_class_distance' is not in all of these results"):
+        compare_cells(root, ["*gap*", "*gsp*"], ["intra_class_distance"])

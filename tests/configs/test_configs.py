@@ -16,14 +16,25 @@ from omegaconf import OmegaConf
 from dmlbench import build
 from dmlbench.cli.front import _of_each_job, _without_null, compose, config_folder
 from dmlbench.config import cell_id, config_sha256, flatten
+from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()
 WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm", "vit_small", "dinov2_small", "clip_vit_b16")
+WITHOUT_WEIGHTS += ("bn_inception_levels", "resnet50_levels")
+# What is made for several levels goes together.
+LEVELS = {"backbone": "resnet20_levels", "pooling": "none", "head": "avsl", "loss": "layered"}
+OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss", "layered_proxy_anchor")}
 
 
 def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def choose(group: str, option: str) -> list[str]:
+    """Overrides that choose an option, with what it cannot do without."""
+    rest = {key: other for key, other in LEVELS.items() if (group, option) in OF_LEVELS and key != group}
+    return [f"{key}={value}" for key, value in {group: option, **rest}.items()]
 
 
 ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
@@ -46,15 +57,17 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(("group", "option"), SINGLE)
 def test_every_option_composes_and_fits_the_signature_of_its_target(group: str, option: str) -> None:
-    cfg = compose("train", [f"{group}={option}"])
-    build.check(cfg)
+    build.check(compose("train", choose(group, option)))
 
 
 @pytest.mark.parametrize(("group", "option"), OURS)
 def test_every_option_spells_out_every_argument_of_its_target(group: str, option: str) -> None:
-    cfg = compose("train", [f"{group}={option}"])
+    cfg = compose("train", choose(group, option))
     derived = {
         "in_features",
+        "in_channels",
+        "map_sizes",
+        "distance",
         "run_dir",
         "mean",
         "std",
@@ -68,7 +81,7 @@ def test_every_option_spells_out_every_argument_of_its_target(group: str, option
     nodes = list(components(OmegaConf.to_container(cfg[group], resolve=False)))
     assert nodes
     for node in nodes:
-        parameters, _ = build._parameters(build._import(node["_target_"], group))
+        parameters, _ = parameters_of(imported(node["_target_"], group))
         assert set(parameters) - set(node) - derived == set()
 
 
@@ -77,7 +90,7 @@ def test_every_option_spells_out_every_argument_of_its_target(group: str, option
 )
 def test_every_option_instantiates(group: str) -> None:
     for option in options(group):
-        overrides = [f"{group}={option}"]
+        overrides = choose(group, option)
         if group == "backbone" and option in WITHOUT_WEIGHTS:
             overrides.append("backbone.pretrained=false")
         if option == "rho_distance_weighted":
@@ -95,6 +108,7 @@ def test_every_option_instantiates(group: str) -> None:
             model.eval()
             output = model(torch.randint(0, 256, (12, 3, 64, 64), dtype=torch.uint8))
             assert output.embedding.shape == (12, model.embedding_size)
+            model.observe(output, step=1)
             value = objective(ModelOutput(output.embedding), torch.arange(12) % 6, step=1)["loss"]
             assert torch.isfinite(value)
 
@@ -104,7 +118,9 @@ def grid_of(option: str) -> dict[str, list[str]]:
     cfg = compose("train", [f"experiment={option}"], with_hydra=True)
     grid = OmegaConf.to_container(cfg.hydra.sweeper.params or OmegaConf.create())
     assert isinstance(grid, dict)
-    values_of = {k: options(k)[:2] if values == "glob(*)" else _split(str(values)) for k, values in grid.items()}
+    values_of = {
+        k: options(k)[:2] if str(values).startswith("glob(*") else _split(str(values)) for k, values in grid.items()
+    }
     return {key: [f"{key}={value}" for value in values] for key, values in values_of.items()}
 
 

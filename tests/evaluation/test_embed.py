@@ -94,3 +94,12 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:
     save_file({"rows": torch.zeros(1, 1)}, path)
     with pytest.raises(RunError, match="no tensor 'labels'"):
         load_embeddings(path)
+    fitting = {"rows": torch.zeros(2, 1), "labels": torch.zeros(2).long(), "ids": torch.arange(2)}
+    fitting["role"] = torch.zeros(2, dtype=torch.int8)
+    for name, wrong, message in (
+        ("rows", torch.zeros(2, 1).int(), "rows are torch.int32, no floating-point numbers"),
+        ("role", torch.tensor([0, -1], dtype=torch.int8), "do not fit together"),
+    ):
+        save_file(fitting | {name: wrong}, path)
+        with pytest.raises(RunError, match=message):
+            load_embeddings(path)

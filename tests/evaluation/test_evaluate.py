@@ -274,6 +274,27 @@ def test_other_distances_rank_by_their_own_matrix() -> None:
                     assert result.per_query["recall_at_3"][q] == marks[:3].any()
 
 
+def test_tiles_of_other_distances_are_bounded_on_both_axes_and_in_width() -> None:
+    from pytorch_metric_learning.distances import LpDistance
+
+    taken = []
+
+    class Recording(LpDistance):
+        def compute_mat(self, query_emb: torch.Tensor, ref_emb: torch.Tensor) -> torch.Tensor:
+            matrix = super().compute_mat(query_emb, ref_emb)
+            taken.append(8 * (query_emb.numel() + ref_emb.numel() + matrix.numel()))
+            return matrix
+
+    rng = np.random.default_rng(7)
+    queries = embedding_set(rng.normal(size=(60, 200)), rng.integers(0, 6, 60))
+    small, usual = (
+        evaluate(queries, None, EvaluationSpec(tile_bytes=tile_bytes), distance=Recording(p=1)).per_query["map_at_r"]
+        for tile_bytes in (2**16, TILE_BYTES)
+    )
+    assert np.array_equal(small, usual)
+    assert max(taken[:-1]) <= 2**16  # all but the last are of the small tile
+
+
 def test_unit_euclidean_distances_take_the_exact_route() -> None:
     from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
 

@@ -97,12 +97,14 @@ def broken_rows() -> NDArray[np.float32]:
         (broken_rows(), LABELS, None, r"2 of 30 query rows hold NaN, infinity .* \(row numbers 3, 17\)"),
         (ROWS.astype(np.float64) * 1e300, LABELS, None, "30 of 30 query rows hold .* 0, 1, 2, 3, 4 and more"),
         (ROWS.astype(np.int32), LABELS, None, "query rows are int32; embeddings are floating-point"),
-        (ROWS.astype(object), LABELS, None, "query rows are object; they must be numbers"),
+        (ROWS.astype(object), LABELS, None, "query rows are Python objects; they must be numbers"),
+        (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows are a masked array, whose mask would be lost"),
+        (torch.from_numpy(ROWS).to_sparse(), LABELS, None, "query rows are sparse; make them dense"),
         (ROWS[:, 0], LABELS, None, r"matrix \[N, D\]; got shape \(30,\)"),
         (ROWS.tolist(), LABELS, None, "query rows are a list"),
         (ROWS, LABELS[:-1], None, "30 rows but 29 labels"),
         (ROWS, LABELS.astype(float), None, "query labels are float64; they must be whole numbers"),
-        (ROWS, LABELS.astype(str), None, "query labels are str"),
+        (ROWS, LABELS.astype(str), None, "query labels are strings; they must be numbers; numpy.unique"),
         (ROWS, LABELS[:, None], None, r"query labels must be a list \[N\]; got shape \(30, 1\)"),
         (ROWS, LABELS.astype(np.uint64) + np.uint64(2**63), None, "must fit into int64"),
         (ROWS, LABELS, np.arange(N) // 2, "query id 0 occurs more than once"),
@@ -144,6 +146,16 @@ def test_truncated_files_are_refused(write: Callable[[Path], list[Path]], tmp_pa
             read_embeddings(path, *labels)
 
 
+@pytest.mark.parametrize(("write", "at", "byte"), [(npy, 8, b"("), (pt, 0, b"."), (pt, 0, b"\x85")])
+def test_damaged_files_are_refused(write: Callable[[Path], list[Path]], at: int, byte: bytes, tmp_path: Path) -> None:
+    path, *labels = write(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[at : at + 1] = byte
+    path.write_bytes(data)
+    with pytest.raises(RunError, match=r"truncated or damaged|is damaged"):
+        read_embeddings(path, *labels)
+
+
 class Trap:
     """Fails the test when it is unpickled."""
 
@@ -166,6 +178,7 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "both.npz", rows=ROWS, labels=LABELS)
     np.savez(tmp_path / "other.npz", vectors=ROWS, labels=LABELS)
     np.savez(tmp_path / "twice.npz", rows=ROWS, embeddings=ROWS, labels=LABELS)
+    np.savez(tmp_path / "role.npz", role=LABELS)
     torch.save([SET.rows], tmp_path / "list.pt")
     own(tmp_path)
     for arguments, options, message in (
@@ -178,6 +191,7 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
         ([tmp_path / "none.npy"], {}, "there is no file"),
         ([x, y], {"gallery": x}, "give gallery_labels=<file>"),
         ([x, y], {"gallery_labels": y}, "give gallery=<file> too"),
+        ([tmp_path / "role.npz"], {"gallery": x}, "'rows' or .* but 'role'"),
         ([tmp_path / "x.safetensors", y], {}, "says itself what is query and gallery"),
     ):
         with pytest.raises(RunError, match=message):

@@ -103,7 +103,7 @@ def test_skipped_queries_do_not_count_in_the_mean() -> None:
     assert mean_scores({"p_at_1": np.array([1.0, np.nan, 0.0])}) == {"p_at_1": 0.5}
 
 
-@pytest.mark.parametrize("values", [(0,), (2, 1), (1, 1), (-3,)])
+@pytest.mark.parametrize("values", [(0,), (2, 1), (1, 1), (-3,), (1.5,), ("1",)])
 def test_recall_at_refuses_values_that_are_not_increasing_and_positive(values: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="recall_at"):
         check_recall_at(values)

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,39 @@ def test_queries_are_halved_until_the_device_has_memory_and_results_stay(monkeyp
     monkeypatch.setattr(back_ends, "product_on", no_memory)
     with pytest.raises(RunError, match="no memory left for one query and 80 gallery items; lower tile_bytes"):
         nearest_columns(device, 60)
+
+
+def test_memory_that_ends_after_the_product_frees_it_before_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = embedding_set(np.random.default_rng(5).normal(size=(40, 6)))
+    host = unit_search(sets, None)
+    device = dataclasses.replace(host, on_host=False)
+    narrow, tiles = back_ends.narrow_on_device, []
+
+    def small_memory(similarity: torch.Tensor, *arguments: object, **options: object) -> object:
+        assert not [tile for tile in tiles if tile() is not None], "a tile is held while its halves are computed"
+        tiles.append(weakref.ref(similarity))
+        if len(similarity) > 10:
+            raise torch.OutOfMemoryError("faked")
+        return narrow(similarity, *arguments, **options)
+
+    monkeypatch.setattr(back_ends, "narrow_on_device", small_memory)
+    assert np.array_equal(nearest_columns(device, 7), nearest_columns(host, 7))
+    assert len(tiles) == 7
+
+
+def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = embedding_set(np.random.default_rng(6).normal(size=(90, 6)))
+    host = unit_search(sets, None, tile_bytes=30_000)
+    move = torch.Tensor.to
+
+    def small_memory(tensor: torch.Tensor, *arguments: object) -> torch.Tensor:
+        if len(tensor) == 90:
+            raise torch.OutOfMemoryError("faked")
+        return move(tensor, *arguments)
+
+    expected = nearest_columns(host, 7)
+    monkeypatch.setattr(torch.Tensor, "to", small_memory)
+    assert np.array_equal(nearest_columns(dataclasses.replace(host, on_host=False), 7), expected)
 
 
 def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

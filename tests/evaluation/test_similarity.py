@@ -12,6 +12,7 @@ from dmlbench.evaluation.similarity import (
     fast_product,
     halving_sum,
     hold_unit_rows,
+    strict_float32_products,
     unit_rows,
 )
 
@@ -59,3 +60,20 @@ def test_fast_product_ranks_within_its_stated_error(offset: float, dimension: in
     assert np.abs(fast).max() <= product.largest + product.error
     if offset >= 100:
         assert product.error < 1e-6  # the plain product of nearly parallel rows would err by far more
+
+
+@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_products_are_float32_inside_whichever_interface_allowed_less(name: str, value: bool | str) -> None:
+    matmul = torch.backends.cuda.matmul
+    try:
+        before = getattr(matmul, name)
+    except AttributeError:
+        pytest.skip(f"this PyTorch has no {name}")
+    setattr(matmul, name, value)
+    try:
+        with strict_float32_products():
+            assert getattr(matmul, name) in (False, "ieee")
+        assert getattr(matmul, name) == value
+    finally:
+        setattr(matmul, name, before)
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -7,7 +7,7 @@ import torch
 from dmlbench.evaluation.embed import save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.results.aggregate import COLLECTIONS, PARTIAL, aggregate_cell, is_current, read_aggregate
-from dmlbench.results.store import EMBEDDINGS, find_runs, make_directory, write_result
+from dmlbench.results.store import EMBEDDINGS, find_runs, locked, make_directory, write_result
 from dmlbench.types import EmbeddingSet, RunError
 
 
@@ -49,6 +49,14 @@ def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_s
     assert is_current(cell, summary)
     assert read_aggregate(cell) == summary
     assert not (cell / PARTIAL).exists()  # it is finished
+
+
+def test_two_processes_do_not_summarize_one_cell_at_a_time(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
+    runs = find_runs(tmp_path)
+    with locked(runs[0].path.parent), pytest.raises(RunError, match="in use by process"):
+        aggregate_cell(runs, progress=False)
+    aggregate_cell(runs, progress=False)
 
 
 def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +125,53 @@ def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None
     found = concatenated_scores(members, spec=spec, partial=tmp_path)
     for choice, evaluation in concatenated_scores(members, spec=spec).items():
         assert found[choice].scores == evaluation.scores
+
+
+DAMAGE = {
+    "no json": lambda folder: (folder / "progress.json").write_bytes(b"\xff{"),
+    "no object": lambda folder: (folder / "progress.json").write_text("[]"),
+    "too many queries": lambda folder: _claim_too_much(folder),
+    "no scores": lambda folder: (folder / "per_query.npy").unlink(),
+    "empty scores": lambda folder: (folder / "per_query.npy").write_bytes(b""),
+    "half of the scores": lambda folder: os.truncate(folder / "per_query.npy", 300),
+    "scores of another shape": lambda folder: np.save(folder / "per_query.npy", np.zeros((2, 3))),
+}
+
+
+def _claim_too_much(folder: Path) -> None:
+    held = json.loads((folder / "progress.json").read_text())
+    (folder / "progress.json").write_text(json.dumps(held | {"done": 10**6}))
+    np.save(folder / "per_query.npy", np.full_like(np.load(folder / "per_query.npy"), np.nan))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_partial_scores_are_computed_anew(damage: str, tmp_path: Path) -> None:
+    members = runs(folds=2, repeats=2, size=30)
+    spec = EvaluationSpec((1,))
+    expected = concatenated_scores(members, spec=spec, partial=tmp_path)
+    DAMAGE[damage](tmp_path)
+    found = concatenated_scores(members, spec=spec, partial=tmp_path)
+    assert [found[choice].scores for choice in found] == [expected[choice].scores for choice in expected]
+
+
+def test_partial_scores_that_are_missing_are_no_mean_of_the_others(tmp_path: Path) -> None:
+    members = runs(folds=2, repeats=2, size=30)
+    concatenated_scores(members, spec=EvaluationSpec((1,)), partial=tmp_path)
+    scores = np.load(tmp_path / "per_query.npy")
+    scores[1, 0, 7] = np.nan
+    np.save(tmp_path / "per_query.npy", scores)
+    with pytest.raises(RunError, match="remove that folder"):
+        concatenated_scores(members, spec=EvaluationSpec((1,)), partial=tmp_path)
+
+
+def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(partial.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(RunError, match=r"of 4 collections take 3840 bytes.* has 1000 left"):
+        collections(runs(folds=2, repeats=2, size=30), recall_at=(1,), partial=tmp_path / "scores")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="choose a writable folder"):
+        collections(runs(folds=2, repeats=2, size=30), recall_at=(1,), partial=tmp_path / "file")
 
 
 @pytest.mark.parametrize("tile_bytes", [MIN_TILE_BYTES, 2**24])

@@ -33,6 +33,10 @@ class ToyModel(nn.Module):
     def forward(self, images: Tensor) -> ModelOutput:
         return ModelOutput(self.head(self.pooling(self.backbone(images.flatten(1)))))
 
+    @property
+    def observer(self) -> nn.Module:
+        return self.pooling
+
     def observe(self, output: ModelOutput, *, step: int) -> None:
         self.observed.append(step)
 

@@ -41,6 +41,10 @@ class SmallModel(nn.Module):
         pooled = self.pooling(self.backbone(images), self.projection)
         return ModelOutput(pooled.embedding, pooled.side)
 
+    @property
+    def observer(self) -> nn.Module:
+        return self.pooling
+
     def observe(self, output: ModelOutput, *, step: int) -> None:
         self.pooling.observe(Pooled(output.embedding, output.side), step=step)
 

@@ -56,7 +56,7 @@ def test_rate_multipliers_apply_to_their_group_only() -> None:
 
 def test_unknown_group_in_the_multipliers_is_refused_with_the_nearest_name() -> None:
     _, groups = _groups()
-    with pytest.raises(ConfigError, match=r"'proxy'.*known: backbone, head, loss, pooling"):
+    with pytest.raises(ConfigError, match=r"'proxy'.*known: backbone, distance, head, loss, pooling"):
         make_optimizer(groups, _settings(lr_multipliers={"proxy": 1.0}))
 
 

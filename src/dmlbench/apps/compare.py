@@ -35,13 +35,17 @@ def compare_cells(
         allow_partial: compare the runs that both have although one has more.
 
     Raises:
-        ConfigError: not two patterns, or an unknown metric.
+        ConfigError: not two cells, no metric, or one that a run lacks.
         RunError: a pattern matches no cell or several; the cells have no common run, lack runs, or were made from other
             data, protocols or seeds.
     """
     if len(patterns) != 2:
         raise ConfigError(f"compare names {len(patterns)} cells; give two, as in compare=[<cell>,<cell>]")
+    if not metrics:
+        raise ConfigError("metrics is empty; name at least one score to compare, such as map_at_r")
     cells = [_cell(output_dir, pattern) for pattern in patterns]
+    if cells[0] == cells[1]:
+        raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same cell, {cells[0]}; name two")
     runs = [_results(path, output_dir) for path in cells]
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
@@ -52,10 +56,10 @@ def compare_cells(
     for key in common:
         _require_same(cells, runs[0][key], runs[1][key])
     scores = [{key: _scores(results[key]) for key in common} for results in runs]
-    known = sorted(set(scores[0][common[0]]) & set(scores[1][common[0]]))
+    known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
     for metric in metrics:
         if metric not in known:
-            raise ConfigError(f"metric '{metric}' is not in these results: {closest(metric, known)}")
+            raise ConfigError(f"metric '{metric}' is not in all of these results: {closest(metric, known)}")
     differences = {
         metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
         for metric in metrics

@@ -11,15 +11,26 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.apps.trained import distance_of_run, load_run
-from dmlbench.evaluation.analysis import HardQuery, hardest_queries, per_class_table, per_query_table, to_csv
+from dmlbench.evaluation.analysis import (
+    HardQuery,
+    check_hardest,
+    hardest_queries,
+    per_class_table,
+    per_query_table,
+    to_csv,
+)
 from dmlbench.evaluation.arrays import zero_rows
 from dmlbench.evaluation.embed import load_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
 from dmlbench.evaluation.files import read_embeddings
+from dmlbench.evaluation.metrics import query_score_names
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
+
+INPUTS, OUTPUTS = ("embeddings", "labels", "gallery", "gallery_labels"), ("output", "per_query", "per_class")
+"""Keys of the configuration that name files."""
 
 log = logging.getLogger(__name__)
 
@@ -86,16 +97,7 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
         ConfigError: it names both a run and a file or neither, or options of the other.
         RunError: what is named cannot be evaluated, or a file cannot be written.
     """
-    if (cfg.run is None) == (cfg.embeddings is None):
-        raise ConfigError("give either run=<run directory> or embeddings=<file>")
-    if cfg.run is not None:
-        for key in ("labels", "gallery", "gallery_labels"):
-            if cfg[key] is not None:
-                raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
-    outputs = [Path(cfg[key]) for key in ("output", "per_query", "per_class") if cfg[key] is not None]
-    for path in outputs:  # before the work rather than after it
-        if not path.parent.is_dir():
-            raise RunError(f"cannot write {path}: there is no folder {path.parent}")
+    _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
         _write(Path(cfg.output), (json.dumps(result.summary(), indent=1) + "\n").encode())
@@ -107,9 +109,33 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     return result
 
 
+def _check_request(cfg: DictConfig) -> None:
+    """Everything that can be refused before the work rather than after it."""
+    if (cfg.run is None) == (cfg.embeddings is None):
+        raise ConfigError("give either run=<run directory> or embeddings=<file>")
+    if cfg.run is not None:
+        for key in INPUTS[1:]:
+            if cfg[key] is not None:
+                raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
+    outputs = [Path(cfg[key]) for key in OUTPUTS if cfg[key] is not None]
+    for path in outputs:
+        if not path.parent.is_dir():
+            raise RunError(f"cannot write {path}: there is no folder {path.parent}")
+    files = [path.resolve() for path in (*outputs, *(Path(cfg[key]) for key in INPUTS if cfg[key] is not None))]
+    for path in outputs:
+        if files.count(path.resolve()) > 1:
+            raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
+    if cfg.hardest is not None:
+        spec: EvaluationSpec = build.component(cfg.evaluation)
+        check_hardest(cfg.hardest, cfg.hardest_by, query_score_names(spec.recall_at, spec.metrics))
+
+
 def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
     """The queries of an evaluation with the lowest scores (see ``hardest_queries``)."""
-    return hardest_queries(result.queries, result.gallery, result.evaluation, count=count, metric=metric)
+    return hardest_queries(
+        result.queries, result.gallery, result.evaluation, count=count, metric=metric,
+        tile_bytes=result.spec.tile_bytes,
+    )  # fmt: skip
 
 
 def _evaluate_file(cfg: DictConfig) -> Evaluated:

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.search import nearest
+from dmlbench.evaluation.search import TILE_BYTES, nearest
 from dmlbench.evaluation.sets import ids_of, labels_of
 from dmlbench.types import ConfigError, EmbeddingSet, closest
 
@@ -51,28 +51,41 @@ class HardQuery:
     distance: float
 
 
+def check_hardest(count: int, metric: str, known: Sequence[str]) -> None:
+    """Raises ConfigError unless ``count`` is at least 1 and ``metric`` one of ``known``, the scores of a query."""
+    if count < 1:
+        raise ConfigError(f"hardest ({count}) must be at least 1")
+    if metric not in known:
+        hint = closest(metric, known) if known else "it has none; add map_at_r to evaluation.metrics"
+        raise ConfigError(f"'{metric}' is no score of single queries in this evaluation: {hint}")
+
+
 def hardest_queries(
-    queries: EmbeddingSet, gallery: EmbeddingSet | None, evaluation: Evaluation, *, count: int, metric: str
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    evaluation: Evaluation,
+    *,
+    count: int,
+    metric: str,
+    tile_bytes: int = TILE_BYTES,
 ) -> list[HardQuery]:
     """The ``count`` queries with the lowest ``metric``, hardest first, those that are equal in their order.
 
-    Queries without a positive have no score and are not among them. The nearest items are those of unit vectors.
+    Queries without a positive have no score and are not among them. The nearest items are those of unit vectors; their
+    search takes at most ``tile_bytes`` of memory.
 
     Raises:
         ConfigError: ``count`` is below 1, or ``metric`` is no score of a query that was computed.
     """
-    if count < 1:
-        raise ConfigError(f"hardest ({count}) must be at least 1")
-    if metric not in evaluation.per_query:
-        known = list(evaluation.per_query)
-        raise ConfigError(f"'{metric}' is no score of single queries in this evaluation: {closest(metric, known)}")
+    check_hardest(count, metric, list(evaluation.per_query))
     scores = evaluation.per_query[metric]
     order = np.argsort(scores, kind="stable")  # NaN comes last
     chosen = order[: min(count, int((~np.isnan(scores)).sum()))]
     index = torch.from_numpy(chosen)
     part = EmbeddingSet(queries.rows.cpu()[index], queries.labels.cpu()[index], queries.ids.cpu()[index])
     reference = queries if gallery is None else gallery
-    found = nearest(part, EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu()), 1)
+    on_host = EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu())
+    found = nearest(part, on_host, 1, tile_bytes=tile_bytes)
     first = found.index[:, 0].numpy()
     return [
         HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(distance))

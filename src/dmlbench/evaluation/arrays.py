@@ -143,11 +143,16 @@ def _whole_numbers(values: Array, what: str) -> Tensor:
 def _tensor(values: Array, what: str) -> Tensor:
     """A tensor that shares memory where it can; arrays of the other byte order are turned."""
     if isinstance(values, Tensor):
+        if values.layout != torch.strided:
+            raise RunError(f"{what} are sparse; make them dense, as by values.to_dense()")
         return values.detach()
+    if isinstance(values, np.ma.MaskedArray):
+        raise RunError(f"{what} are a masked array, whose mask would be lost; leave out what it hides")
     if not isinstance(values, np.ndarray):
         raise RunError(f"{what} are a {type(values).__name__}; give a numpy array or a torch tensor")
     if values.dtype.kind not in "fiubc":
-        raise RunError(f"{what} are {_kind(values)}; they must be numbers")
+        text = "; numpy.unique(names, return_inverse=True)[1] numbers names" if values.dtype.kind in "USO" else ""
+        raise RunError(f"{what} are {_kind(values)}; they must be numbers{text}")
     array = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)  # torch has no longer one
@@ -160,4 +165,6 @@ def _tensor(values: Array, what: str) -> Tensor:
 
 def _kind(values: Array) -> str:
     """Name of the numbers' kind, without the byte order."""
-    return str(values.dtype).removeprefix("torch.") if isinstance(values, Tensor) else values.dtype.name
+    if isinstance(values, Tensor):
+        return str(values.dtype).removeprefix("torch.")
+    return {"U": "strings", "S": "bytes", "O": "Python objects"}.get(values.dtype.kind, values.dtype.name)

@@ -73,6 +73,15 @@ def product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows
         return left @ gallery.T
 
 
+def moved_to(device: torch.device, operand: FloatRows | None) -> Tensor | None:
+    """``operand`` on ``device``; None, where there is none or no memory for it: then it goes there tile by tile."""
+    try:
+        return None if operand is None else torch.from_numpy(operand).to(device)
+    except torch.OutOfMemoryError:
+        logger.warning("%s has no memory for the whole gallery; it is moved there tile by tile", device)
+        return None
+
+
 def narrowed_on(
     device: torch.device,
     query: FloatRows,
@@ -89,11 +98,7 @@ def narrowed_on(
         RunError: one query alone needs more memory than there is.
     """
     try:
-        similarity = product_on(device, query, right)
-        held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
-        place = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
-        similarity[place] = -torch.inf
-        return narrow_on_device(similarity, k, slack=slack, first_column=first_column)
+        return _narrowed(device, query, right, own=own, k=k, slack=slack, first_column=first_column)
     except torch.OutOfMemoryError as error:
         if len(query) == 1:
             raise RunError(
@@ -108,3 +113,21 @@ def narrowed_on(
         for part in (slice(0, len(query) // 2), slice(len(query) // 2, None))
     ]
     return Found(*(np.concatenate([getattr(half, name) for half in halves]) for name in ("count", "keys")))
+
+
+def _narrowed(
+    device: torch.device,
+    query: FloatRows,
+    right: Tensor | FloatRows,
+    *,
+    own: IntArray,
+    k: int,
+    slack: float,
+    first_column: int,
+) -> Found:
+    """``narrowed_on`` at once; its own function, so that nothing of a tile is held while its halves are computed."""
+    similarity = product_on(device, query, right)
+    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
+    place = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
+    similarity[place] = -torch.inf
+    return narrow_on_device(similarity, k, slack=slack, first_column=first_column)

@@ -8,6 +8,7 @@ queries of a tile, N gallery items, W of them that can matter to some collection
 import itertools
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, retrieval_task
@@ -19,7 +20,7 @@ from dmlbench.evaluation.parallel import num_threads, over_threads, single_threa
 from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.pruning import prune
 from dmlbench.evaluation.search import MIN_TILE_BYTES, unit_search
-from dmlbench.types import EmbeddingSet, IntArray
+from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
@@ -60,7 +61,7 @@ def concatenated_scores(
         Evaluations by choice, the last fold's repeat changing fastest.
 
     Raises:
-        RunError: no query has a positive, or a set cannot be searched.
+        RunError: no query has a positive, a set cannot be searched, or ``partial`` lacks scores that it claims to hold.
     """
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
@@ -72,6 +73,8 @@ def concatenated_scores(
     _score(task, _members(members, galleries, distances, spec), store, spec, progress=progress)
     result = {}
     for choice, scores in zip(choices, store.values, strict=True):
+        if np.isnan(scores[:, task.valid]).any():  # a mean would pass over them
+            raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
         result[choice] = Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
     return result

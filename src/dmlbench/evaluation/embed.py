@@ -163,7 +163,12 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     others = [tensors[name] for name in _TENSORS if name != "rows"]
     if any(tensor.ndim != 1 or tensor.is_floating_point() for tensor in others):
         raise RunError(f"{path} is not an embedding file: labels, ids and role must be whole numbers [N]")
-    if len(sizes) != 1 or tensors["rows"].ndim != 2 or not bool((role <= ROLE_GALLERY).all()):
+    if not tensors["rows"].is_floating_point():
+        raise RunError(
+            f"{path} is not an embedding file: its rows are {tensors['rows'].dtype}, no floating-point numbers"
+        )
+    known = (role >= ROLE_BOTH) & (role <= ROLE_GALLERY)
+    if len(sizes) != 1 or tensors["rows"].ndim != 2 or not bool(known.all()):
         raise RunError(f"{path} is not an embedding file: rows, labels, ids and role do not fit together")
 
     def part(code: int) -> EmbeddingSet:

@@ -1,6 +1,8 @@
 """Embedding files of other code: .safetensors, .npz, .npy and .pt, with labels inside or beside, never unpickled."""
 
 import pickle
+import struct
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -17,6 +19,18 @@ from dmlbench.types import EmbeddingSet, RunError
 
 ROWS, LABELS, IDS = ("rows", "embeddings", "features"), ("labels", "targets"), ("ids",)
 """Names under which a file may hold each part."""
+
+_DAMAGED = (
+    *(SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError),
+    *(
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        struct.error,
+        tokenize.TokenError,
+    ),  # of broken headers and pickles
+)
 
 SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth")
 
@@ -44,7 +58,7 @@ def read_embeddings(
     if gallery is None and gallery_labels is not None:
         raise RunError(f"gallery_labels ({gallery_labels}) belongs to a gallery; give gallery=<file> too")
     parts = _read(path)
-    if "role" in parts:
+    if "role" in parts and Path(path).suffix == ".safetensors":  # only ``save_embeddings`` writes them
         if labels is not None or gallery is not None:
             raise RunError(f"{path} says itself what is query and gallery; leave labels and gallery away")
         return load_embeddings(path)
@@ -110,7 +124,7 @@ def _read(path: str | Path) -> dict[str, Array]:
         raise RunError(
             f"{path} is damaged, or holds Python objects, which are never loaded; save tensors alone"
         ) from error
-    except (SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except _DAMAGED as error:
         raise RunError(f"{path} is truncated or damaged: {_first_line(error)}") from error
     except ValueError as error:
         if "pickle" in str(error):

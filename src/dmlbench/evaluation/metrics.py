@@ -4,6 +4,7 @@ All scores are fractions in [0, 1]; a query's R is the number of relevant galler
 """
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,7 @@ def depth(positives: IntArray, num_gallery: int, *, recall_at: Sequence[int], me
 def check_recall_at(recall_at: Sequence[int]) -> None:
     """Raises ConfigError unless the values are positive, increasing whole numbers."""
     values = list(recall_at)
-    if any(k < 1 for k in values) or values != sorted(set(values)):
+    if any(not isinstance(k, Integral) or k < 1 for k in values) or values != sorted(set(values)):
         raise ConfigError(f"recall_at ({values}) must be increasing whole numbers of at least 1, such as [1, 2, 4, 8]")
 
 

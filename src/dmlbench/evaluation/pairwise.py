@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from dmlbench.evaluation.evaluate import RetrievalTask
 
+_BYTES_PER_PAIR = 80  # of a tile: the distance's float64 matrix, its own steps, its sign, sorted copies and positions
+_BYTES_PER_NUMBER = 32  # of its rows: float64, normalized, and what the distance makes of them
+
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
     """Whether ``distance`` orders pairs as the Euclidean distance of unit vectors does: then the exact search serves.
@@ -51,10 +54,10 @@ class PairwiseSimilarity:
     def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, distance: "BaseDistance") -> None:
         check_sets(queries, gallery)
         state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
-        dtype = state[0].dtype if state else torch.float64
         self._distance = distance
-        self._queries = queries.rows.to(dtype)
-        self._gallery = gallery.rows.to(self._queries.device, dtype)
+        self._dtype = state[0].dtype if state else torch.float64
+        self._queries = queries.rows
+        self._gallery = gallery.rows
 
     def __call__(self, part: IntArray, columns: slice | IntArray) -> NDArray[np.float64]:
         """Similarities [T, W] of the queries ``part`` [T] to the gallery items ``columns`` [W].
@@ -63,9 +66,10 @@ class PairwiseSimilarity:
             RunError: the distance gives NaN or infinity.
         """
         device = self._queries.device
-        index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(device)
+        index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(self._gallery.device)
+        query = self._queries[torch.from_numpy(part).to(device)].to(self._dtype)
         with torch.inference_mode():
-            matrix = self._distance(self._queries[torch.from_numpy(part).to(device)], self._gallery[index])
+            matrix = self._distance(query, self._gallery[index].to(device, self._dtype))
         value = (1.0 if self._distance.is_inverted else -1.0) * matrix.to("cpu", torch.float64).numpy()
         if not np.isfinite(value).all():
             raise RunError(
@@ -88,9 +92,11 @@ def distance_tiles(
         RunError: the distance gives NaN or infinity.
     """
     similarity = PairwiseSimilarity(queries, gallery, distance)
-    entries = tile_bytes // 32  # float64 values, their sorted copies and positions
-    columns = max(1, min(len(gallery), entries))
-    rows = max(1, min(len(task.valid), entries // columns))
+    width = gallery.rows.shape[1]
+    columns = max(1, min(len(gallery), tile_bytes // (4 * _BYTES_PER_NUMBER * width)))
+    pairs = tile_bytes // (2 * _BYTES_PER_PAIR)
+    at_once = min(len(gallery), columns + task.k + 1)  # pairs of a query, with those kept of former tiles
+    rows = max(1, min(len(task.valid), pairs // at_once, tile_bytes // (4 * _BYTES_PER_NUMBER * width)))
     for start in range(0, len(task.valid), rows):
         part = task.valid[start : start + rows]
         kept_value = np.empty((len(part), 0))

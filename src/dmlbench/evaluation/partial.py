@@ -3,8 +3,10 @@
 import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.members import Distances, Members
 from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
 
 _FORMAT = 1  # raise it when scores of the same members change
 _SAVE_SECONDS = 30.0
@@ -47,20 +50,23 @@ class PartialScores:
         names: Sequence[str],
         distances: Distances | None,
     ) -> "PartialScores":
-        """What ``folder`` holds of these members' scores, or a fresh start."""
+        """What ``folder`` holds of these members' scores, or a fresh start.
+
+        Raises:
+            RunError: the folder cannot be made, or its disk has no room for the scores.
+        """
         if folder is None:
             return cls(np.full(shape, np.nan), done=0, fingerprint="", folder=None)
         fingerprint = _fingerprint(members, galleries, names, distances)
-        values, progress = folder / _VALUES, folder / _PROGRESS
-        if progress.exists():
-            held = json.loads(progress.read_text(encoding="utf-8"))
-            if held["fingerprint"] == fingerprint:
-                logger.info("continuing after %d queries of %s", held["done"], folder)
+        values = folder / _VALUES
+        if (folder / _PROGRESS).exists():
+            done = _known(folder, fingerprint, shape)
+            if done is not None:
+                logger.info("continuing after %d queries of %s", done, folder)
                 mapped = np.lib.format.open_memmap(values, mode="r+")
-                return cls(mapped, done=held["done"], fingerprint=fingerprint, folder=folder)
-            logger.info("%s is of other embeddings or scores; starting anew", folder)
-            progress.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
+                return cls(mapped, done=done, fingerprint=fingerprint, folder=folder)
+            (folder / _PROGRESS).unlink()
+        _make_room(folder, shape)
         fresh = np.lib.format.open_memmap(values, mode="w+", dtype=np.float64, shape=shape)
         for scores in fresh:
             scores[...] = np.nan
@@ -82,10 +88,42 @@ class PartialScores:
         self._saved = time.monotonic()
 
 
+def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
+    """Create ``folder`` on a disk that can take the scores: a mapped file that runs out of room kills the process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _VALUES).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot keep partial scores in {folder}: {error.strerror}; choose a writable folder") from error
+    needed, free = 8 * prod(shape), shutil.disk_usage(folder).free
+    if needed > free:
+        raise RunError(
+            f"the scores of {shape[0]} collections take {needed} bytes, and the disk of {folder} has {free} left; "
+            "make room, or aggregate fewer folds or repeats"
+        )
+
+
+def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> int | None:
+    """How many queries the files in ``folder`` know of these members; None, with a line in the log, for no use."""
+    try:
+        held = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+        if held["fingerprint"] != fingerprint:
+            logger.info("%s is of other embeddings or scores; starting anew", folder)
+            return None
+        done = int(held["done"])
+        found = np.load(folder / _VALUES, mmap_mode="r")  # "r+" would fill up a truncated file with zeros
+        if found.shape != shape or not 0 <= done <= shape[-1]:
+            raise ValueError(f"{done} queries of scores {found.shape} instead of {shape}")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged (%s); starting anew", folder, error)
+        return None
+    return done
+
+
 def forget(folder: Path) -> None:
     """Remove the partial scores in ``folder``, and the folder if nothing else is in it."""
-    for name in (_PROGRESS, _VALUES):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / _PROGRESS, folder / _VALUES, *folder.glob(f".{_PROGRESS}.*.tmp")):  # and of a killed write
+        path.unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 

@@ -21,6 +21,7 @@ from dmlbench.evaluation.back_ends import (
     BackEnd,
     exclude,
     faiss_candidates,
+    moved_to,
     narrowed_on,
     product_on,
     resolve_back_end,
@@ -126,7 +127,7 @@ class UnitSearch:
         threads = num_threads() if self.on_host and self.back_end != "faiss" else 1
         rows, columns = self._tile_shape(len(wanted), k, threads)
         tiles = [wanted[start : start + rows] for start in range(0, len(wanted), rows)]
-        right = self._on_device()
+        right = None if self.on_host else moved_to(self.device, self.operand)
 
         def work(part: IntArray) -> tuple[IntArray, Result]:
             keys = (
@@ -143,12 +144,6 @@ class UnitSearch:
         entries = max(1, free // _BYTES_PER_ENTRY)
         rows, columns = _tile_shape(num_queries, num_gallery, min(entries, _TILE_ENTRIES) if self.on_host else entries)
         return max(1, min(rows, free // (_BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
-
-    def _on_device(self) -> Tensor | None:
-        """The whole right side on the accelerator, or None."""
-        if self.on_host or self.operand is None:
-            return None
-        return torch.from_numpy(self.operand).to(self.device)
 
     def _by_faiss(self, part: IntArray, k: int, columns: int) -> Keys:
         """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by ``_dense``."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,9 +236,20 @@ def _largest_length(rows: FloatRows) -> float:
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
     """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
+    held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
+    previous = None
+    try:
+        previous = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # set back end by back end, by the newer interface: the older one then refuses to work
+        for back_end, _ in held:
+            back_end.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(previous)
+        if previous is not None:
+            torch.set_float32_matmul_precision(previous)
+        for back_end, value in held:
+            back_end.fp32_precision = value

@@ -13,7 +13,7 @@ from dmlbench.evaluation.embed import load_embeddings
 from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
 from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.results.collections import collections, confidence_interval, summarize
-from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, read_result
+from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, locked, read_result
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 
@@ -55,7 +55,7 @@ def aggregate_cell(
         progress: show a progress bar for long work.
 
     Raises:
-        RunError: runs are missing, or were not made from the same data and seed.
+        RunError: runs are missing, or were not made from the same data and seed; another process summarizes the cell.
     """
     cell = runs[0].path.parent
     done = {(run.fold, run.repeat): run for run in runs if run.state == "done"}
@@ -85,7 +85,8 @@ def aggregate_cell(
         return existing
 
     if kind == "collections":
-        scores, extras = _collections(cell, done, results, recall_at, tile_bytes, distances or {}, progress)
+        with locked(cell):  # two processes must not write into the same partial scores
+            scores, extras = _collections(cell, done, results, recall_at, tile_bytes, distances or {}, progress)
     else:
         scores, extras = _over_repeats(results, kind)
     part = "val" if kind == "mean" else "test"

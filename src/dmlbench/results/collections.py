@@ -55,7 +55,7 @@ def collections(
         distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
             unit vectors. The concatenated ranking is then by the sum of the members' distances.
         partial: folder for what is known so far, by which an interrupted call goes on; removed at the end. The scores
-            of single queries (8 bytes each) lie there instead of in memory.
+            of single queries (8 bytes each) lie there instead of in memory. For one process at a time.
         progress: whether to show a bar.
 
     Returns:
