@@ -115,6 +115,9 @@ def draw_avsl_figures(runs: Sequence[Path], path: Path, *, num_pairs: int = 2000
     figure, axes = plt.subplots(2, 2, figsize=(10.5, 7.0), layout="constrained")
     for i, kind in enumerate(_KINDS):
         _curves(axes[0, i], facts, i, f"change of an edge at a step, {kind} over edges")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False
+    )
     of_first = f"(momentum {facts[0].momentum:g})" if len(facts) > 1 else ""
     levels = range(2, facts[0].coefficients.shape[0] + 2)
     by_level = {f"level {level}": facts[0].reliabilities[:, level - 2].ravel() for level in levels}
@@ -134,7 +137,6 @@ def _curves(axis: Axes, facts: Sequence[InferenceFacts], kind: int, title: str) 
     axis.set_yscale("log")
     axis.set_xlabel("optimizer step", fontsize=8)
     axis.set_title(title, fontsize=9)
-    axis.legend(fontsize=7, frameon=False)
     _plain(axis)
 
 
