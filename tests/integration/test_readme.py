@@ -169,6 +169,8 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
                 smaller += ["sampler.classes_per_batch=4", "sampler.images_per_class=4"]
             if name in ("glyphs", "omniglot"):
                 smaller += GLYPHS[name]
+            elif name.startswith("avsl/glyphs"):
+                smaller += [*GLYPHS["glyphs"], "fold=0", "repeat=0"]
             elif name != "folder" and "dataset" in line:
                 smaller += ["dataset.table.check_counts=false"]
         elif command == "data" and arguments[0] == "verify":

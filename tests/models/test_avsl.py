@@ -197,11 +197,13 @@ def test_the_first_batch_of_edges_is_copied_and_later_ones_enter_with_their_shar
     distance = AvslDistance(2, 3, top_k=2, momentum=0.8).double()
     batches = [torch.rand(2, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
     seen = [sum(high[b] @ low[b].T for b in range(2)) / 2 for low, high in batches]
-    distance.observe([tuple(batches[0])])
+    assert distance.observe([tuple(batches[0])]).tolist() == [[0.0, 0.0]]
     assert_allclose(distance.edges[0], seen[0], rtol=1e-12)
-    distance.observe([tuple(batches[1])])
+    change = distance.observe([tuple(batches[1])])
     assert_allclose(distance.edges[0], 0.8 * seen[0] + 0.2 * seen[1], rtol=1e-12)
     assert int(distance.updates) == 2
+    difference = 0.2 * (seen[1] - seen[0]).abs()
+    assert_allclose(change, [[difference.mean(), difference.max()]], rtol=1e-12)
 
 
 def test_the_average_of_the_activation_maps_is_the_embedding():

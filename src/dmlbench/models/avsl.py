@@ -228,10 +228,20 @@ class AvslModel(nn.Module):
         maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
         return maps
 
-    def observe(self, output: ModelOutput, *, step: int) -> None:
-        """Let the edges follow a training batch; ``step`` counts from 1."""
-        side = output.side
-        self.distance.observe([(side[f"lower_{n}"], side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)])
+    def observe(self, output: ModelOutput, *, step: int) -> dict[str, Tensor]:
+        """Let the edges follow a training batch; ``step`` counts from 1.
+
+        Returns:
+            For the log, how much they changed between level n and the one above: "edge_change_mean_<n>" and
+            "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
+        """
+        pairs = [(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)]
+        change = self.distance.observe(pairs)
+        return {
+            f"edge_change_{kind}_{n}": change[n - 1, i]
+            for i, kind in enumerate(("mean", "max"))
+            for n in range(1, self.distance.num_levels)
+        }
 
     @property
     def observer(self) -> nn.Module:

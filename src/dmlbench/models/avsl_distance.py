@@ -158,12 +158,16 @@ class AvslDistance(BaseDistance):
         return torch.zeros_like(edges).scatter_(-1, place, strongest / total)
 
     @torch.no_grad()
-    def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Let the edges follow a batch.
 
         Args:
             maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
                 the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
+
+        Returns:
+            How much the edges of each pair of levels changed, mean and maximum of |new - old|, [L - 1, 2]; 0 at the
+            first batch, before which there were none.
         """
         seen = torch.stack(
             [
@@ -173,8 +177,11 @@ class AvslDistance(BaseDistance):
         )
         # without asking the device for the number, which would have to be waited for
         share = torch.where(self.updates == 0, 1.0, (1.0 - self.momentum) * torch.ones_like(self.edges[0, 0, 0]))
+        old = self.edges.clone()
         self.edges.lerp_(seen, share)
+        change = (self.edges - old).abs() * (self.updates > 0)
         self.updates += 1
+        return torch.stack([change.mean((1, 2)), change.amax((1, 2))], 1)
 
     def require_edges(self) -> None:
         """

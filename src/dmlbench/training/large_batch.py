@@ -24,7 +24,7 @@ class Model(Protocol):
 
     def __call__(self, images: Tensor) -> ModelOutput: ...
 
-    def observe(self, output: ModelOutput, *, step: int) -> None: ...
+    def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None: ...
 
 
 def accumulate_gradients(
@@ -48,7 +48,8 @@ def accumulate_gradients(
     ``batch_norm: stats`` or ``all``, or without batch norm, a part is computed as in the whole batch.
 
     Args:
-        model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only.
+        model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for
+            the log, or None.
         objective: ``objective(output, labels, step=...) -> {"loss": scalar, <part>: scalar, ...}``.
         next_batch: gives the next batch, on the device.
         step: number of the optimizer step under way, from 1.
@@ -57,7 +58,7 @@ def accumulate_gradients(
         forward_batch: images per forward pass, at least 1; None takes a batch at once.
 
     Returns:
-        Mean of every part of the objective over the batches that have it.
+        Mean of every part of the objective, and of what ``observe`` returned, over the batches that have it.
 
     Raises:
         ConfigError: a side output of a batch in parts does not have one row per image.
@@ -98,12 +99,12 @@ def require_finite(values: Mapping[str, float], step: int) -> None:
 def _backward(
     model: Model, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
 ) -> dict[str, float]:
-    model.observe(output, step=step)
+    noted = model.observe(output, step=step) or {}
     losses = objective(output, labels, step=step)
     values = {name: float(value.detach()) for name, value in losses.items()}
     require_finite(values, step)
     (losses["loss"] / accumulate).backward()
-    return values
+    return values | {name: float(value) for name, value in noted.items()}
 
 
 def _backward_in_parts(
