@@ -24,7 +24,9 @@ from dmlbench.data.loaders import EvalBatches, TrainBatches
 from dmlbench.data.protocols import class_index
 from dmlbench.data.table import read_image
 from dmlbench.data.transforms import CropTransform, Kernel
+from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.metrics import DISTANCE_METRICS
+from dmlbench.evaluation.rerank import check_rerank
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
 from dmlbench.models.avsl import AvslHead, AvslModel
@@ -126,10 +128,14 @@ def _check_head(cfg: DictConfig) -> None:
         if cfg.pooling is None:
             raise ConfigError("pooling=null: every head but avsl needs a pooling; choose one of conf/pooling")
         component(cfg.head, in_features=1)
-        if _is_layered(cfg):
+        if _is_layered(cfg.loss):
             raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl makes; choose another loss")
+        rerank = component(cfg.evaluation).rerank
+        if rerank is not None:
+            check_rerank(rerank, None, k=0, num_gallery=0)
         return
-    component(cfg.head, in_channels=[1] * cfg.head.num_levels, map_sizes=[[1, 2]] * cfg.head.num_levels)
+    distance = build_distance(cfg)
+    assert distance is not None
     if cfg.pooling is not None:
         raise ConfigError(
             f"head=avsl pools by itself (average and maximum of every level), beside {cfg.pooling._target_}; set "
@@ -137,14 +143,41 @@ def _check_head(cfg: DictConfig) -> None:
         )
     if cfg.regularizer is not None:
         raise ConfigError("regularizers work on vectors, and AVSL's rows are none; set regularizer=null")
-    parameters, _ = parameters_of(imported(cfg.loss._target_, "loss"))
-    if "distance" not in parameters or "embedding_size" in parameters:
-        raise ConfigError(
-            f"{cfg.loss._target_} compares vectors, and AVSL's rows are compared by a distance of their own; choose "
-            "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
-        )
-    if cfg.miner is not None and "distance" not in parameters_of(imported(cfg.miner._target_, "miner"))[0]:
-        raise ConfigError(f"{cfg.miner._target_} compares vectors and not AVSL's rows; set miner=null")
+    refuse_what_unit_vectors_have(component(cfg.evaluation), distance)
+    _check_comparisons(cfg, distance)
+
+
+def _check_comparisons(cfg: DictConfig, distance: AvslDistance) -> None:
+    """Loss and miner, and those within a layered loss, must compare by AVSL's distance.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    within: dict[str, DictConfig | None] = {}
+    if imported(cfg.loss._target_, "loss") is LayeredLoss:
+        within = {"loss.loss": cfg.loss.loss, "loss.miner": cfg.loss.get("miner")}
+    for key, node in {"loss": cfg.loss, "miner": cfg.miner, **within}.items():
+        if node is None:
+            continue
+        parameters, _ = parameters_of(imported(node._target_, key))
+        takes_distance = "distance" in parameters and "embedding_size" not in parameters
+        if not takes_distance and key.endswith("miner"):
+            raise ConfigError(f"{node._target_} compares vectors and not AVSL's rows; set {key}=null")
+        if not takes_distance or (key == "loss.loss" and _is_layered(node)):
+            remedy = "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
+            if key in within:
+                remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
+            raise ConfigError(
+                f"{node._target_} as {key} does not compare by a distance that it is given, as AVSL's rows must be; "
+                f"choose {remedy}"
+            )
+        if key in within and not node.get("_partial_"):
+            raise ConfigError(f"{key} is made once for each level's distance; add +{key}._partial_=true")
+    # These are cheap to make, too; of what the data will say, the number of classes.
+    classes = {"num_classes": 2} if _is_proxied(cfg) else {}
+    for node, compared_by in ((cfg.miner, BorrowedDistance(distance)), (cfg.loss, distance)):
+        if node is not None and (classes or not _waits_for_data(node)):
+            component(node, distance=compared_by, **(classes if node is cfg.loss else {}))
 
 
 def _is_avsl(cfg: DictConfig) -> bool:
@@ -155,8 +188,8 @@ def _is_proxied(cfg: DictConfig) -> bool:
     return imported(cfg.loss._target_, "loss") is LayeredProxyAnchor
 
 
-def _is_layered(cfg: DictConfig) -> bool:
-    return imported(cfg.loss._target_, "loss") in (LayeredLoss, LayeredProxyAnchor)
+def _is_layered(loss: DictConfig) -> bool:
+    return imported(loss._target_, "loss") in (LayeredLoss, LayeredProxyAnchor)
 
 
 def _waits_for_data(node: Any) -> bool:
@@ -325,7 +358,7 @@ def build_objective(cfg: DictConfig, model: MetricModel | AvslModel) -> Objectiv
     of_loss: dict[str, Any] = {}
     if isinstance(model, AvslModel):
         of_pairs["distance"] = BorrowedDistance(model.distance)
-        of_loss["distance"] = model.distance if _is_layered(cfg) else of_pairs["distance"]
+        of_loss["distance"] = model.distance if _is_layered(cfg.loss) else of_pairs["distance"]
     objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
     for name, requires in objective.requires.items():
         for side in requires:

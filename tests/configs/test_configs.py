@@ -309,6 +309,7 @@ def test_run_hash_knows_coordinates_and_seed() -> None:
     assert len(hashes) == 4
 
 
+AVSL = ["head=avsl", "pooling=null", "backbone=resnet20_levels", "head.level_size=8", "head.top_k=4"]
 MISTAKES = [
     (["optm.lr=1"], "'optm'.*did you mean 'optim'"),
     (["poling=gap"], "did you mean 'pooling'"),
@@ -350,6 +351,15 @@ MISTAKES = [
         ["loss=proxy_anchor", "dataset=sop", "sampler=random"],
         "classes_per_batch is not an argument.*~tuned/by_loss_dataset",
     ),
+    (["evaluation.rerank=10"], "rerank \\(10\\) needs a distance with cheap rows"),
+    ([*AVSL, "loss=arcface"], "ArcFace as loss does not compare by a distance.*loss=layered"),
+    ([*AVSL, "loss=layered", "loss@loss.loss=proxy_anchor"], "ProxyAnchor as loss.loss .*loss@loss.loss=triplet"),
+    ([*AVSL, "loss=layered", "loss@loss.loss=layered_proxy_anchor"], "LayeredProxyAnchor as loss.loss "),
+    ([*AVSL, "loss=layered", "+miner@loss.miner=semihard"], "loss.miner is made once.*\\+loss.miner._partial_=true"),
+    ([*AVSL, "loss=layered", "miner=distance_weighted"], "DistanceWeightedMiner refuses its arguments.*LpDistance"),
+    ([*AVSL, "loss=layered_proxy_anchor", "head.num_levels=2"], "level_weights.*each of the 2 levels.*\\[1.0, 1.0\\]"),
+    ([*AVSL, "loss=triplet", "evaluation.metrics=[map_at_r,nmi]"], "nmi .*leave them out of evaluation.metrics"),
+    ([*AVSL, "loss=triplet", "evaluation.back_end=faiss"], "set evaluation.back_end=auto"),
 ]
 
 

@@ -251,7 +251,7 @@ def test_learned_certainties_get_gradients_of_the_distance_and_the_network_does_
 def test_bad_values_are_named():
     with pytest.raises(ConfigError, match=r"top_k \(9\) must lie in 1 .. level_size \(8\)"):
         AvslDistance(3, 8, top_k=9)
-    with pytest.raises(ConfigError, match="returns 1 maps"):
+    with pytest.raises(ConfigError, match=r"compares 3 levels .* returns 1; .*out_indices"):
         AvslHead([64], level_size=8, top_k=2)
     with pytest.raises(ConfigError, match="momentum"):
         AvslDistance(3, 8, top_k=2, momentum=1.0)
@@ -270,3 +270,6 @@ def test_a_distance_without_edges_says_so():
     distance.updates.zero_()
     with torch.no_grad(), pytest.raises(RunError, match="no edges yet"):
         distance(rows, rows)
+    for of_a_loss in (distance, distance.of_detached_nodes()):  # where a graph is made
+        with pytest.raises(RunError, match="no edges yet"):
+            of_a_loss(rows, rows)

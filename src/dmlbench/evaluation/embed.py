@@ -130,12 +130,15 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
     """
     path = Path(path)
     if not path.is_file():
-        raise RunError(f"there is no {path}, without which its embeddings cannot be compared; run the cell again")
+        raise RunError(
+            f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
+            "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             distance.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
     except SafetensorError as error:
-        raise RunError(f"{path} is truncated or damaged ({error}); remove it and run the cell again") from error
+        raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
     except RuntimeError as error:
         raise RunError(f"{path} is the state of another distance: {' '.join(str(error).split())}") from error
 
@@ -157,7 +160,7 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
             metadata = dict(file.metadata() or {})
     except SafetensorError as error:
-        raise RunError(f"{path} is truncated or damaged ({error}); remove it and run the cell again") from error
+        raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
     role = tensors["role"]
     sizes = {len(tensor) for tensor in tensors.values()}
     others = [tensors[name] for name in _TENSORS if name != "rows"]

@@ -201,7 +201,10 @@ def checked_weights(level_weights: Sequence[float], final_weight: float, distanc
     """
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
-        raise ConfigError(f"level_weights {weights} must be one number for each of the {distance.num_levels} levels")
+        raise ConfigError(
+            f"level_weights {weights} must be one number for each of the {distance.num_levels} levels; set "
+            f"loss.level_weights={[1.0] * distance.num_levels} or others"
+        )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
             f"level_weights {weights} and final_weight ({final_weight}) must not be negative, and a level must count: "

@@ -68,9 +68,9 @@ class AvslHead(nn.Module):
         super().__init__()
         if len(in_channels) != num_levels:
             raise ConfigError(
-                f"AVSL compares {num_levels} levels, but the backbone returns {len(in_channels)} maps; choose a "
-                "backbone of that many, such as resnet50_levels, bn_inception_levels or resnet20_levels, or set "
-                "head.num_levels"
+                f"AVSL compares {num_levels} levels (head.num_levels), but the backbone returns {len(in_channels)}; "
+                "three return resnet50_levels, bn_inception_levels and resnet20_levels, any other number "
+                "backbone=timm with +backbone.out_indices=[...]"
             )
         if reliability not in get_args(Reliability):
             raise ConfigError(f"reliability '{reliability}' is unknown; {closest(reliability, get_args(Reliability))}")

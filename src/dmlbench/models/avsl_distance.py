@@ -285,6 +285,8 @@ class AvslDistance(BaseDistance):
         reliability = self._reliabilities(certainty)
         if self.inference == "reliable":
             return (reliability[..., -1, :] * nodes[..., -1, :]).sum(-1)
+        if self.updates.device.type == "cpu":  # elsewhere the answer would have to be waited for in every step
+            self.require_edges()
         edges = self.normalized_edges()
         rectified = nodes[..., 0, :]
         for level in range(1, self.num_levels):
