@@ -30,8 +30,9 @@ from dmlbench.evaluation.rerank import check_rerank
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
 from dmlbench.models.avsl import AvslHead, AvslModel
-from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
+from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.backbones import Backbone
+from dmlbench.models.lent_distances import BorrowedDistance
 from dmlbench.models.net import MetricModel, pooled_channels
 from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings

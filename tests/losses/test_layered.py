@@ -10,7 +10,8 @@ from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
-from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.lent_distances import BorrowedDistance
 from dmlbench.types import ConfigError
 
 L, R = 3, 6

@@ -42,7 +42,7 @@ def rows_of(distance, count, *, seed=0):
 
 def all_pairs(distance, queries, gallery):
     with torch.no_grad():
-        return distance._compute(queries[:, None], gallery[None])
+        return distance.compute(queries[:, None], gallery[None])
 
 
 # 16 pairs per chunk, so that both axes have several chunks and odd ends

@@ -12,6 +12,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.models.avsl_tiles import AvslTiles, TilePrecision, distance_matrix
+from dmlbench.models.lent_distances import InferredDistance, LevelDistance
 from dmlbench.types import ConfigError, RunError, closest
 
 Variant = Literal["official", "paper"]
@@ -201,7 +202,7 @@ class AvslDistance(BaseDistance):
             RunError: rows of another width, or no edges yet.
         """
         if torch.is_grad_enabled():
-            return self._compute(query_emb[:, None], ref_emb[None])
+            return self.compute(query_emb[:, None], ref_emb[None])
         return distance_matrix(self, query_emb, ref_emb)
 
     def tiles(
@@ -216,7 +217,7 @@ class AvslDistance(BaseDistance):
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Distances [P] of rows [P, 2 L r], pair by pair."""
-        return self._compute(query_emb, ref_emb)
+        return self.compute(query_emb, ref_emb)
 
     def shortlist_rows(self, rows: Tensor) -> Tensor:
         """Rows [N, r] whose Euclidean distance of unit vectors is a cheap stand-in: the top level's embeddings."""
@@ -255,11 +256,11 @@ class AvslDistance(BaseDistance):
         distance = (sensitivity * nodes).sum((-2, -1))
         return Attribution(nodes, reliability, torch.stack(rectified, -2), sensitivity, distance)
 
-    def level(self, index: int) -> "LevelDistance":
+    def level(self, index: int) -> LevelDistance:
         """Squared Euclidean distance of one level's unit embeddings, 0 being the lowest, of the same rows."""
         return LevelDistance(self, index)
 
-    def of_detached_nodes(self) -> "InferredDistance":
+    def of_detached_nodes(self) -> InferredDistance:
         """This distance with gradients to alpha, beta and certainties alone (eq. 10)."""
         return InferredDistance(self)
 
@@ -275,7 +276,7 @@ class AvslDistance(BaseDistance):
         above = torch.sigmoid(self.gain * (self.alpha * certainty[..., 1:, :] + self.beta))
         return torch.cat([torch.ones_like(above[..., :1, :]), above], dim=-2)
 
-    def _compute(self, first: Tensor, second: Tensor, *, detach: bool = False) -> Tensor:
+    def compute(self, first: Tensor, second: Tensor, *, detach: bool = False) -> Tensor:
         """Distances of rows that broadcast against each other."""
         nodes, certainty = self._nodes(first, second, detach=detach)
         if self.inference == "concat":
@@ -299,70 +300,3 @@ class AvslDistance(BaseDistance):
             f"num_levels={self.num_levels}, level_size={self.level_size}, top_k={self.top_k}, "
             f"momentum={self.momentum}, inference={self.inference}, variant={self.variant}"
         )
-
-
-class LevelDistance(BaseDistance):
-    """Squared Euclidean distance of one level's part of AVSL's rows; the owner's parameters stay the owner's."""
-
-    def __init__(self, owner: AvslDistance, index: int) -> None:
-        """
-        Args:
-            owner: whose rows are compared.
-            index: level, 0 being the lowest.
-
-        Raises:
-            ConfigError: there is no such level.
-        """
-        super().__init__(normalize_embeddings=False, p=2, power=1)
-        if not 0 <= index < owner.num_levels:
-            raise ConfigError(f"level {index} is not one of 0 .. {owner.num_levels - 1}")
-        self._owner = (owner,)  # in a tuple, which registers no parameters
-        self._index = index
-
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
-        squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
-        return (squares - 2 * x @ y.T).clamp(min=0)
-
-    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
-        return (x - y).square().sum(1)
-
-
-class InferredDistance(BaseDistance):
-    """AVSL's distance of detached nodes, that trains the inference alone; its parameters stay the owner's."""
-
-    def __init__(self, owner: AvslDistance) -> None:
-        super().__init__(normalize_embeddings=False, p=2, power=1)
-        self._owner = (owner,)
-
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        return self._owner[0]._compute(query_emb[:, None], ref_emb[None], detach=True)
-
-    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        return self._owner[0]._compute(query_emb, ref_emb, detach=True)
-
-
-class BorrowedDistance(BaseDistance):
-    """A model's distance in a loss or a miner, which must not count its parameters as their own."""
-
-    def __init__(self, owner: BaseDistance) -> None:
-        super().__init__(
-            normalize_embeddings=owner.normalize_embeddings,
-            p=owner.p,
-            power=owner.power,
-            is_inverted=owner.is_inverted,
-        )
-        self.owner = (owner,)
-
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        return self.owner[0].compute_mat(query_emb, ref_emb)
-
-    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        return self.owner[0].pairwise_distance(query_emb, ref_emb)
