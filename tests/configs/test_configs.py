@@ -4,7 +4,6 @@ import itertools
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,13 +378,17 @@ def test_mistakes_end_in_one_message_before_data_is_read(tmp_path, capsys, monke
     assert not (tmp_path / "cache").exists()
 
 
-def test_misspelt_key_fails_in_under_five_seconds(tmp_path) -> None:
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "dmlbench", "train", "optm.lr=1"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert time.monotonic() - started < 5
+def test_misspelt_key_fails_before_torch_is_imported(tmp_path) -> None:
+    code = """
+import sys
+from dmlbench.cli.main import main
+try:
+    main(["train", "optm.lr=1"])
+finally:
+    print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
 def test_backbone_without_weights_says_how_to_place_the_file() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,18 +120,14 @@ def full_size_lines() -> Iterator[tuple[str, list[str]]]:
         yield role, lines
 
 
-def check_full_size(root: Path) -> float:
-    """Processor seconds that loading took."""
-    start = time.process_time()
+def check_full_size(root: Path) -> None:
     table = sop(root)
-    seconds = time.process_time() - start
     assert (len(table), table.num_classes) == (120_053, 22_634)
     assert table.super_labels is not None
     assert len(np.unique(table.super_labels)) == 12
     is_train = table.role == "train"
     assert (int(is_train.sum()), int((~is_train).sum())) == (59_551, 60_502)
     assert set(table.labels[is_train]) == set(range(11_318))
-    return seconds
 
 
 @pytest.fixture
@@ -160,7 +155,7 @@ def test_lists_of_full_size_pass_and_one_row_less_or_another_numbering_is_refuse
 
 
 @pytest.mark.slow
-def test_120_053_files_load_in_two_seconds(tmp_path: Path) -> None:
+def test_120_053_files_load_from_the_lists_of_full_size(tmp_path: Path) -> None:
     lines = dict(full_size_lines())
     root = tmp_path / "Stanford_Online_Products"
     write_lists(root, **lines)
@@ -170,7 +165,7 @@ def test_120_053_files_load_in_two_seconds(tmp_path: Path) -> None:
             (root / path).parent.mkdir(exist_ok=True)
             os.link(root / role, root / path)
     try:
-        assert check_full_size(tmp_path) < 2.0
+        check_full_size(tmp_path)
     finally:
         shutil.rmtree(root)
 

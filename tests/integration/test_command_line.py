@@ -3,15 +3,13 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import Process
 from PIL import Image
 
 TINY = (
@@ -32,18 +30,14 @@ def cache_dir(tmp_path_factory) -> Path:
 def dmlbench(tmp_path, cache_dir):
     """Run ``dmlbench`` in ``tmp_path`` as a process of its own."""
 
-    def start(*arguments: str, **options: object) -> subprocess.Popen:
-        environment = {**os.environ, "DMLBENCH_CACHE": str(cache_dir), "OMP_NUM_THREADS": "1"}
+    def start(*arguments: str, largest_file: int | None = None) -> Process:
+        environment = {**os.environ, "DMLBENCH_CACHE": str(cache_dir)}
         environment.pop("DMLBENCH_OUTPUT", None)
-        return subprocess.Popen(
-            [sys.executable, "-m", "dmlbench", *arguments],
-            cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
-        )  # fmt: skip
+        return Process(arguments, folder=tmp_path, environment=environment, largest_file=largest_file)
 
     def run(*arguments: str, code: int = 0) -> str:
-        process = start(*arguments)
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == code, f"{arguments}: exit code {process.returncode}\n{out}\n{error}"
+        returned, out, error = start(*arguments).wait()
+        assert returned == code, f"{arguments}: exit code {returned}\n{out}\n{error}"
         assert "Traceback" not in error or code == 0, error
         return out + error
 
@@ -160,7 +154,7 @@ def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench,
     assert "base_seed: 0 -> 1" in refused
 
 
-def _wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> bool:
+def _wait_for_step(process: Process, folder: Path, step: int) -> bool:
     """Until the run has logged ``step``; False if it ended before."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -168,7 +162,7 @@ def _wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> bool:
             lines = history.read_text().splitlines()
             if len(lines) > 1 and int(lines[-1].split(",")[0] or 0) >= step:
                 return True
-        if process.poll() is not None:
+        if process.has_ended():
             return False
         time.sleep(0.002)
     raise AssertionError(f"step {step} was not reached in 120 s")
@@ -201,7 +195,6 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
             process.kill()
             kills += 1
         process.wait()
-        process.communicate()
     assert kills >= 2
     resumed = dmlbench(*arguments)
     assert "resumed at step" in resumed
@@ -227,9 +220,9 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     refused = dmlbench(*arguments, code=1)
     assert f"in use by process {process.pid}" in refused
     assert "1 running" in dmlbench("status")
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 75, error
+    process.terminate()
+    code, _, error = process.wait(timeout=60)
+    assert code == 75, error
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
     assert "1 stale" in dmlbench("status")
@@ -244,14 +237,14 @@ def test_other_data_under_the_same_configuration_is_refused_before_and_after_com
                 size = (40, 40) if folder == "A" else (44, 40)
                 Image.new("RGB", size, (10 * label, 60 * i, 0)).save(path)
     photos = [
-        *("train", "dataset=folder", "transform.train.resize=36", "transform.train.crop=32"),
+        *("train", "dataset=folder", "num_workers=0", "transform.train.resize=36", "transform.train.crop=32"),
         *("transform.eval.resize=36", "transform.eval.crop=32", "fit.log_every=1", "device=cpu"),
         *("sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=20", "fit.checkpoint_every=1"),
     ]
     process = dmlbench.start(*photos, "paths.data_dir=A")
     assert _wait_for_step(process, tmp_path, 2)
     process.kill()
-    process.communicate()
+    process.wait()
     assert "was trained on other data" in dmlbench(*photos, "paths.data_dir=B", code=1)
     dmlbench(*photos, "paths.data_dir=A")
     assert "holds the result of other data" in dmlbench(*photos, "paths.data_dir=B", code=1)
@@ -298,7 +291,7 @@ def test_truncated_last_checkpoint_is_refused_until_it_is_deleted(dmlbench, tmp_
     process = dmlbench.start("train", *TINY, "fit.max_steps=100000", "fit.checkpoint_every=2")
     assert _wait_for_step(process, tmp_path, 5)
     process.kill()
-    process.communicate()
+    process.wait()
     last = run_dirs(tmp_path)[0] / "last.ckpt"
     last.write_bytes(last.read_bytes()[:1000])
     assert "delete the checkpoints of this run" in dmlbench(
@@ -307,18 +300,13 @@ def test_truncated_last_checkpoint_is_refused_until_it_is_deleted(dmlbench, tmp_
 
 
 def test_full_disk_while_writing_a_checkpoint_is_one_message_and_keeps_what_was_there(dmlbench, tmp_path) -> None:
-    import resource
-
     dmlbench("train", *TINY, "fit.max_steps=2")
     finished = run_dirs(tmp_path)[0]
     content = (finished / "result.json").read_bytes()
-    process = dmlbench.start(
-        "train", *TINY, "fold=1", "fit.max_steps=2",
-        # No file may grow beyond 100 kB, which ends a write as a full disk does.
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )  # fmt: skip
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 1
+    # No file may grow beyond 100 kB, which ends a write as a full disk does.
+    process = dmlbench.start("train", *TINY, "fold=1", "fit.max_steps=2", largest_file=100_000)
+    code, _, error = process.wait()
+    assert code == 1
     assert "cannot write the checkpoint" in error
     assert "Traceback" not in error
     assert (finished / "result.json").read_bytes() == content
@@ -337,9 +325,8 @@ def test_full_disk_while_writing_a_checkpoint_is_one_message_and_keeps_what_was_
 )
 def test_bad_input_ends_in_one_message(dmlbench, tmp_path, overrides, message) -> None:
     tiny = [t for t in TINY if not (t.startswith("dataset.table") and overrides[0].startswith("dataset="))]
-    process = dmlbench.start("train", *tiny, *overrides)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode in (1, 2)
+    code, _, error = dmlbench.start("train", *tiny, *overrides).wait()
+    assert code in (1, 2)
     assert message in error
     assert "Traceback" not in error
     assert len([line for line in error.splitlines() if line.startswith("dmlbench: error:")]) == 1

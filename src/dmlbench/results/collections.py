@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 
 from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import EvaluationSpec
@@ -146,7 +146,8 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
         return None
     mean = float(np.mean([np.mean(fold) for fold in scores]))
     error = float(np.sqrt(sum(np.var(fold, ddof=1) / len(fold) for fold in scores))) / len(scores)
-    half = float(stats.t.ppf((1 + level) / 2, sum(len(fold) - 1 for fold in scores))) * error
+    t_quantile = float(stdtrit(sum(len(fold) - 1 for fold in scores), (1 + level) / 2))
+    half = t_quantile * error
     return mean - half, mean + half
 
 
