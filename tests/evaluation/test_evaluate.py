@@ -10,10 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate, ranks_like_unit_vectors
+from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_vectors
 from dmlbench.evaluation.metrics import METRICS, query_score_names
 from dmlbench.evaluation.search import TILE_BYTES, BackEnd, nearest
 from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 CASES = ("single_unbalanced", "single_no_singletons", "query_gallery", "single_large_n_gt_1001", "perfect_clusters")

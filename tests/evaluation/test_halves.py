@@ -6,7 +6,7 @@ import torch
 
 from dmlbench.evaluation import halves, search
 from dmlbench.evaluation.candidates import column_of, settle
-from dmlbench.evaluation.halves import halves_pay, ranked_by_halves
+from dmlbench.evaluation.halves import ranked_by_halves
 from dmlbench.evaluation.search import UnitSearch, unit_search
 from dmlbench.evaluation.similarity import unit_rows
 from dmlbench.types import EmbeddingSet
@@ -73,12 +73,12 @@ def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
     queries, gallery = clustered(600, seed=1, width=600), clustered(600, seed=2, width=600)
     gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
     within = unit_search(queries, None)
-    assert halves_pay(within, 7, 600)
-    assert not halves_pay(within, 7, 300)  # most rows are no queries
-    assert not halves_pay(within, 100, 600)  # too many candidates to keep
-    assert not halves_pay(unit_search(queries, gallery), 7, 600)
+    assert within.halves_pay(7, 600)
+    assert not within.halves_pay(7, 300)  # most rows are no queries
+    assert not within.halves_pay(100, 600)  # too many candidates to keep
+    assert not unit_search(queries, gallery).halves_pay(7, 600)
     narrow = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # rows that all point the same way
-    assert not halves_pay(unit_search(narrow, None), 7, 600)
+    assert not unit_search(narrow, None).halves_pay(7, 600)
     called = []
     monkeypatch.setattr(search, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
     list(within.ranked(7, lambda part, keys: None, wanted=np.arange(600)))

@@ -14,10 +14,11 @@ from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity
 from dmlbench.evaluation import pairwise, pairwise_search, resume, search
 from dmlbench.evaluation.candidates import ExactSimilarity
 from dmlbench.evaluation.concatenated import concatenated_scores
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics import query_scores
 from dmlbench.evaluation.pairwise import PairwiseSimilarity, is_symmetric
 from dmlbench.evaluation.pairwise_search import pairwise_search as search_of
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError

@@ -22,8 +22,9 @@ from dmlbench.evaluation.candidates import (
     settle,
     value_of,
 )
-from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.search import UnitSearch, unit_search
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 

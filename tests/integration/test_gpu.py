@@ -5,7 +5,8 @@ import torch
 
 from dmlbench import build
 from dmlbench.cli.front import compose
-from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import read_result
 from dmlbench.run import run

@@ -15,10 +15,11 @@ from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRD
 
 from dmlbench.evaluation import concatenated, partial
 from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.evaluate import EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics import query_scores
 from dmlbench.evaluation.search import MIN_TILE_BYTES
 from dmlbench.evaluation.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 

@@ -21,9 +21,10 @@ from dmlbench.evaluation.analysis import (
 )
 from dmlbench.evaluation.arrays import zero_rows
 from dmlbench.evaluation.embed import load_embeddings
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.files import read_embeddings
 from dmlbench.evaluation.metrics import query_score_names
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32

@@ -1,6 +1,7 @@
 """Embedding of images, exact search and retrieval scores."""
 
 from dmlbench.evaluation.arrays import evaluate_arrays
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec
+from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.task import EvaluationSpec
 
 __all__ = ["Evaluation", "EvaluationSpec", "evaluate_arrays"]

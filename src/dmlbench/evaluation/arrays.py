@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import EmbeddingSet, RunError
 
 Array = NDArray[Any] | Tensor

@@ -17,17 +17,16 @@ from dmlbench.evaluation.pairwise_search import pairwise_search
 from dmlbench.evaluation.partial import fingerprint_of
 from dmlbench.evaluation.rerank import reranked
 from dmlbench.evaluation.resume import ResumableScores
+from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, fit_width
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
 
-    from dmlbench.evaluation.evaluate import EvaluationSpec, RetrievalTask
-
 Tiles = Iterator[tuple[IntArray, NDArray[np.bool_]]]
 
 
-def refuse_what_unit_vectors_have(spec: "EvaluationSpec", distance: "BaseDistance") -> None:
+def refuse_what_unit_vectors_have(spec: EvaluationSpec, distance: "BaseDistance") -> None:
     """
     Raises:
         ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
@@ -47,8 +46,8 @@ def refuse_what_unit_vectors_have(spec: "EvaluationSpec", distance: "BaseDistanc
 def rank_by_distance(
     queries: EmbeddingSet,
     gallery: EmbeddingSet | None,
-    task: "RetrievalTask",
-    spec: "EvaluationSpec",
+    task: RetrievalTask,
+    spec: EvaluationSpec,
     distance: "BaseDistance",
     *,
     partial: Path | None,
@@ -69,8 +68,6 @@ def rank_by_distance(
         Scores to be written to, and an iterator over (queries [T], relevance by rank [T, k or the gallery's size]).
         After each, the scores of these queries must be written before the next one is asked for.
     """
-    from dmlbench.evaluation.evaluate import fit_width  # which imports this module
-
     bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
     search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
     names = query_score_names(spec.recall_at, spec.metrics)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dmlbench.evaluation.evaluate import Evaluation, EvaluationSpec, RetrievalTask, evaluate, retrieval_task
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.metrics import mean_scores, score_names
@@ -26,6 +26,7 @@ from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.pruning import prune
 from dmlbench.evaluation.search import MIN_TILE_BYTES, unit_search
 from dmlbench.evaluation.similarity import strict_float32_products
+from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.candidates import Keys, floor_below, kth_bound, pack, padded_place, settle
-from dmlbench.evaluation.evaluate import RetrievalTask, fit_width
 from dmlbench.evaluation.members import Member
 from dmlbench.evaluation.metrics import query_scores
 from dmlbench.evaluation.pruning import Kept
 from dmlbench.evaluation.similarity import FloatRows
+from dmlbench.evaluation.task import RetrievalTask, fit_width
 from dmlbench.types import IntArray
 
 _ENTRIES = 2**20  # sums held at a time for one fold: 4 MiB, near a core's own cache

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.back_ends import exclude
 from dmlbench.evaluation.compiled_near import LOWEST, hold_near, hold_near_one
 from dmlbench.evaluation.compiled_rank import WANTED, fill_exact, rank_choices
-from dmlbench.evaluation.evaluate import RetrievalTask
 from dmlbench.evaluation.members import Member, PairTile, UnitMember
 from dmlbench.evaluation.parallel import Workspace
 from dmlbench.evaluation.pruning import sum_slack
 from dmlbench.evaluation.similarity import FloatRows
+from dmlbench.evaluation.task import RetrievalTask
 from dmlbench.types import IntArray
 
 _workspace = Workspace()

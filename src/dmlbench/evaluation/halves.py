@@ -11,7 +11,7 @@ Letters: N rows, T rows of a block, W columns of a tile, D dimensions, k places 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from dmlbench.evaluation.candidates import (
 from dmlbench.evaluation.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.similarity import FloatRows
 from dmlbench.types import IntArray
-
-if TYPE_CHECKING:
-    from dmlbench.evaluation.search import UnitSearch
 
 Result = TypeVar("Result")
 
@@ -70,18 +67,21 @@ class SymmetricSearch(Protocol):
         ...
 
 
-def halves_pay(search: "UnitSearch", k: int, num_wanted: int) -> bool:
-    """Whether half of the products, and keeping what the other half would tell, takes less time than all products."""
-    size = len(search.gallery)
+def halves_pay(k: int, num_wanted: int, *, size: int, width: int, free_bytes: int) -> bool:
+    """Whether half of the products, and keeping what the other half would tell, takes less time than all products.
+
+    Args:
+        k: places that matter.
+        num_wanted: rows of the set whose neighbors are asked for.
+        size: N.
+        width: D.
+        free_bytes: memory for tiles and candidates.
+    """
     return (
-        search.gallery is search.query
-        and search.on_host
-        and search.back_end == "torch"
-        and search.product.mean is None  # else a value is right for the query's side only
-        and 4 * num_wanted >= 3 * size
-        and size * search.gallery.width >= _GAIN * k
+        4 * num_wanted >= 3 * size
+        and size * width >= _GAIN * k
         and _block_rows(size) >= 2 * k
-        and BYTES_PER_WAITING * k * size <= search.free_bytes // 4
+        and BYTES_PER_WAITING * k * size <= free_bytes // 4
     )
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from dmlbench.evaluation.back_ends import exclude
 from dmlbench.evaluation.candidates import floor_below, kth_bound, padded_place
-from dmlbench.evaluation.evaluate import RetrievalTask
 from dmlbench.evaluation.members import Member, PairTile
 from dmlbench.evaluation.parallel import Workspace
 from dmlbench.evaluation.similarity import FloatRows
+from dmlbench.evaluation.task import RetrievalTask
 from dmlbench.types import IntArray
 
 _workspace = Workspace()

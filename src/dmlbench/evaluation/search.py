@@ -113,6 +113,17 @@ class UnitSearch:
         """Float32 similarities further apart than this are in the right order."""
         return 2 * self.product.error
 
+    def halves_pay(self, k: int, num_wanted: int) -> bool:
+        """Whether a set within itself is searched by half of its products; with a mean they tell of the query only."""
+        is_symmetric = self.gallery is self.query and self.product.mean is None
+        size, width = len(self.gallery), self.gallery.width
+        return (
+            is_symmetric
+            and self.on_host
+            and self.back_end == "torch"
+            and halves_pay(k, num_wanted, size=size, width=width, free_bytes=self.free_bytes)
+        )
+
     def ranked(
         self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
     ) -> Iterator[tuple[IntArray, Result]]:
@@ -121,7 +132,7 @@ class UnitSearch:
         Yields:
             (queries [T], what ``finish`` gave), in the order of ``wanted`` (ascending).
         """
-        if halves_pay(self, k, len(wanted)):
+        if self.halves_pay(k, len(wanted)):
             yield from ranked_by_halves(self, k, finish, wanted=wanted)
             return
         threads = num_threads() if self.on_host and self.back_end != "faiss" else 1

@@ -19,11 +19,11 @@ import torch
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.evaluate import EvaluationSpec
 from dmlbench.evaluation.members import Distances, Members
 from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search import TILE_BYTES
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
 
 MAX_COLLECTIONS = 2**14
