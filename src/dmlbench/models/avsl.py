@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.avsl_distance import AvslDistance, Inference, Variant
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.avsl_formula import Inference, Variant
 from dmlbench.models.backbones import Backbone
 from dmlbench.types import ConfigError, ModelOutput, closest
 
@@ -58,7 +59,7 @@ class AvslHead(nn.Module):
             in_channels: C of every level, low to high.
             num_levels: L.
             level_size: r.
-            top_k, momentum, inference, variant: see ``AvslDistance``; ``variant`` also as above.
+            top_k, momentum, inference, variant: see ``AvslFormula``; ``variant`` also as above.
             reliability: see the class.
             map_sizes: height and width of every level's map, which ``reliability=learned`` needs.
 

@@ -8,15 +8,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import ConfigError, RunError
-
-if TYPE_CHECKING:
-    from dmlbench.models.avsl_distance import AvslDistance
 
 TilePrecision = Literal["full", "bf16"]
 
@@ -29,7 +27,7 @@ _MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another
 
 
 class AvslTiles:
-    """Distances of one state of an ``AvslDistance``, for any number of calls.
+    """Distances of one state of an ``AvslFormula``, for any number of calls.
 
     Edges, alpha and beta are read once, when this is made; later training does not change it. A chunk of a x b pairs
     takes three arrays [P, r] (nodes, product, reliabilities), which every thread holds for itself and writes again and
@@ -58,7 +56,7 @@ class AvslTiles:
 
     def __init__(
         self,
-        distance: "AvslDistance",
+        distance: AvslFormula,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -279,7 +277,7 @@ def _squared_distances(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
     return out.mul_(-2).add_(xx[:, None]).add_(yy).clamp_(min=0)
 
 
-def distance_matrix(distance: "AvslDistance", queries: Tensor, gallery: Tensor) -> Tensor:
+def distance_matrix(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> Tensor:
     """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r] by tiles made for this call, in the rows' type or a wider one.
 
     Raises:

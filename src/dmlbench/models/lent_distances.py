@@ -1,20 +1,16 @@
 """AVSL's distance as losses and miners hold it: in parts, or lent, with parameters that stay the owner's."""
 
-from typing import TYPE_CHECKING
-
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
+from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import ConfigError
-
-if TYPE_CHECKING:
-    from dmlbench.models.avsl_distance import AvslDistance
 
 
 class LevelDistance(BaseDistance):
     """Squared Euclidean distance of one level's part of AVSL's rows; the owner's parameters stay the owner's."""
 
-    def __init__(self, owner: "AvslDistance", index: int) -> None:
+    def __init__(self, owner: AvslFormula, index: int) -> None:
         """
         Args:
             owner: whose rows are compared.
@@ -44,7 +40,7 @@ class LevelDistance(BaseDistance):
 class InferredDistance(BaseDistance):
     """AVSL's distance of detached nodes, that trains the inference alone; its parameters stay the owner's."""
 
-    def __init__(self, owner: "AvslDistance") -> None:
+    def __init__(self, owner: AvslFormula) -> None:
         super().__init__(normalize_embeddings=False, p=2, power=1)
         self._owner = (owner,)
 

@@ -1,0 +1,223 @@
+"""The formula of AVSL's distance, and the parameters and edges in it, as losses train them.
+
+Letters: L levels, r nodes of each, Q and N images, P pairs of them.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from pytorch_metric_learning.distances import BaseDistance
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError, RunError, closest
+
+Variant = Literal["official", "paper"]
+Inference = Literal["rectified", "reliable", "top", "concat"]
+
+_EPSILON = 1e-8  # of the public code, in the sum of a node's edges
+
+
+class AvslFormula(BaseDistance):
+    """Squared distance of the top level whose unreliable nodes are inferred from the level below, and so on.
+
+    An image is one row of 2 L r numbers: unit embeddings e^1 .. e^L, then certainties c^1 .. c^L. With the nodes
+    delta^l = (e^l - e'^l)^2, the reliabilities p^l = sigmoid(gain (alpha^l c^l c'^l + beta^l)) and the edges W~^l, in
+    which every node keeps its top_k strongest edges to the level below, normalized to sum to 1:
+
+        delta-hat^1 = delta^1,
+        delta-hat^l = p^l delta^l + (1 - p^l) W~^l delta-hat^(l-1),    d = sum of delta-hat^L.
+
+    ``observe`` takes note of a training batch's edges: the first batch is copied, later ones enter with 1 - momentum.
+
+    variant:
+        official: gain 10; edges below 0 are none.
+        paper: gain 1; edges as they are.
+    inference, what an ablation compares (paper, table 2):
+        rectified: d as above.
+        reliable: sum of p^L delta^L, without edges ("+ M & R").
+        top: sum of delta^L ("+ M").
+        concat: sum of all levels' nodes ("+ M (concat)").
+
+    Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eqs. 1, 4, 6-9, 11; zbr17/AVSL fd2686e4,
+    collectors/avsl_collector.py.
+    """
+
+    edges: Tensor
+    updates: Tensor
+    is_symmetric = True  # squares of differences and products of certainties are the same from both sides
+
+    def __init__(
+        self,
+        num_levels: int = 3,
+        level_size: int = 512,
+        *,
+        top_k: int = 128,
+        momentum: float = 0.5,
+        inference: Inference = "rectified",
+        variant: Variant = "official",
+    ) -> None:
+        """
+        Args:
+            num_levels: L, at least 2.
+            level_size: r.
+            top_k: edges that a node keeps to the level below, in [1, r].
+            momentum: share of the old edges in the new ones, in [0, 1); 0 takes each batch's alone.
+            inference: see the class.
+            variant: see the class.
+
+        Raises:
+            ConfigError: a value outside its range.
+        """
+        super().__init__(normalize_embeddings=False, p=2, power=1)
+        if num_levels < 2 or level_size < 1:
+            raise ConfigError(f"AVSL needs at least 2 levels of at least 1 node, not {num_levels} of {level_size}")
+        if not 1 <= top_k <= level_size:
+            raise ConfigError(
+                f"top_k ({top_k}) must lie in 1 .. level_size ({level_size}), the edges that a node has; lower it"
+            )
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum ({momentum}) must lie in [0, 1): at 1 the edges would never change")
+        for name, value, known in (
+            ("inference", inference, get_args(Inference)),
+            ("variant", variant, get_args(Variant)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        self.num_levels = num_levels
+        self.level_size = level_size
+        self.top_k = top_k
+        self.momentum = momentum
+        self.inference = inference
+        self.variant = variant
+        self.gain = 10.0 if variant == "official" else 1.0
+        self.alpha = nn.Parameter(torch.ones(num_levels - 1, level_size))
+        self.beta = nn.Parameter(torch.zeros(num_levels - 1, level_size))
+        # of node i of level l + 2 and node j of level l + 1: [l, i, j]
+        self.register_buffer("edges", torch.zeros(num_levels - 1, level_size, level_size))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of an image, 2 L r."""
+        return 2 * self.num_levels * self.level_size
+
+    @property
+    def infers(self) -> bool:
+        """Whether alpha and beta, hence the certainties, take part."""
+        return self.inference in ("rectified", "reliable")
+
+    def levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings and certainties [N, L, r] of rows [N, 2 L r].
+
+        Raises:
+            RunError: rows of another width.
+        """
+        if rows.shape[-1] != self.row_size:
+            raise RunError(
+                f"rows of {rows.shape[-1]} numbers, but AVSL of {self.num_levels} levels of {self.level_size} nodes "
+                f"has rows of {self.row_size}; compare rows of one model"
+            )
+        parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
+        return parts[..., 0, :, :], parts[..., 1, :, :]
+
+    def pack(self, embeddings: Tensor, certainties: Tensor) -> Tensor:
+        """Rows [N, 2 L r] of unit embeddings and certainties [N, L, r]."""
+        return torch.stack([embeddings, certainties], dim=-3).flatten(-3)
+
+    def normalized_edges(self) -> Tensor:
+        """W~ [L - 1, r, r]: of each node to those of the level below, the top_k strongest, normalized by their sum.
+
+        Rows sum to 1; in the official variant a node without an edge above 0 has none.
+        """
+        edges = self.edges.relu() if self.variant == "official" else self.edges
+        # a stable sort: which of equal edges are kept must not depend on device and precision
+        strongest, place = (x[..., : self.top_k] for x in edges.sort(dim=-1, descending=True, stable=True))
+        total = strongest.sum(-1, keepdim=True) + (_EPSILON if self.variant == "official" else 0.0)
+        return torch.zeros_like(edges).scatter_(-1, place, strongest / total)
+
+    @torch.no_grad()
+    def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Let the edges follow a batch.
+
+        Args:
+            maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
+                the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
+
+        Returns:
+            How much the edges of each pair of levels changed, mean and maximum of |new - old|, [L - 1, 2]; 0 at the
+            first batch, before which there were none.
+        """
+        seen = torch.stack(
+            [
+                torch.einsum("bis,bjs->ij", high.to(self.edges.dtype), low.to(self.edges.dtype)) / len(high)
+                for low, high in maps
+            ]
+        )
+        # without asking the device for the number, which would have to be waited for
+        share = torch.where(self.updates == 0, 1.0, (1.0 - self.momentum) * torch.ones_like(self.edges[0, 0, 0]))
+        old = self.edges.clone()
+        self.edges.lerp_(seen, share)
+        change = (self.edges - old).abs() * (self.updates > 0)
+        self.updates += 1
+        return torch.stack([change.mean((1, 2)), change.amax((1, 2))], 1)
+
+    def require_edges(self) -> None:
+        """
+        Raises:
+            RunError: no batch has been observed, so that there is nothing to infer unreliable nodes from.
+        """
+        if self.inference == "rectified" and not bool(self.updates > 0):
+            raise RunError(
+                "AVSL has no edges yet: they come from training batches. Train it for a step or more, load a "
+                "checkpoint that has them, or set head.inference=reliable, top or concat"
+            )
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r], by arrays [Q, N, r].
+
+        Raises:
+            RunError: rows of another width, or no edges yet.
+        """
+        return self.compute(query_emb[:, None], ref_emb[None])
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Distances [P] of rows [P, 2 L r], pair by pair."""
+        return self.compute(query_emb, ref_emb)
+
+    def nodes(self, first: Tensor, second: Tensor, *, detach: bool = False) -> tuple[Tensor, Tensor]:
+        """Nodes and products of certainties, [.., L, r]."""
+        (e, c), (f, d) = self.levels(first), self.levels(second)
+        if detach:
+            e, f = e.detach(), f.detach()
+        return (e - f).square(), c * d
+
+    def reliabilities(self, certainty: Tensor) -> Tensor:
+        """p [.., L, r] of products of certainties [.., L, r]; 1 at the lowest level."""
+        above = torch.sigmoid(self.gain * (self.alpha * certainty[..., 1:, :] + self.beta))
+        return torch.cat([torch.ones_like(above[..., :1, :]), above], dim=-2)
+
+    def compute(self, first: Tensor, second: Tensor, *, detach: bool = False) -> Tensor:
+        """Distances of rows that broadcast against each other."""
+        nodes, certainty = self.nodes(first, second, detach=detach)
+        if self.inference == "concat":
+            return nodes.sum((-2, -1))
+        if self.inference == "top":
+            return nodes[..., -1, :].sum(-1)
+        reliability = self.reliabilities(certainty)
+        if self.inference == "reliable":
+            return (reliability[..., -1, :] * nodes[..., -1, :]).sum(-1)
+        if self.updates.device.type == "cpu":  # elsewhere the answer would have to be waited for in every step
+            self.require_edges()
+        edges = self.normalized_edges()
+        rectified = nodes[..., 0, :]
+        for level in range(1, self.num_levels):
+            p = reliability[..., level, :]
+            rectified = p * nodes[..., level, :] + (1 - p) * (rectified @ edges[level - 1].T)
+        return rectified.sum(-1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_levels={self.num_levels}, level_size={self.level_size}, top_k={self.top_k}, "
+            f"momentum={self.momentum}, inference={self.inference}, variant={self.variant}"
+        )
