@@ -9,28 +9,15 @@ reach of all choices leaves few items that no choice needs. Which of these are r
 irrelevant ones lie above each relevant one: with a_0 <= a_1 <= .., place j + a_j is relevant and the others are not.
 """
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
 import numpy as np
 
 from dmlbench.evaluation.similarity import FloatRows
+from dmlbench.machine_code import compiled
 from dmlbench.types import IntArray
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 LOWEST = np.finfo(np.float32).min
 _BISECTIONS = 48
 _BLOCK = 16  # columns of which the largest is found first
-
-
-def compiled(function: Function) -> Function:
-    """Machine code of ``function``, kept beside the source or in the user's cache where either can be written to."""
-    try:
-        return cast(Function, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # numba finds no folder that can be written to
-        return cast(Function, numba.njit(nogil=True)(function))
 
 
 @compiled

@@ -11,8 +11,9 @@ irrelevant ones only, and exactly only where the two are near.
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.compiled_near import LOWEST, compiled
+from dmlbench.evaluation.compiled_near import LOWEST
 from dmlbench.evaluation.similarity import FloatRows
+from dmlbench.machine_code import compiled
 from dmlbench.types import IntArray
 
 Counts = NDArray[np.int32]

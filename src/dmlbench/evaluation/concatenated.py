@@ -5,17 +5,16 @@ vectors, so one similarity tile per member serves every collection. Letters: Q q
 queries of a tile, N gallery items, W of them that can matter to some collection.
 """
 
-import importlib.util
 import itertools
-import logging
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tqdm import tqdm
 
+from dmlbench import machine_code
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.frontier import score_frontiers
 from dmlbench.evaluation.members import DistanceMember, Distances, Member, Members, UnitMember
@@ -39,8 +38,6 @@ _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or tha
 _BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
 _CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
 _FRONTIER_BYTES = 64 * 2**20
-
-logger = logging.getLogger(__name__)
 
 
 def concatenated_scores(
@@ -133,19 +130,10 @@ def _evaluations(
         yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
 
 
-@lru_cache(maxsize=1)
 def fused_scorer() -> Callable[..., bool] | None:
     """``score_fused`` where numba is installed, else None: numpy gives the same scores in more than twice the time."""
-    if importlib.util.find_spec("numba") is None:
-        logger.info("collections are ranked by numpy; the extra 'fast' (numba) does it in less than half of the time")
-        return None
-    try:
-        from dmlbench.evaluation.fused import score_fused
-    except ImportError as error:
-        logger.warning("collections are ranked by numpy, because numba cannot be used: %s", error)
-        return None
-    logger.info("collections are ranked by compiled code; compiling it takes some ten seconds once, then it is kept")
-    return score_fused
+    module = machine_code.load("dmlbench.evaluation.fused", task="collections are ranked")
+    return None if module is None else cast(Callable[..., bool], module.score_fused)
 
 
 def _members(

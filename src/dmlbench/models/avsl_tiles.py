@@ -5,14 +5,16 @@ Letters: L levels, r nodes of each, Q and N images, a x b images of a chunk's tw
 
 import copy
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from dmlbench import machine_code
+from dmlbench.models.avsl_buffers import MULTIPLE, Buffers
 from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import ConfigError, RunError
 
@@ -23,7 +25,7 @@ _logger = logging.getLogger(__name__)
 # of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
 _CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
-_MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
+_COMPILED_STEPS = "dmlbench.models.compiled_avsl"
 
 
 class AvslTiles:
@@ -96,13 +98,16 @@ class AvslTiles:
         self.precision = precision
         size = buffer_bytes or _BUFFER_BYTES.get(self.device.type, _BUFFER_BYTES["cpu"])
         pairs = size // (own.level_size * self.dtype.itemsize)
-        self._pairs = max(_MULTIPLE, pairs // _MULTIPLE * _MULTIPLE)
-        self._buffers = _Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
+        self._pairs = max(MULTIPLE, pairs // MULTIPLE * MULTIPLE)
+        self._buffers = Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
+        self._steps: Buffers | ModuleType = self._buffers
+        if self.device.type == "cpu" and self.dtype == torch.float32 and own.inference == "rectified":
+            self._steps = machine_code.load(_COMPILED_STEPS, task="AVSL's distances are computed") or self._buffers
         self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of a thread's arrays, beside the edges and the result; compiled chunks take about as many."""
+        """Bytes of a thread's arrays at most, beside the edges and the result; compiled chunks take about as many."""
         return self._buffers.bytes
 
     @torch.no_grad()
@@ -181,15 +186,14 @@ class AvslTiles:
 
     def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
         buffers, count = self._buffers, out.numel()
-        nodes, product, reliability = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product", "p"))
-        torch.sub(e[..., 0, :], f[..., 0, :], out=nodes).square_()
+        nodes, product = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product"))
+        self._steps.fill_nodes(nodes, e[..., 0, :], f[..., 0, :])
         for level, edges in enumerate(self._edges, start=1):
             buffers.multiply(edges, count)
-            torch.addcmul(
-                self._beta[level - 1], scaled[..., level - 1, :], d[..., level, :], out=reliability
-            ).sigmoid_()
-            torch.sub(e[..., level, :], f[..., level, :], out=nodes).square_()
-            torch.lerp(product, nodes, reliability, out=nodes)
+            self._steps.rectify(
+                nodes, product, e[..., level, :], scaled[..., level - 1, :], f[..., level, :], d[..., level, :],
+                self._beta[level - 1],
+            )  # fmt: skip
         torch.sum(nodes, -1, out=out)
 
     def _fill_reliable(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
@@ -197,45 +201,6 @@ class AvslTiles:
         torch.sub(e[..., -1, :], f[..., -1, :], out=nodes).square_()
         torch.addcmul(self._beta[-1], scaled[..., -1, :], d[..., -1, :], out=reliability).sigmoid_()
         torch.sum(nodes.mul_(reliability), -1, out=out)
-
-
-class _Buffers(threading.local):
-    """Arrays [P, r] of the thread that asks; they are made when it first does."""
-
-    def __init__(
-        self, pairs: int, width: int, dtype: torch.dtype, product_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._sizes = dict.fromkeys(("nodes", "product", "p"), (pairs, width, dtype))
-        if product_dtype != dtype:
-            self._sizes |= dict.fromkeys(("rounded nodes", "rounded product"), (pairs, width, product_dtype))
-        self._device = device
-        self._held: dict[str, Tensor] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(pairs * width * dtype.itemsize for pairs, width, dtype in self._sizes.values())
-
-    def _get(self, name: str) -> Tensor:
-        if name not in self._held:
-            *shape, dtype = self._sizes[name]
-            with torch.inference_mode(False):  # else they could not be written outside of it
-                # zeros, as pairs that fill up a chunk are multiplied without having been written
-                self._held[name] = torch.zeros(shape, dtype=dtype, device=self._device)
-        return self._held[name]
-
-    def of_pairs(self, name: str, shape: torch.Size) -> Tensor:
-        """The array's beginning as [a, b, r]."""
-        return self._get(name)[: shape.numel()].unflatten(0, shape)
-
-    def multiply(self, edges: Tensor, count: int) -> None:
-        """product = nodes W~^T of the first ``count`` pairs, filled up."""
-        padded = -(-count // _MULTIPLE) * _MULTIPLE
-        nodes, product = self._get("nodes")[:padded], self._get("product")[:padded]
-        if edges.dtype == nodes.dtype:
-            torch.mm(nodes, edges, out=product)
-            return
-        rounded = self._get("rounded nodes")[:padded].copy_(nodes)
-        product.copy_(torch.mm(rounded, edges, out=self._get("rounded product")[:padded]))
 
 
 def _chunk_shape(queries: int, gallery: int, *, pairs: int) -> tuple[int, int]:
