@@ -4,7 +4,7 @@ python scripts/bench_avsl.py [--part time memory ranking] [--queries 256] [--gal
     [--threads 1 2] [--rounds 3] [--ranking-rows 1200] [--out tiles.md]
 
   plain        as public code evaluates: a slice of queries against the whole gallery, every step a new [slice, N, r]
-  tiles        AvslTiles, torch's threads within a chunk
+  tiles        AvslTiles, torch's threads within a chunk; with compiled steps where numba is installed
   tiles, own   AvslTiles, parts of the queries shared out to as many threads, one torch thread each
   bf16         AvslTiles of precision bf16
   products     the L - 1 products [P, r] x [r, r] of all pairs alone, on arrays that stay in the cache, best of some P
@@ -23,11 +23,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from dmlbench import machine_code
 from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
 
 SETS = {"CUB": 5924, "Cars": 8131, "SOP": 60502}  # test images
@@ -120,11 +123,17 @@ def least_seconds(contenders: dict[str, Action], rounds: int, threads: int) -> d
     return least
 
 
+def without_numba(distance: AvslDistance) -> AvslTiles:
+    with mock.patch.object(machine_code, "load", return_value=None):
+        return distance.tiles()
+
+
 def bench_time(options: argparse.Namespace, report: Report) -> None:
     distance = make_distance(options)
     queries, gallery = (make_rows(distance, n, seed=n)[0] for n in (options.queries, options.gallery))
     total = len(queries) * len(gallery)
     tiles, rounded = distance.tiles(), distance.tiles(precision="bf16")
+    slower = without_numba(distance)
     exact = distance.tiles(dtype=torch.float64)(queries[:8], gallery)
     off = {
         "plain": plain(distance, queries[:8], gallery, rows=8),
@@ -141,6 +150,7 @@ def bench_time(options: argparse.Namespace, report: Report) -> None:
             f"plain, slices of {n}": partial(plain, distance, queries, gallery, rows=n) for n in options.slices
         }
         contenders |= {"tiles": partial(tiles, queries, gallery), "bf16": partial(rounded, queries, gallery)}
+        contenders["tiles, without numba"] = partial(slower, queries, gallery)
         contenders |= {f"products {n}": products(distance, pairs=n, total=total) for n in PRODUCT_PAIRS}
         if threads > 1:
             parts = queries.split(-(-len(queries) // (4 * threads)))

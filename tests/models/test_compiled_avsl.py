@@ -8,6 +8,7 @@ from dmlbench import machine_code
 from dmlbench.models.avsl_buffers import Buffers
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles
+from dmlbench.runtime import single_threaded_torch
 
 pytest.importorskip("numba", reason="extra fast")
 
@@ -63,11 +64,13 @@ def test_tiles_use_compiled_steps_for_float32_and_agree_with_tiles_without(monke
     rows = distance.pack(embeddings, normal(40, 3, 32, seed=2).sigmoid())
     called, rectify = [], compiled_avsl.rectify
     monkeypatch.setattr(compiled_avsl, "rectify", lambda *given: called.append(1) or rectify(*given))
-    compiled = AvslTiles(distance)(rows, rows)
+    with single_threaded_torch():
+        compiled = AvslTiles(distance)(rows, rows)
     assert len(called) == 2  # levels above the lowest, of all pairs in one chunk
     assert bool((compiled.diagonal() == 0).all())
     called.clear()
     assert_allclose(AvslTiles(distance, dtype=torch.float64)(rows, rows), compiled, rtol=2e-6, atol=1e-12)
     monkeypatch.setattr(machine_code, "load", lambda module, *, task: None)
-    assert_allclose(AvslTiles(distance)(rows, rows), compiled, rtol=2e-6)
+    with single_threaded_torch():
+        assert_allclose(AvslTiles(distance)(rows, rows), compiled, rtol=2e-6)
     assert not called

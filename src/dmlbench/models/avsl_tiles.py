@@ -7,7 +7,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
@@ -50,6 +49,7 @@ class AvslTiles:
     where (alpha c) c' and (alpha c') c are rounded differently. Rankings that must not depend on it decide near ties
     by tiles of ``dtype=torch.float64``.
 
+    Where torch has one thread and numba is installed, the steps between products are compiled (``compiled_avsl``).
     On CUDA, a chunk is one function that torch.compile fuses around its matrix products. Where it cannot be compiled
     (a warning says so once), the chunk is computed operation by operation.
     """
@@ -100,9 +100,9 @@ class AvslTiles:
         pairs = size // (own.level_size * self.dtype.itemsize)
         self._pairs = max(MULTIPLE, pairs // MULTIPLE * MULTIPLE)
         self._buffers = Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
-        self._steps: Buffers | ModuleType = self._buffers
+        self._compiled_steps = None
         if self.device.type == "cpu" and self.dtype == torch.float32 and own.inference == "rectified":
-            self._steps = machine_code.load(_COMPILED_STEPS, task="AVSL's distances are computed") or self._buffers
+            self._compiled_steps = machine_code.load(_COMPILED_STEPS, task="AVSL's distances are computed")
         self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
 
     @property
@@ -187,10 +187,12 @@ class AvslTiles:
     def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
         buffers, count = self._buffers, out.numel()
         nodes, product = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product"))
-        self._steps.fill_nodes(nodes, e[..., 0, :], f[..., 0, :])
+        # compiled steps take one thread, which pays where torch has no more either
+        steps = self._compiled_steps if self._compiled_steps and torch.get_num_threads() == 1 else buffers
+        steps.fill_nodes(nodes, e[..., 0, :], f[..., 0, :])
         for level, edges in enumerate(self._edges, start=1):
             buffers.multiply(edges, count)
-            self._steps.rectify(
+            steps.rectify(
                 nodes, product, e[..., level, :], scaled[..., level - 1, :], f[..., level, :], d[..., level, :],
                 self._beta[level - 1],
             )  # fmt: skip
