@@ -73,6 +73,7 @@ def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
     queries, gallery = clustered(600, seed=1, width=600), clustered(600, seed=2, width=600)
     gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
     within = unit_search(queries, None)
+    monkeypatch.setattr(search, "num_threads", lambda: 1)
     assert within.halves_pay(7, 600)
     assert not within.halves_pay(7, 300)  # most rows are no queries
     assert not within.halves_pay(100, 600)  # too many candidates to keep
@@ -83,3 +84,6 @@ def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
     monkeypatch.setattr(search, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
     list(within.ranked(7, lambda part, keys: None, wanted=np.arange(600)))
     assert called == [1]
+    monkeypatch.setattr(search, "num_threads", lambda: 2)
+    assert not within.halves_pay(7, 600)  # the one that hands candidates on would be waited for
+    assert within.halves_pay(3, 600)

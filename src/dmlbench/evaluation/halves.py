@@ -67,7 +67,7 @@ class SymmetricSearch(Protocol):
         ...
 
 
-def halves_pay(k: int, num_wanted: int, *, size: int, width: int, free_bytes: int) -> bool:
+def halves_pay(k: int, num_wanted: int, *, size: int, width: int, free_bytes: int, threads: int) -> bool:
     """Whether half of the products, and keeping what the other half would tell, takes less time than all products.
 
     Args:
@@ -76,10 +76,11 @@ def halves_pay(k: int, num_wanted: int, *, size: int, width: int, free_bytes: in
         size: N.
         width: D.
         free_bytes: memory for tiles and candidates.
+        threads: that share the products; one of them alone hands candidates on, for which the others wait.
     """
     return (
         4 * num_wanted >= 3 * size
-        and size * width >= _GAIN * k
+        and size * width >= _GAIN * threads * k
         and _block_rows(size) >= 2 * k
         and BYTES_PER_WAITING * k * size <= free_bytes // 4
     )

@@ -116,13 +116,10 @@ class UnitSearch:
     def halves_pay(self, k: int, num_wanted: int) -> bool:
         """Whether a set within itself is searched by half of its products; with a mean they tell of the query only."""
         is_symmetric = self.gallery is self.query and self.product.mean is None
+        if not (is_symmetric and self.on_host and self.back_end == "torch"):
+            return False
         size, width = len(self.gallery), self.gallery.width
-        return (
-            is_symmetric
-            and self.on_host
-            and self.back_end == "torch"
-            and halves_pay(k, num_wanted, size=size, width=width, free_bytes=self.free_bytes)
-        )
+        return halves_pay(k, num_wanted, size=size, width=width, free_bytes=self.free_bytes, threads=num_threads())
 
     def ranked(
         self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
