@@ -37,6 +37,7 @@ _TILE_COLUMNS = 6144
 _BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or that of its own ranking, an exact one, sums
 _BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
 _CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
+_CANDIDATES_PER_PLACE = 24  # likewise of a query in compiled code, whose every query has room for as many
 _FRONTIER_BYTES = 64 * 2**20
 
 
@@ -158,7 +159,7 @@ def _score(
     fused = fused_scorer()
     threads = num_threads()
     free = spec.tile_bytes // 2 // threads
-    rows, columns, most = _tile_shape(len(task.gallery_labels), sum(map(len, folds)), len(store.values), free)
+    rows, columns, most = _tile_shape(task, sum(map(len, folds)), len(store.values), free, fused=fused is not None)
 
     def score(part: IntArray) -> bool:
         if fused is not None:
@@ -186,12 +187,18 @@ def _score(
     store.flush()
 
 
-def _tile_shape(num_gallery: int, num_members: int, num_choices: int, free: int) -> tuple[int, int, int]:
+def _tile_shape(
+    task: RetrievalTask, num_members: int, num_choices: int, free: int, *, fused: bool
+) -> tuple[int, int, int]:
     """Queries of a tile, gallery items multiplied at a time, pairs that may be left; together ``free`` bytes."""
+    num_gallery = len(task.gallery_labels)
     columns = min(num_gallery, _TILE_COLUMNS)
     candidates = max(64, int(_CANDIDATES * num_gallery))
-    free = max(0, free - min(_FRONTIER_BYTES, free // 2))
+    if fused:
+        candidates = min(num_gallery, max(candidates, _CANDIDATES_PER_PLACE * task.k))
+    else:
+        free = max(0, free - min(_FRONTIER_BYTES, free // 2))
     per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
     per_row += _BYTES_PER_CHOICE * num_choices
-    rows = max(1, min(_TILE_ROWS if fused_scorer() is None else _FUSED_TILE_ROWS, free // per_row))
+    rows = max(1, min(_FUSED_TILE_ROWS if fused else _TILE_ROWS, free // per_row))
     return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))
