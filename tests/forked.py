@@ -4,23 +4,29 @@ A process of its own, with its own working directory, environment, exit code and
 interruption need; importing torch again in each of a hundred processes (seven seconds of it) is not.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import resource
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from dmlbench.cli.main import main
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_IMPORTED_BEFORE = [
+    *("dmlbench.run", "dmlbench.apps.reevaluate", "dmlbench.apps.compare", "dmlbench.apps.report", "torch._dynamo"),
+    *("pytorch_metric_learning.losses", "pytorch_metric_learning.miners"),
+]
+assert all(map(importlib.util.find_spec, _IMPORTED_BEFORE))  # the server passes over what is missing
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["dmlbench.run", "dmlbench.apps.reevaluate", "dmlbench.apps.compare", "dmlbench.apps.report", "torch._dynamo",
-     "pytorch_metric_learning.losses", "pytorch_metric_learning.miners"]
-)  # fmt: skip
+_SERVER.set_forkserver_preload(_IMPORTED_BEFORE)
 
 
 class Process:
@@ -36,8 +42,12 @@ class Process:
     ) -> None:
         number = time.monotonic_ns()
         self._files = [folder / f".{stream}-{number}" for stream in ("out", "error")]
-        given = (arguments, folder, dict(environment), self._files, largest_file)
+        for file in self._files:
+            file.touch()
+        given = (arguments, folder, {**environment, **ONE_THREAD}, self._files, largest_file)
         self._process = _SERVER.Process(target=_execute, args=given)
+        with mock.patch.dict(os.environ, ONE_THREAD):
+            forkserver.ensure_running()
         self._process.start()
 
     @property
@@ -46,7 +56,9 @@ class Process:
         return self._process.pid
 
     def kill(self) -> None:
+        """At once, whatever it does; nothing if it has ended."""
         self._process.kill()
+        self._process.join(10)
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -59,9 +71,9 @@ class Process:
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
-            self._process.kill()
-            raise AssertionError(f"the command did not end within {timeout:.0f} s")
+            self.kill()
         out, error = (file.read_text(errors="replace") for file in self._files)
+        assert code is not None, f"the command did not end within {timeout:.0f} s\n{out}\n{error}"
         return code, out, error
 
 

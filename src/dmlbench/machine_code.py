@@ -21,7 +21,9 @@ def load(module: str, *, task: str) -> ModuleType | None:
         return None
     try:
         loaded = importlib.import_module(module)
-    except ImportError as error:
+        if hasattr(loaded, "try_out"):  # compiles, which can fail as well
+            loaded.try_out()
+    except Exception as error:  # numba's own errors, of its cache's folder, of a version that does not fit
         logger.warning("%s without compiled code, in more time, because numba cannot be used: %s", task, error)
         return None
     logger.info("%s by compiled code; compiling it takes up to some ten seconds once, then it is kept", task)

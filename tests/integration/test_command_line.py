@@ -3,13 +3,15 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from forked import Process
+from forked import ONE_THREAD, Process
 from PIL import Image
 
 TINY = (
@@ -30,19 +32,34 @@ def cache_dir(tmp_path_factory) -> Path:
 def dmlbench(tmp_path, cache_dir):
     """Run ``dmlbench`` in ``tmp_path`` as a process of its own."""
 
-    def start(*arguments: str, largest_file: int | None = None) -> Process:
-        environment = {**os.environ, "DMLBENCH_CACHE": str(cache_dir)}
-        environment.pop("DMLBENCH_OUTPUT", None)
-        return Process(arguments, folder=tmp_path, environment=environment, largest_file=largest_file)
+    started = []
+    environment = {**os.environ, "DMLBENCH_CACHE": str(cache_dir)}
+    environment.pop("DMLBENCH_OUTPUT", None)
 
-    def run(*arguments: str, code: int = 0) -> str:
-        returned, out, error = start(*arguments).wait()
-        assert returned == code, f"{arguments}: exit code {returned}\n{out}\n{error}"
-        assert "Traceback" not in error or code == 0, error
+    def start(*arguments: str, largest_file: int | None = None) -> Process:
+        started.append(Process(arguments, folder=tmp_path, environment=environment, largest_file=largest_file))
+        return started[-1]
+
+    def checked(arguments: tuple[str, ...], expected: int, code: int, out: str, error: str) -> str:
+        assert code == expected, f"{arguments}: exit code {code}\n{out}\n{error}"
+        assert "Traceback" not in error or expected == 0, error
         return out + error
 
+    def run(*arguments: str, code: int = 0) -> str:
+        return checked(arguments, code, *start(*arguments).wait())
+
+    def run_anew(*arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dmlbench", *arguments],
+            cwd=tmp_path, env={**environment, **ONE_THREAD, "PYTHONHASHSEED": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+        return checked(arguments, code, done.returncode, done.stdout, done.stderr)
+
     run.start = start
-    return run
+    run.anew = run_anew  # an interpreter of its own, in which sets and hashes have another order
+    yield run
+    for process in started:
+        process.kill()
 
 
 def run_dirs(folder: Path) -> list[Path]:
@@ -196,7 +213,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
             kills += 1
         process.wait()
     assert kills >= 2
-    resumed = dmlbench(*arguments)
+    resumed = dmlbench.anew(*arguments)
     assert "resumed at step" in resumed
     ours = run_dirs(tmp_path)[0]
     theirs = next((tmp_path / "whole").glob("*/*/*/fold0_rep0"))

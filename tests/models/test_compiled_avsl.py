@@ -15,7 +15,13 @@ pytest.importorskip("numba", reason="extra fast")
 from dmlbench.models import compiled_avsl
 
 UNIT = 2.0**-24
-SHAPES = {"cross": ((3, 1), (1, 5)), "pairs": ((7, 1), (7, 1))}
+SHAPES = {
+    "cross": ((3, 1), (1, 5)),
+    "one query": ((1, 1), (1, 5)),
+    "one item": ((3, 1), (1, 1)),
+    "pairs": ((7, 1), (7, 1)),
+    "one pair": ((1, 1), (1, 1)),
+}
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -35,8 +41,9 @@ def test_the_sigmoid_is_right_up_to_two_roundings_of_1_at_any_argument() -> None
 @pytest.mark.parametrize("width", [1, 16, 37])
 def test_steps_are_their_formulas_and_the_operations(kind: str, width: int) -> None:
     (a, _), (_, b) = first, second = SHAPES[kind]
-    e, scaled = (normal(*first, width, seed=s) for s in (0, 1))
-    f, d = (normal(*second, width, seed=s) for s in (2, 3))
+    # a level out of several, as tiles pass them: rows that do not lie one after the other
+    e, scaled = (normal(*first, 3, width, seed=s)[..., 1, :] for s in (0, 1))
+    f, d = (normal(*second, 3, width, seed=s)[..., 1, :] for s in (2, 3))
     below, beta = normal(a, b, width, seed=4).square(), normal(width, seed=5)
     p = torch.sigmoid(beta.double() + scaled.double() * d.double())
     squares = (e.double() - f.double()).square()
@@ -56,21 +63,38 @@ def test_what_is_not_a_number_stays_so() -> None:
     assert nodes.isnan().tolist() == [[[False, True]]]
 
 
-def test_tiles_use_compiled_steps_for_float32_and_agree_with_tiles_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    distance = AvslDistance(3, 32, top_k=8).requires_grad_(False)
-    distance.edges.copy_(normal(2, 32, 32, seed=0).abs())
+def trained(size: int = 32) -> tuple[AvslDistance, torch.Tensor]:
+    """A distance of three levels with edges, and rows [40, 6 size]."""
+    distance = AvslDistance(3, size, top_k=8).requires_grad_(False)
+    distance.edges.copy_(normal(2, size, size, seed=0).abs())
+    distance.alpha.copy_(normal(2, size, seed=3))
     distance.updates.fill_(1)
-    embeddings = torch.nn.functional.normalize(normal(40, 3, 32, seed=1), dim=-1)
-    rows = distance.pack(embeddings, normal(40, 3, 32, seed=2).sigmoid())
+    embeddings = torch.nn.functional.normalize(normal(40, 3, size, seed=1), dim=-1)
+    return distance, distance.pack(embeddings, normal(40, 3, size, seed=2).sigmoid())
+
+
+def test_tiles_use_compiled_steps_for_float32_of_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    distance, rows = trained()
     called, rectify = [], compiled_avsl.rectify
     monkeypatch.setattr(compiled_avsl, "rectify", lambda *given: called.append(1) or rectify(*given))
+    tiles = AvslTiles(distance)
     with single_threaded_torch():
-        compiled = AvslTiles(distance)(rows, rows)
-    assert len(called) == 2  # levels above the lowest, of all pairs in one chunk
-    assert bool((compiled.diagonal() == 0).all())
-    called.clear()
-    assert_allclose(AvslTiles(distance, dtype=torch.float64)(rows, rows), compiled, rtol=2e-6, atol=1e-12)
-    monkeypatch.setattr(machine_code, "load", lambda module, *, task: None)
-    with single_threaded_torch():
-        assert_allclose(AvslTiles(distance)(rows, rows), compiled, rtol=2e-6)
+        tiles(rows[:1], rows[:1])  # tries the steps out
+        called.clear()
+        compiled = tiles(rows, rows)
+        assert len(called) == 2  # levels above the lowest, of all pairs in one chunk
+        assert bool((compiled.diagonal() == 0).all())
+        assert torch.equal(tiles(rows[3:4], rows)[0], compiled[3])
+        assert torch.equal(tiles.pairs(rows, rows.flip(0)), compiled.flip(1).diagonal())
+        called.clear()
+        exact = AvslTiles(distance, dtype=torch.float64)(rows, rows)
+        relative, absolute = distance.float32_error(rows, rows)
+        assert bool(((compiled - exact).abs() <= relative * exact + absolute).all())
+        assert_allclose(compiled, exact, rtol=2e-6, atol=1e-12)
+        monkeypatch.setattr(machine_code, "load", lambda module, *, task: None)
+        assert_allclose(tiles(rows, rows), compiled, rtol=2e-6)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiled_avsl, "rectify", lambda *given: called.append(1))
+    assert_allclose(tiles(rows, rows), compiled, rtol=2e-6)
     assert not called

@@ -198,7 +198,8 @@ def _tile_shape(
         candidates = min(num_gallery, max(candidates, _CANDIDATES_PER_PLACE * task.k))
     else:
         free = max(0, free - min(_FRONTIER_BYTES, free // 2))
-    per_row = (4 * num_members + 16) * columns + _BYTES_PER_CANDIDATE * num_members * candidates
-    per_row += _BYTES_PER_CHOICE * num_choices
-    rows = max(1, min(_FUSED_TILE_ROWS if fused else _TILE_ROWS, free // per_row))
-    return rows, columns, max(rows * candidates, free // 2 // (_BYTES_PER_CANDIDATE * num_members))
+    beside = (4 * num_members + 16) * columns + _BYTES_PER_CHOICE * num_choices  # of each query, beside what is held
+    per_candidate = _BYTES_PER_CANDIDATE * num_members
+    most_rows = _FUSED_TILE_ROWS if fused else _TILE_ROWS
+    rows = max(1, min(most_rows, free // (beside + per_candidate * candidates)))
+    return rows, columns, max(rows * candidates, (free - rows * beside) // per_candidate)

@@ -17,6 +17,8 @@ from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.rerank import check_rerank
 from dmlbench.evaluation.resume import ResumableScores
 from dmlbench.evaluation.search import unit_search
+
+# configurations of runs name EvaluationSpec as this module's
 from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, fit_width, retrieval_task
 from dmlbench.types import EmbeddingSet, IntArray
 

@@ -39,7 +39,8 @@ _TILE_ENTRIES = 2**23
 _BYTES_PER_ENTRY = 10
 _KEPT = 3  # times k: candidates of a waiting row before they are narrowed
 BYTES_PER_WAITING = 64  # and place: keys, rows, their sorted copies
-_GAIN = 50_000  # keeping a candidate of a later row takes as long as about so many multiplications (measured)
+# keeping a candidate of a later row takes as long as about so many multiplications (measured for one and two threads)
+_GAIN = 50_000
 
 _workspace = Workspace()
 

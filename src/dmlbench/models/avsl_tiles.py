@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
@@ -24,7 +25,6 @@ _logger = logging.getLogger(__name__)
 # of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
 _CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
-_COMPILED_STEPS = "dmlbench.models.compiled_avsl"
 
 
 class AvslTiles:
@@ -74,7 +74,7 @@ class AvslTiles:
             precision: "bf16" rounds delta-hat, edges and their products to bfloat16 (sums are kept in float32). It
                 moves distances by some 1e-3 of their size, which changes rankings: not for numbers that are reported.
             buffer_bytes: of each of the three arrays, at least that of 16 pairs.
-            compiled: whether chunks are compiled; on CUDA if None.
+            compiled: whether torch.compile makes one function of a chunk; on CUDA if None.
 
         Raises:
             ConfigError: bf16 without products of edges or in float64.
@@ -100,14 +100,11 @@ class AvslTiles:
         pairs = size // (own.level_size * self.dtype.itemsize)
         self._pairs = max(MULTIPLE, pairs // MULTIPLE * MULTIPLE)
         self._buffers = Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
-        self._compiled_steps = None
-        if self.device.type == "cpu" and self.dtype == torch.float32 and own.inference == "rectified":
-            self._compiled_steps = machine_code.load(_COMPILED_STEPS, task="AVSL's distances are computed")
         self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of a thread's arrays at most, beside the edges and the result; compiled chunks take about as many."""
+        """Bytes of a thread's arrays, beside the edges and the result; compiled chunks and steps take about as many."""
         return self._buffers.bytes
 
     @torch.no_grad()
@@ -187,8 +184,7 @@ class AvslTiles:
     def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
         buffers, count = self._buffers, out.numel()
         nodes, product = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product"))
-        # compiled steps take one thread, which pays where torch has no more either
-        steps = self._compiled_steps if self._compiled_steps and torch.get_num_threads() == 1 else buffers
+        steps = self._compiled_steps() or buffers
         steps.fill_nodes(nodes, e[..., 0, :], f[..., 0, :])
         for level, edges in enumerate(self._edges, start=1):
             buffers.multiply(edges, count)
@@ -197,6 +193,12 @@ class AvslTiles:
                 self._beta[level - 1],
             )  # fmt: skip
         torch.sum(nodes, -1, out=out)
+
+    def _compiled_steps(self) -> ModuleType | None:
+        """``compiled_avsl`` where its one thread pays: torch has no more either."""
+        if self.device.type != "cpu" or self.dtype != torch.float32 or torch.get_num_threads() > 1:
+            return None
+        return machine_code.load("dmlbench.models.compiled_avsl", task="AVSL's distances are computed")
 
     def _fill_reliable(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
         nodes, reliability = (self._buffers.of_pairs(name, out.shape) for name in ("nodes", "p"))

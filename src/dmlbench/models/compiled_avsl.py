@@ -6,6 +6,7 @@ It needs numba. Operation by operation the same takes five passes over arrays th
 import math
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -82,3 +83,10 @@ def rectify(nodes: Tensor, below: Tensor, e: Tensor, scaled: Tensor, f: Tensor, 
     """
     e_rows, scaled_rows, f_rows, d_rows = (x.flatten(0, 1).contiguous().numpy() for x in (e, scaled, f, d))
     _rectify(nodes.numpy(), below.numpy(), e_rows, scaled_rows, f_rows, d_rows, beta.numpy(), f.shape[0] == 1)
+
+
+def try_out() -> None:
+    """Compile both steps, for what may go wrong there."""
+    one = torch.ones(1, 1, 1)
+    fill_nodes(torch.empty_like(one), one, one)
+    rectify(torch.empty_like(one), one, one, one, one, one, one[0, 0])
