@@ -7,12 +7,15 @@ signature of the target. Everything here works without torch, so that a misspelt
 import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError
 
 
 @dataclass
@@ -179,6 +182,24 @@ _SAME_AS_ABSENT = {
     "optim.lr_multipliers.distance": 1.0,
     "evaluation.rerank": None,
 }
+
+
+def load_config(path: Path) -> DictConfig:
+    """The composed configuration that a run has stored at ``path``.
+
+    Raises:
+        RunError: it is missing, or damaged.
+    """
+    remedy = "remove the run with `dmlbench clean` and run it again"
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
+    except (OSError, UnicodeError, YAMLError, OmegaConfBaseException) as error:
+        raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
+    if not isinstance(config, DictConfig):
+        raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
+    return config
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.build import Data
-from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten
+from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten, load_config
 from dmlbench.data.images import ImageSource
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embed import embed, save_distance, save_embeddings
@@ -62,7 +62,7 @@ def run(cfg: DictConfig) -> Path:
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
         # A kill may have come between the result and the removal of what was not to be kept.
-        _tidy(run_dir, OmegaConf.load(run_dir / store.CONFIG).fit.keep)
+        _tidy(run_dir, load_config(run_dir / store.CONFIG).fit.keep)
         return run_dir
     with store.locked(run_dir), _stop_signal() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
@@ -127,7 +127,7 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     if not (run_dir / store.RESULT).exists():
         return False
     result = store.read_result(run_dir)
-    stored = OmegaConf.load(run_dir / store.CONFIG)
+    stored = load_config(run_dir / store.CONFIG)
     if cfg.protocol.get("stage") == 2:
         _plan_of_stage_1(cfg, run_dir)
     if result["config_sha256"] != config_sha256(cfg):

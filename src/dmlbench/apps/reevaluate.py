@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dmlbench import build
 from dmlbench.apps.trained import distance_of_run, load_run
+from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import (
     HardQuery,
     check_hardest,
@@ -174,8 +175,7 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
 
 def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
     """The images of a run, or None, with a warning, where they are not on this machine: ids then have to do."""
-    config = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(config, DictConfig)
+    config = load_config(run_dir / CONFIG)
     try:
         table: ImageTable = build.component(config.dataset.table)
     except DataError as error:

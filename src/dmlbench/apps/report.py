@@ -7,10 +7,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from dmlbench import build
 from dmlbench.apps.tables import Cell
+from dmlbench.config import load_config
 from dmlbench.data.table import read_image
 from dmlbench.evaluation.embed import load_embeddings
 from dmlbench.evaluation.search import nearest
@@ -127,7 +127,7 @@ def _first_run(cell: Cell) -> Path:
 
 
 def _table(cell: Cell) -> ImageTable:
-    config = OmegaConf.load(_first_run(cell) / CONFIG)
+    config = load_config(_first_run(cell) / CONFIG)
     table: ImageTable = build.component(config.dataset.table)
     if table.fingerprint != cell.summary["dataset_fingerprint"]:
         raise RunError(f"{table.name} on disk is not the data of {cell.path}; its images cannot be shown")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
-from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN, flatten
+from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN, flatten, load_config
 from dmlbench.results.aggregate import is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
 from dmlbench.results.tables import Table, cell_labels, make_table
@@ -87,5 +87,5 @@ def build_tables(
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
-    config = flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    config = flatten(OmegaConf.to_container(load_config(run_dir / CONFIG)))
     return {key: value for key, value in config.items() if not key.startswith(_UNNAMED)}

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.config import load_config
 from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.loaders import EvalBatches
 from dmlbench.data.table import read_image
@@ -52,8 +53,7 @@ def distance_of_run(run_dir: Path) -> AvslDistance | None:
     Raises:
         RunError: the distance has a state, and the run does not hold it.
     """
-    config = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(config, DictConfig)
+    config = load_config(run_dir / CONFIG)
     distance = build.build_distance(config)
     if distance is not None:
         load_distance(run_dir / DISTANCE, distance)
@@ -72,8 +72,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
         RunError: the run is not complete or kept no weights, or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
-    config = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(config, DictConfig)
+    config: DictConfig | ListConfig = load_config(run_dir / CONFIG)
     # What pretrained weights a run began with does not matter to one that loads its own.
     if "pretrained" in config.backbone:
         config.backbone.pretrained = False
