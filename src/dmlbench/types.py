@@ -175,3 +175,12 @@ def closest(name: str, known: Sequence[str]) -> str:
     if len(known) > _NAMES_IN_ERRORS:
         listing += f" and {len(known) - _NAMES_IN_ERRORS:,} more"
     return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: ``value``, given as ``name``, is not one of ``known``.
+    """
+    if value not in known:
+        raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")

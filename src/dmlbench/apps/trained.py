@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from dmlbench import build
@@ -72,15 +72,14 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
         RunError: the run is not complete or kept no weights, or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
-    config: DictConfig | ListConfig = load_config(run_dir / CONFIG)
+    config = load_config(run_dir / CONFIG)
     # What pretrained weights a run began with does not matter to one that loads its own.
     if "pretrained" in config.backbone:
         config.backbone.pretrained = False
         config.backbone.weights_file = None
     if not (run_dir / BEST).exists():
         raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
-    config = OmegaConf.merge(config, dict(overrides))
-    assert isinstance(config, DictConfig)
+    config.merge_with(dict(overrides))
     chosen = select_device(device)
     data = build.build_data(config)
     if data.table.fingerprint != result["dataset_fingerprint"]:

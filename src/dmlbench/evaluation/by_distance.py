@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.candidates import Keys, column_of, settle
+from dmlbench.evaluation.candidates import Keys
 from dmlbench.evaluation.metrics import CLUSTER_METRICS, query_score_names
 from dmlbench.evaluation.pairwise_search import pairwise_search
 from dmlbench.evaluation.partial import fingerprint_of
 from dmlbench.evaluation.rerank import reranked
 from dmlbench.evaluation.resume import ResumableScores
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, fit_width
+from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 if TYPE_CHECKING:
@@ -83,13 +83,9 @@ def rank_by_distance(
             [[queries]], None if gallery is None else [[gallery]], names=[*names, order], distances=[[distance]]
         ),
     )
-    width = min(task.k, search.num_gallery)
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
-        found = task.relevant(part, column_of(keys))
-        _, relevant = settle(keys, search.exact(part), k=task.k, slack=search.slack, relevant=found)
-        assert relevant is not None  # it was passed
-        return fit_width(relevant, width)
+        return task.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
     def tiles() -> Tiles:
         with bar:

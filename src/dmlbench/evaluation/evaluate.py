@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.candidates import Keys, column_of, settle
+from dmlbench.evaluation.candidates import Keys
 from dmlbench.evaluation.clustering import cluster_scores, kmeans_library
 from dmlbench.evaluation.metrics import mean_scores, query_score_names, query_scores
 from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
@@ -19,7 +19,7 @@ from dmlbench.evaluation.resume import ResumableScores
 from dmlbench.evaluation.search import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, fit_width, retrieval_task
+from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
 from dmlbench.types import EmbeddingSet, IntArray
 
 if TYPE_CHECKING:
@@ -128,13 +128,9 @@ def _unit_tiles(
     queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, task: RetrievalTask
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
-    width = min(task.k, len(task.gallery_labels))
     search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
-        found = task.relevant(part, column_of(keys))
-        _, relevant = settle(keys, search.exact(part), k=task.k, slack=search.slack, relevant=found)
-        assert relevant is not None  # it was passed
-        return fit_width(relevant, width)
+        return task.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
     yield from search.ranked(task.k, by_rank, wanted=task.valid)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dmlbench.evaluation.candidates import ExactSimilarity, Keys, column_of, settle
 from dmlbench.evaluation.metrics import (
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
@@ -96,6 +97,22 @@ class RetrievalTask:
     def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
         """Whether gallery items ``columns`` [T, C] are of the classes of ``queries`` [T]; False at padding (-1)."""
         return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
+
+    def relevant_by_rank(
+        self, queries: IntArray, keys: Keys, exact: ExactSimilarity, *, slack: float
+    ) -> NDArray[np.bool_]:
+        """Whether the items at the first min(k, N) places are of the queries' classes.
+
+        Args:
+            queries: [T].
+            keys: their candidates [T, C].
+            exact: float64 similarities of pairs, to order what float32 cannot.
+            slack: float32 values further apart than this are in the right order.
+        """
+        found = self.relevant(queries, column_of(keys))
+        _, relevant = settle(keys, exact, k=self.k, slack=slack, relevant=found)
+        assert relevant is not None  # it was passed
+        return fit_width(relevant, min(self.k, len(self.gallery_labels)))
 
 
 def retrieval_task(

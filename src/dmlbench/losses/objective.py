@@ -17,7 +17,7 @@ from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.soft_triple import SoftTriple
 from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, ModelOutput, closest
+from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Mixing = Literal["convex", "add"]
 
@@ -54,8 +54,7 @@ class Objective(nn.Module):
                 miner for a loss with proxies.
         """
         super().__init__()
-        if mixing not in get_args(Mixing):
-            raise ConfigError(f"mixing '{mixing}' is unknown; {closest(mixing, get_args(Mixing))}")
+        check_choice("mixing", mixing, get_args(Mixing))
         for name, module in (regularizers or {}).items():
             if not isinstance(module, Regularizer):
                 raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")

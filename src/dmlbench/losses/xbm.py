@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["paper", "gsp"]
 Placement = Literal["official", "ring"]
@@ -77,12 +77,8 @@ class CrossBatchMemory(nn.Module):
             ConfigError: a number is out of its range, or the loss compares with something else than references.
         """
         super().__init__()
-        for name, value, known in (
-            ("variant", variant, get_args(Variant)),
-            ("placement", placement, get_args(Placement)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        check_choice("variant", variant, get_args(Variant))
+        check_choice("placement", placement, get_args(Placement))
         for name, number, least in (("memory_size", memory_size, 1), ("start_step", start_step, 0)):
             if number < least:
                 raise ConfigError(f"{name} ({number}) of the cross-batch memory must be at least {least}")

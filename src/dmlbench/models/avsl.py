@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_formula import Inference, Variant
 from dmlbench.models.backbones import Backbone
-from dmlbench.types import ConfigError, ModelOutput, closest
+from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Reliability = Literal["std", "learned"]
 
@@ -73,8 +73,7 @@ class AvslHead(nn.Module):
                 "three return resnet50_levels, bn_inception_levels and resnet20_levels, any other number "
                 "backbone=timm with +backbone.out_indices=[...]"
             )
-        if reliability not in get_args(Reliability):
-            raise ConfigError(f"reliability '{reliability}' is unknown; {closest(reliability, get_args(Reliability))}")
+        check_choice("reliability", reliability, get_args(Reliability))
         self.reliability = reliability
         self._distance = {
             "num_levels": num_levels,

@@ -10,7 +10,7 @@ import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
-from dmlbench.types import ConfigError, RunError, closest
+from dmlbench.types import ConfigError, RunError, check_choice
 
 Variant = Literal["official", "paper"]
 Inference = Literal["rectified", "reliable", "top", "concat"]
@@ -78,12 +78,8 @@ class AvslFormula(BaseDistance):
             )
         if not 0 <= momentum < 1:
             raise ConfigError(f"momentum ({momentum}) must lie in [0, 1): at 1 the edges would never change")
-        for name, value, known in (
-            ("inference", inference, get_args(Inference)),
-            ("variant", variant, get_args(Variant)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        check_choice("inference", inference, get_args(Inference))
+        check_choice("variant", variant, get_args(Variant))
         self.num_levels = num_levels
         self.level_size = level_size
         self.top_k = top_k
