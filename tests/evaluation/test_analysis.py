@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dmlbench.evaluation import analysis
+from dmlbench.evaluation import by_distance
 from dmlbench.evaluation.analysis import hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.search import nearest
@@ -72,7 +72,7 @@ def test_the_search_behind_hardest_queries_keeps_to_its_memory(monkeypatch: pyte
         given.append(tile_bytes)
         return nearest(*arguments, tile_bytes=tile_bytes)
 
-    monkeypatch.setattr(analysis, "nearest", recording)
+    monkeypatch.setattr(by_distance, "nearest", recording)
     hardest_queries(queries, None, evaluate(queries), count=3, metric="map_at_r", tile_bytes=5000)
     assert given == [5000]
 

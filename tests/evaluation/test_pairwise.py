@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity, LpDistance, SNRDistance
 
 from dmlbench.evaluation import pairwise, pairwise_search, resume, search
+from dmlbench.evaluation.analysis import hardest_queries
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.candidates import ExactSimilarity
 from dmlbench.evaluation.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
@@ -374,3 +376,25 @@ def test_memory_of_a_tile_counts_what_a_distance_expands() -> None:
     assert search_of(queries, None, avsl(), tile_bytes=2**20).similarity.bytes_per_pair == 40
     assert search_of(queries, None, SNRDistance(), tile_bytes=2**20).similarity.bytes_per_pair == 40 + 16 * width
     assert pairwise._PAIRS % 16 == 0  # a whole number of the blocks of matrix products
+
+
+def test_the_nearest_by_a_distance_are_those_of_its_sorted_values_and_not_of_unit_vectors() -> None:
+    distance, gallery = avsl(), rows_of(90, seed=1)
+    queries = EmbeddingSet(gallery.rows[::9], gallery.labels[::9], gallery.ids[::9])
+    found = nearest_by_distance(queries, gallery, 4, distance=distance)
+    expected = np.stack([order[:4] for order in sorted_float64(queries, gallery, distance)])
+    assert found.index.tolist() == expected.tolist()
+    values = np.take_along_axis(float64_values(queries, gallery, distance), expected, axis=1)
+    np.testing.assert_allclose(found.distance, values, rtol=1e-9, atol=1e-12)
+    of_vectors = search.nearest(queries, gallery, 4)
+    assert torch.equal(nearest_by_distance(queries, gallery, 4, distance=None).index, of_vectors.index)
+    assert not torch.equal(found.index, of_vectors.index)
+
+
+def test_the_hardest_queries_show_what_their_distance_finds_nearest() -> None:
+    distance, queries = avsl(), rows_of(60, seed=2)
+    hard = hardest_queries(
+        queries, None, evaluate(queries, distance=distance), count=5, metric="map_at_r", distance=distance
+    )
+    first = {int(i): order[0] for i, order in zip(queries.ids, sorted_float64(queries, queries, distance), strict=True)}
+    assert [query.nearest_id for query in hard] == [int(queries.ids[first[query.id]]) for query in hard]

@@ -26,6 +26,8 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.files import read_embeddings
 from dmlbench.evaluation.metrics import query_score_names
 from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.models.avsl import AvslModel
+from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
@@ -48,6 +50,7 @@ class Evaluated:
         evaluation: the scores.
         stored: a run's scores in its ``result.json``, else None.
         table: the images that the ids count, where they were asked for and found.
+        distance: by which they were compared; None is that of unit vectors.
     """
 
     source: str
@@ -57,6 +60,7 @@ class Evaluated:
     evaluation: Evaluation
     stored: dict[str, float] | None = None
     table: ImageTable | None = None
+    distance: AvslDistance | None = None
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -138,7 +142,7 @@ def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
     """The queries of an evaluation with the lowest scores (see ``hardest_queries``)."""
     return hardest_queries(
         result.queries, result.gallery, result.evaluation, count=count, metric=metric,
-        tile_bytes=result.spec.tile_bytes,
+        tile_bytes=result.spec.tile_bytes, distance=result.distance,
     )  # fmt: skip
 
 
@@ -160,17 +164,19 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     spec: EvaluationSpec = build.component(cfg.evaluation)
     if not cfg.from_checkpoint:
         kept = load_embeddings(run_dir / EMBEDDINGS)
-        evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance_of_run(run_dir))
+        distance = distance_of_run(run_dir)
+        evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance)
         named = cfg.per_class is not None or cfg.hardest is not None
         table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
-        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table)
+        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance)
     set_strict_float32()
     trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
     assert trained.data.split.test is not None
     scorer = Scorer(trained.config, trained.data, trained.images, trained.model, trained.device)
     queries, gallery = scorer.embed(trained.data.split.test)
     evaluation = scorer.score(queries, gallery)
-    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, trained.data.table)
+    distance = trained.model.distance if isinstance(trained.model, AvslModel) else None
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, trained.data.table, distance)
 
 
 def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:

@@ -1,5 +1,6 @@
 """A picture of aggregated cells: bars with deviations, and the images nearest to a few queries, right or wrong."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from dmlbench import build
 from dmlbench.apps.tables import Cell
+from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
 from dmlbench.data.table import read_image
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embed import load_embeddings
-from dmlbench.evaluation.search import nearest
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import metric_label
 from dmlbench.runtime import generator
@@ -22,8 +24,10 @@ from dmlbench.types import ImageTable, RunError
 matplotlib.use("Agg")  # files only; works without a display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 RIGHT, WRONG = "#1a9850", "#d73027"
+_LONGEST_NAME = 24  # letters under a bar; longer ones are named below
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
 
@@ -47,7 +51,8 @@ def draw_report(
         if any(kind in c.summary["scores"] for c in cells)
     ]
     row_height = 0.82
-    bars_height = 3.0
+    named_below = any(len(cell.label) > _LONGEST_NAME for cell in cells)
+    bars_height = 3.0 + 0.2 * len(cells) * named_below
     grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
@@ -58,6 +63,11 @@ def draw_report(
     axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
     for axis, (kind, metric) in zip(axes, [(k, m) for k in kinds for m in metrics], strict=True):
         _bars(axis, cells, kind, metric)
+        if named_below:
+            axis.set_xticks([])
+    if named_below:
+        named = [Patch(color=COLORS[i % len(COLORS)], label=cell.label) for i, cell in enumerate(cells)]
+        top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
     if bottom is not None:
         table = _table(shown[0])
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
@@ -94,8 +104,10 @@ def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num
         generator("report", len(queries)).choice(len(queries), size=min(num_queries, len(queries)), replace=False)
     )
     some = type(queries)(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
-    neighbors = nearest(some, searched, min(num_nearest, len(searched) - 1))
-    panel.suptitle(f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})", fontsize=9)
+    distance = distance_of_run(_first_run(cell))
+    neighbors = nearest_by_distance(some, searched, min(num_nearest, len(searched) - 1), distance=distance)
+    title = f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})"
+    panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
     for row, line in enumerate(axes):
         found = neighbors.index[row].tolist()

@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.search import TILE_BYTES, nearest
+from dmlbench.evaluation.search import TILE_BYTES
 from dmlbench.evaluation.sets import ids_of, labels_of
 from dmlbench.types import ConfigError, EmbeddingSet, closest
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
 
 
 def per_query_table(queries: EmbeddingSet, evaluation: Evaluation) -> pd.DataFrame:
@@ -68,11 +73,12 @@ def hardest_queries(
     count: int,
     metric: str,
     tile_bytes: int = TILE_BYTES,
+    distance: "BaseDistance | None" = None,
 ) -> list[HardQuery]:
     """The ``count`` queries with the lowest ``metric``, hardest first, those that are equal in their order.
 
-    Queries without a positive have no score and are not among them. The nearest items are those of unit vectors; their
-    search takes at most ``tile_bytes`` of memory.
+    Queries without a positive have no score and are not among them. The nearest items are those by
+    ``distance``, None being that of unit vectors; their search takes at most ``tile_bytes`` of memory.
 
     Raises:
         ConfigError: ``count`` is below 1, or ``metric`` is no score of a query that was computed.
@@ -85,11 +91,11 @@ def hardest_queries(
     part = EmbeddingSet(queries.rows.cpu()[index], queries.labels.cpu()[index], queries.ids.cpu()[index])
     reference = queries if gallery is None else gallery
     on_host = EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu())
-    found = nearest(part, on_host, 1, tile_bytes=tile_bytes)
+    found = nearest_by_distance(part, on_host, 1, distance=distance, tile_bytes=tile_bytes)
     first = found.index[:, 0].numpy()
     return [
-        HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(distance))
-        for q, i, label, other, other_label, distance in zip(
+        HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(far))
+        for q, i, label, other, other_label, far in zip(
             chosen,
             ids_of(part),
             labels_of(part),

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.candidates import Keys
+from dmlbench.evaluation.candidates import Keys, settle
 from dmlbench.evaluation.metrics import CLUSTER_METRICS, query_score_names
+from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.pairwise_search import pairwise_search
 from dmlbench.evaluation.partial import fingerprint_of
 from dmlbench.evaluation.rerank import reranked
 from dmlbench.evaluation.resume import ResumableScores
+from dmlbench.evaluation.search import TILE_BYTES, nearest
 from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -41,6 +44,37 @@ def refuse_what_unit_vectors_have(spec: EvaluationSpec, distance: "BaseDistance"
         raise ConfigError(
             f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
         )
+
+
+def nearest_by_distance(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet,
+    k: int,
+    *,
+    distance: "BaseDistance | None",
+    tile_bytes: int = TILE_BYTES,
+) -> Neighbors:
+    """As ``search.nearest``, by any distance; None, and one that ranks alike, is that of unit vectors.
+
+    Returns:
+        index [Q, k] int64 into the gallery and the distance's own values [Q, k] float64, both on the CPU.
+
+    Raises:
+        RunError: the sets cannot be searched, or the distance gives NaN.
+    """
+    if distance is None or ranks_like_unit_vectors(distance):
+        return nearest(queries, gallery, k, tile_bytes=tile_bytes)
+    search = pairwise_search(queries, gallery, distance, tile_bytes=tile_bytes)
+
+    def finish(part: IntArray, keys: Keys) -> IntArray:
+        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+
+    index = np.concatenate([column for _, column in search.ranked(k, finish, wanted=np.arange(len(queries)))])
+    value = search.exact(np.arange(len(queries)))(np.repeat(np.arange(len(queries)), k), index.reshape(-1))
+    nearer_is_larger = value.reshape(index.shape)
+    return Neighbors(
+        torch.from_numpy(index), torch.from_numpy(nearer_is_larger if distance.is_inverted else -nearer_is_larger)
+    )
 
 
 def rank_by_distance(
