@@ -212,7 +212,12 @@ class TimmBackbone(Backbone):
         else:
             maps = tuple(
                 self.model.forward_intermediates(
-                    images, indices=self._out_indices, norm=True, intermediates_only=True, output_fmt="NCHW"
+                    images,
+                    indices=self._out_indices,
+                    norm=True,
+                    stop_early=True,  # what follows the last stage that is asked for is not computed
+                    intermediates_only=True,
+                    output_fmt="NCHW",
                 )
             )
         for level, channels in zip(maps, self.channels, strict=True):
