@@ -117,6 +117,18 @@ SOURCES: dict[str, Source] = {
             module="cub200",
         ),
         Source(
+            name="cub200_2010",
+            title="CUB-200-2010",
+            home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
+            terms="non-commercial research and education",
+            citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
+            alternatives=((Archive("images.tgz"),),),
+            by_hand="get the images.tgz of 2010 from the authors or a mirror: the publisher's page has gone",
+            expected=("cub200_2010/images/ with class folders, or class folders",),
+            folder="cub200_2010",
+            module="cub200_2010",
+        ),
+        Source(
             name="cars196",
             title="Cars196 (Stanford Cars)",
             home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",

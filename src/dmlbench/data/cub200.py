@@ -5,7 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dmlbench.data.layouts import SPLIT_FOLDERS, Layout, first_match, images_by_folder, locate
+from dmlbench.data.cub_editions import (
+    CLASS_FOLDER,
+    OF_2011,
+    Edition,
+    check_edition,
+    folder_layouts,
+    locate_edition,
+)
+from dmlbench.data.layouts import SPLIT_FOLDERS, Layout, first_match, images_by_folder
 from dmlbench.data.lists import TextList, read_list
 from dmlbench.data.table import Listing, Published, table_of_files
 from dmlbench.types import DataError, ImageTable
@@ -14,34 +22,15 @@ NUM_TRAIN_CLASSES = 100
 NUM_CLASSES = 200
 PUBLISHED = Published({"train": (5_864, 100), "test": (5_924, 100)})
 
-USUAL_NAMES = (
-    "cub200",
-    "cub",
-    "cub_200",
-    "cub_200_2011",
-    "cub200_2011",
-    "cub2002011",
-    "caltech_ucsd_birds",
-    "caltech_ucsd_birds_200_2011",
-)
 _LISTS = ("images.txt", "image_class_labels.txt", "classes.txt")
-_CLASS = "[0-9][0-9][0-9].*"
 LAYOUTS = (
     Layout(
         "lists",
         "CUB_200_2011 with images.txt, image_class_labels.txt, classes.txt and images",
-        (*_LISTS, f"images|{_CLASS}"),
+        (*_LISTS, f"images|{CLASS_FOLDER}"),
     ),
-    Layout("images", "images with class folders such as 001.Black_footed_Albatross", (f"images/{_CLASS}",)),
-    Layout("folders", "class folders such as 001.Black_footed_Albatross", (_CLASS,)),
-    Layout("split", "class folders in train and test", (f"train/{_CLASS}", f"test/{_CLASS}")),
-    Layout(
-        "split_images",
-        "class folders in images/train and images/test",
-        (f"images/train/{_CLASS}", f"images/test/{_CLASS}"),
-    ),
+    *folder_layouts(OF_2011),
 )
-REMEDY = "unpack CUB_200_2011.tgz there"
 
 
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -56,14 +45,15 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             False takes a subset: classes without images are left out, and each other one keeps its half.
 
     Raises:
-        DataError: a list or folder is missing or at fault, images are missing, or counts differ.
+        DataError: a list or folder is missing or at fault, images are missing, it is the edition of 2010, or counts
+            differ.
 
     Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
         H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     folder, layout = find(root)
-    listing = _from_lists(folder, layout) if layout.name == "lists" else _from_folders(folder, layout)
-    return table_of_files(listing, published=PUBLISHED if check_counts else None)
+    listing = _from_lists(folder, layout) if layout.name == "lists" else listing_of_folders(folder, layout, OF_2011)
+    return table_of_files(check_edition(listing, OF_2011), published=PUBLISHED if check_counts else None)
 
 
 def find(root: str | Path) -> tuple[Path, Layout]:
@@ -72,7 +62,7 @@ def find(root: str | Path) -> tuple[Path, Layout]:
     Raises:
         DataError: it is not found, or only some of its three lists are there.
     """
-    folder, layout = locate(root, title="CUB-200-2011", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
+    folder, layout = locate_edition(root, OF_2011, LAYOUTS)
     present = [name for name in _LISTS if (folder / name).is_file()]
     if 0 < len(present) < len(_LISTS):
         missing = ", ".join(name for name in _LISTS if name not in present)
@@ -90,7 +80,7 @@ def _from_lists(folder: Path, layout: Layout) -> Listing:
     names = dict(zip(classes.unique_numbers("class_id").tolist(), classes.texts("name"), strict=True))
     class_of = _classes_of_images(images, labels, names)
     ids = sorted(names)
-    is_beside = first_match(folder, f"images/{_CLASS}") is None and first_match(folder, _CLASS) is not None
+    is_beside = first_match(folder, f"images/{CLASS_FOLDER}") is None and first_match(folder, CLASS_FOLDER) is not None
     return Listing(
         name="cub200",
         root=folder if is_beside else folder / "images",
@@ -123,7 +113,12 @@ def _classes_of_images(images: TextList, labels: TextList, names: dict[int, str]
     return class_of
 
 
-def _from_folders(folder: Path, layout: Layout) -> Listing:
+def listing_of_folders(folder: Path, layout: Layout, edition: Edition) -> Listing:
+    """What the class folders of either edition hold.
+
+    Raises:
+        DataError: a folder is no class, a class has two folders, or an image lies in two parts of a split.
+    """
     root = folder / "images" if layout.name in ("images", "split_images") else folder
     parts = [f"{part}/" for part in SPLIT_FOLDERS if (root / part).is_dir()] if "split" in layout.name else [""]
     names: dict[int, str] = {}
@@ -131,11 +126,11 @@ def _from_folders(folder: Path, layout: Layout) -> Listing:
     paths, class_of = [], []
     for part in parts:
         for name, images in images_by_folder(root / part).items():
-            class_id = _class_id(root / part / name)
+            class_id = _class_id(root / part / name, edition)
             if names.setdefault(class_id, name) != name:
                 raise DataError(
-                    f"class {class_id} of CUB-200-2011 has the folders '{names[class_id]}' and '{name}' in '{root}'; "
-                    "keep the one of the original"
+                    f"class {class_id} of {edition.title} has the folders '{names[class_id]}' and '{name}' in "
+                    f"'{root}'; keep the one of the original"
                 )
             for image in images:
                 path = f"{part}{name}/{image}"
@@ -145,7 +140,7 @@ def _from_folders(folder: Path, layout: Layout) -> Listing:
                 class_of.append(class_id)
     ids = sorted(names)
     return Listing(
-        name="cub200",
+        name=edition.name,
         root=root,
         layout=layout.description,
         paths=paths,
@@ -155,17 +150,17 @@ def _from_folders(folder: Path, layout: Layout) -> Listing:
     )
 
 
-def _class_id(folder: Path) -> int:
+def _class_id(folder: Path, edition: Edition) -> int:
     match = re.fullmatch(r"(\d{3})\..+", folder.name, re.ASCII)
     if match is None:
         raise DataError(
-            f"'{folder}' holds images but is no class of CUB-200-2011 (such as 001.Black_footed_Albatross); rename it "
-            "as the original or move it away"
+            f"'{folder}' holds images but is no class of {edition.title} (such as 001.Black_footed_Albatross); rename "
+            "it as the original or move it away"
         )
     class_id = int(match[1])
     if not 1 <= class_id <= NUM_CLASSES:
         raise DataError(
-            f"'{folder}' is class {class_id}, but those of CUB-200-2011 count from 1 to {NUM_CLASSES}; use the "
+            f"'{folder}' is class {class_id}, but those of {edition.title} count from 1 to {NUM_CLASSES}; use the "
             "original names"
         )
     return class_id

@@ -3,6 +3,7 @@
 from dmlbench.data.cars196 import cars196
 from dmlbench.data.cifar import cifar10, cifar100
 from dmlbench.data.cub200 import cub200
+from dmlbench.data.cub200_2010 import cub200_2010
 from dmlbench.data.folder import folder
 from dmlbench.data.glyphs import glyphs, glyphs_collage
 from dmlbench.data.inshop import inshop
@@ -15,6 +16,7 @@ __all__ = [
     "cifar10",
     "cifar100",
     "cub200",
+    "cub200_2010",
     "folder",
     "glyphs",
     "glyphs_collage",
