@@ -18,15 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmlbench.config import TrainConfig
-from dmlbench.data.image_cache import cached_images
-from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
-from dmlbench.data.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.transforms import CropTransform, Kernel
+from dmlbench.data.image_table import read_image
+from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.data.table import read_image
-from dmlbench.data.transforms import CropTransform, Kernel
-from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
-from dmlbench.evaluation.metrics import DISTANCE_METRICS
-from dmlbench.evaluation.rerank import check_rerank
+from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
+from dmlbench.evaluation.search.by_distance import refuse_what_unit_vectors_have
+from dmlbench.evaluation.search.rerank import check_rerank
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
 from dmlbench.models.avsl import AvslHead, AvslModel

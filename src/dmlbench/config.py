@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from dmlbench.moved import first_name, present_name, rename_targets
 from dmlbench.types import ConfigError, RunError
 
 
@@ -199,12 +200,14 @@ def load_config(path: Path) -> DictConfig:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     if not isinstance(config, DictConfig):
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
-    return config
+    present = OmegaConf.create(rename_targets(OmegaConf.to_container(config, resolve=False), present_name))
+    assert isinstance(present, DictConfig)
+    return present
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
-    container = OmegaConf.to_container(cfg, resolve=False)
+    container = rename_targets(OmegaConf.to_container(cfg, resolve=False), first_name)
     for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")
         node: Any = container

@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.config import NOT_PART_OF_A_RUN, cell_id, config_sha256, flatten, load_config
-from dmlbench.data.images import ImageSource
+from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.analysis import per_query_table, to_csv
-from dmlbench.evaluation.embed import embed, save_distance, save_embeddings
+from dmlbench.evaluation.embeddings.embed import embed, save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics import CLUSTER_METRICS
+from dmlbench.evaluation.metrics.scores import CLUSTER_METRICS
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.net import MetricModel

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dmlbench.data import unpack
-from dmlbench.data.archives import MARKER, Part, extract, read_marker
-from dmlbench.data.files import file_digest
+from dmlbench.data.getting import unpack
+from dmlbench.data.getting.archives import MARKER, Part, extract, read_marker
+from dmlbench.data.getting.files import file_digest
 from dmlbench.types import DataError
 
 FILES = {"set/list.txt": b"1 a.jpg\n", "set/images/a.jpg": bytes(range(256)) * 20, "set/images/b.jpg": b"", "c": b"c"}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy.io import loadmat, savemat
 
-import dmlbench.data.cars196 as loader
-from dmlbench.data.cars196 import cars196
-from dmlbench.data.cars196_names import NAMES
-from dmlbench.data.table import file_sizes, read_image
+import dmlbench.data.readers.cars196 as loader
+from dmlbench.data.image_table import file_sizes, read_image
+from dmlbench.data.readers.cars196 import cars196
+from dmlbench.data.readers.cars196_names import NAMES
 from dmlbench.types import DataError, ImageTable
 
 RAM = NAMES.index("Ram C/V Cargo Van Minivan 2012") + 1
@@ -224,7 +224,9 @@ def test_a_wrong_folder_says_what_is_expected(tmp_path: Path) -> None:
 @pytest.fixture
 def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists only: every image counts as there."""
-    monkeypatch.setattr("dmlbench.data.table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64))
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
 
 
 @pytest.mark.usefixtures("without_files")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.catalog import SOURCES, Source, find, is_found, published
+from dmlbench.data.getting.catalog import SOURCES, Source, find, is_found, published
 from dmlbench.types import DataError
 
 KNOWN_MD5 = {  # as the developers' reference sheet and torchvision have them

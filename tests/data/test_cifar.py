@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data import cifar
-from dmlbench.data.cifar import CLASSES_10, CLASSES_100, cifar10, cifar100
-from dmlbench.data.table import Published
+from dmlbench.data.image_table import Published
+from dmlbench.data.readers import cifar
+from dmlbench.data.readers.cifar import CLASSES_10, CLASSES_100, cifar10, cifar100
 from dmlbench.types import DataError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.cub200 import cub200, find
-from dmlbench.data.table import file_sizes
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.cub200 import cub200, find
 from dmlbench.types import DataError, ImageTable
 
 # Class ids of the images a.jpg, b.jpg, ... of a small tree; the names are made up.
@@ -150,7 +150,9 @@ def write_full_lists(root: Path, *, leave_out: int = 0) -> None:
 @pytest.fixture
 def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists only: every image counts as there."""
-    monkeypatch.setattr("dmlbench.data.table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64))
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
 
 
 @pytest.mark.usefixtures("without_files")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dmlbench.data import download
-from dmlbench.data.download import fetch
+from dmlbench.data.getting import download
+from dmlbench.data.getting.download import fetch
 from dmlbench.types import ConfigError, DataError
 
 CONTENT = bytes(range(256)) * 4000

@@ -7,7 +7,7 @@ from typing import IO
 
 import pytest
 
-from dmlbench.data.files import locked_file
+from dmlbench.data.getting.files import locked_file
 from dmlbench.types import DataError
 
 

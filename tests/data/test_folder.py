@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.folder import folder
-from dmlbench.data.table import read_image
+from dmlbench.data.image_table import read_image
+from dmlbench.data.readers.folder import folder
 from dmlbench.types import ConfigError, DataError
 
 

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
-from dmlbench.data import glyphs as module
-from dmlbench.data.glyphs import glyphs, glyphs_collage, nuisance_pools
-from dmlbench.data.letters import FACE_NAMES, common_characters, distinct_letters, face_files, master_glyphs
+from dmlbench.data.readers import glyphs as module
+from dmlbench.data.readers.glyphs import glyphs, glyphs_collage, nuisance_pools
+from dmlbench.data.readers.letters import FACE_NAMES, common_characters, distinct_letters, face_files, master_glyphs
 from dmlbench.types import ConfigError, ImageTable
 
 SMALL = {"num_classes": 8, "images_per_class": 3}

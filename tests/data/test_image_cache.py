@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data import image_cache
-from dmlbench.data.folder import folder
-from dmlbench.data.image_cache import cached_images
-from dmlbench.data.images import DecodedImages
-from dmlbench.data.table import file_sizes, make_table
+from dmlbench.data.image_table import file_sizes, make_table
+from dmlbench.data.images import image_cache
+from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.sources import DecodedImages
+from dmlbench.data.readers.folder import folder
 from dmlbench.types import DataError, ImageTable
 
 NAMES = ("wide.jpg", "tall.jpg", "grey.png", "palette.gif", "cmyk.jpg", "turned.jpg", "small.png", "deep.png")

@@ -1,4 +1,4 @@
-"""Checks, fingerprint and image reading of ``dmlbench.data.table``."""
+"""Checks, fingerprint and image reading of ``dmlbench.data.image_table``."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.table import file_sizes, fingerprint, halved_roles, make_table, read_image, rows_of_classes
+from dmlbench.data.image_table import file_sizes, fingerprint, halved_roles, make_table, read_image, rows_of_classes
 from dmlbench.types import DataError, ImageTable
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.inshop import inshop
-from dmlbench.data.table import file_sizes
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.inshop import inshop
 from dmlbench.types import DataError
 
 HEADER = "image_name item_id evaluation_status"
@@ -153,7 +153,9 @@ def full_size_rows() -> list[tuple[str, str, str]]:
 def test_a_list_of_full_size_passes_and_one_row_less_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmlbench.data.table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64))
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
     write(tmp_path)
     rows = full_size_rows()
     write_list(tmp_path / "Eval/list_eval_partition.txt", tuple(rows))

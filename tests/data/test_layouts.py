@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.layouts import Layout, first_match, images_by_folder, locate, resolve
+from dmlbench.data.readers.layouts import Layout, first_match, images_by_folder, locate, resolve
 from dmlbench.types import DataError
 
 PREFERRED = Layout("lists", "list.txt and images", ("list.txt", "images"))

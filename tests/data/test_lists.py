@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.lists import TextList, read_list
+from dmlbench.data.readers.lists import TextList, read_list
 from dmlbench.types import DataError
 
 

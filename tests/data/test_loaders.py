@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dmlbench.data.image_cache import cached_images
-from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
-from dmlbench.data.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
+from dmlbench.data.batches.transforms import Transform, center_crop, identity, random_resized_crop, random_shift
+from dmlbench.data.image_table import make_table
+from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.data.samplers import ClassBalancedBatchSampler
-from dmlbench.data.table import make_table
-from dmlbench.data.transforms import Transform, center_crop, identity, random_resized_crop, random_shift
 from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray, RunError
 
 CLASSES, IMAGES = 6, 5

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data import omniglot as module
-from dmlbench.data.omniglot import omniglot
+from dmlbench.data.readers import omniglot as module
+from dmlbench.data.readers.omniglot import omniglot
 from dmlbench.types import ConfigError, DataError, ImageTable
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.archives import MARKER, read_marker
-from dmlbench.data.catalog import SOURCES, Archive, Source
-from dmlbench.data.prepare import prepare
+from dmlbench.data.getting.archives import MARKER, read_marker
+from dmlbench.data.getting.catalog import SOURCES, Archive, Source
+from dmlbench.data.getting.prepare import prepare
 from dmlbench.types import DataError
 
 BIRDS = {
@@ -154,7 +154,7 @@ def test_a_link_that_lives_is_downloaded_and_extracted(tmp_path: Path, link: str
 
     def stage(text: str) -> object:
         texts.append(text)
-        from dmlbench.data.archives import silent
+        from dmlbench.data.getting.archives import silent
 
         return silent(text)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmlbench.data.safe_pickle import load_pickle, read_pickle
+from dmlbench.data.readers.safe_pickle import load_pickle, read_pickle
 from dmlbench.types import DataError
 
 PLAIN: list[Any] = [

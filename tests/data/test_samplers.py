@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dmlbench.data.samplers import (
+from dmlbench.data.batches.samplers import (
     ClassBalancedBatchSampler,
     IndependentClassBatchSampler,
     IndexBatch,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.sop import sop
-from dmlbench.data.table import file_sizes
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.sop import sop
 from dmlbench.types import DataError
 
 HEADER = "image_id class_id super_class_id path"
@@ -133,7 +133,9 @@ def check_full_size(root: Path) -> None:
 @pytest.fixture
 def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists only: every image counts as there."""
-    monkeypatch.setattr("dmlbench.data.table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64))
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
 
 
 @pytest.mark.usefixtures("without_files")

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.table import file_sizes
-from dmlbench.data.tiny_imagenet import tiny_imagenet
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.tiny_imagenet import tiny_imagenet
 from dmlbench.types import ConfigError, DataError
 
 WNIDS = ("n04", "n02", "n03", "n01")  # published order, which is not the sorted one
@@ -121,8 +121,10 @@ def test_a_tree_of_full_size_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for wnid in wnids:
         (tmp_path / "train" / wnid).mkdir(parents=True)
     names = [f"{i}.JPEG" for i in range(500)]
-    monkeypatch.setattr("dmlbench.data.tiny_imagenet.images_in", lambda folder: names)
-    monkeypatch.setattr("dmlbench.data.table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64))
+    monkeypatch.setattr("dmlbench.data.readers.tiny_imagenet.images_in", lambda folder: names)
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
     table = tiny_imagenet(tmp_path)
     assert (len(table), table.num_classes) == (100_000, 200)
     names.pop()

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dmlbench.data.transforms import (
+from dmlbench.data.batches.transforms import (
     CropTransform,
     _uniforms,
     center_crop,

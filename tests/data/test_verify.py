@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dmlbench.data.folder import folder
-from dmlbench.data.glyphs import glyphs
-from dmlbench.data.table import make_table
-from dmlbench.data.verify import Report, counts_by_role, unlisted, verify
+from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
+from dmlbench.data.image_table import make_table
+from dmlbench.data.readers.folder import folder
+from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.types import ImageTable
 
 CLASSES = ("ant", "bee", "cat", "dog")  # the first two train
@@ -183,14 +183,14 @@ def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.Mo
     def fail(name: str) -> str:
         raise MemoryError
 
-    monkeypatch.setattr("dmlbench.data.verify.read_image", fail)
+    monkeypatch.setattr("dmlbench.data.getting.verify.read_image", fail)
     with pytest.raises(MemoryError):
         report_of(root)
 
 
 def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> None:
-    from dmlbench.data.archives import Part, extract
-    from dmlbench.data.cub200 import cub200
+    from dmlbench.data.getting.archives import Part, extract
+    from dmlbench.data.readers.cub200 import cub200
 
     made = extract([Part(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar")], tmp_path / "cub200")
     report = verify(cub200(made.folder, check_counts=False), num_threads=2)
@@ -201,7 +201,7 @@ def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_cifar_100_has_the_known_number_of_distinct_images(shared_dir: Path, tmp_path: Path) -> None:
-    from dmlbench.data.cifar import cifar100
+    from dmlbench.data.readers.cifar import cifar100
 
     table = cifar100(shared_dir / "data/cifar100", cache_dir=tmp_path)
     duplicates = verify(table).duplicates

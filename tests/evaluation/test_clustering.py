@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.clustering import class_distances, cluster_scores, kmeans, kmeans_library, mutual_information
-from dmlbench.evaluation.similarity import FloatRows, unit_rows
+from dmlbench.evaluation.metrics.clustering import (
+    class_distances,
+    cluster_scores,
+    kmeans,
+    kmeans_library,
+    mutual_information,
+)
+from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 
@@ -75,7 +81,7 @@ def test_distances_are_refused_where_there_is_nothing_to_compare() -> None:
 def test_kmeans_finds_classes_that_lie_apart_and_repeats_itself(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library == "faiss":
         pytest.importorskip("faiss")
-    monkeypatch.setattr("dmlbench.evaluation.clustering.kmeans_library", lambda: library)
+    monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans_library", lambda: library)
     labels = np.repeat([0, 1], 20)
     rows = np.random.default_rng(1).normal(size=(40, 3)) * 0.1 + np.where(labels, 1, -1)[:, None]
     unit = unit_rows(torch.from_numpy(rows.astype(np.float32)))

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_vectors
-from dmlbench.evaluation.metrics import METRICS, query_score_names
-from dmlbench.evaluation.search import TILE_BYTES, BackEnd, nearest
-from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.evaluation.metrics.scores import METRICS, query_score_names
+from dmlbench.evaluation.search.similarity import unit_rows
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, nearest
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation import halves, search
-from dmlbench.evaluation.candidates import column_of, settle
-from dmlbench.evaluation.halves import ranked_by_halves
-from dmlbench.evaluation.search import UnitSearch, unit_search
-from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.evaluation.search import halves, unit_vectors
+from dmlbench.evaluation.search.candidates import column_of, settle
+from dmlbench.evaluation.search.halves import ranked_by_halves
+from dmlbench.evaluation.search.similarity import unit_rows
+from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet
 
 
@@ -73,7 +73,7 @@ def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
     queries, gallery = clustered(600, seed=1, width=600), clustered(600, seed=2, width=600)
     gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
     within = unit_search(queries, None)
-    monkeypatch.setattr(search, "num_threads", lambda: 1)
+    monkeypatch.setattr(unit_vectors, "num_threads", lambda: 1)
     assert within.halves_pay(7, 600)
     assert not within.halves_pay(7, 300)  # most rows are no queries
     assert not within.halves_pay(100, 600)  # too many candidates to keep
@@ -81,9 +81,9 @@ def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
     narrow = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # rows that all point the same way
     assert not unit_search(narrow, None).halves_pay(7, 600)
     called = []
-    monkeypatch.setattr(search, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
+    monkeypatch.setattr(unit_vectors, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
     list(within.ranked(7, lambda part, keys: None, wanted=np.arange(600)))
     assert called == [1]
-    monkeypatch.setattr(search, "num_threads", lambda: 2)
+    monkeypatch.setattr(unit_vectors, "num_threads", lambda: 2)
     assert not within.halves_pay(7, 600)  # the one that hands candidates on would be waited for
     assert within.halves_pay(3, 600)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dmlbench.evaluation.metrics import (
+from dmlbench.evaluation.metrics.scores import (
     METRICS,
     check_metrics,
     check_recall_at,

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import pairwise, pairwise_search, resume, search
+from dmlbench.evaluation import resume
 from dmlbench.evaluation.analysis import hardest_queries
-from dmlbench.evaluation.by_distance import nearest_by_distance
-from dmlbench.evaluation.candidates import ExactSimilarity
-from dmlbench.evaluation.concatenated import concatenated_scores
+from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics import query_scores
-from dmlbench.evaluation.pairwise import PairwiseSimilarity, is_symmetric
-from dmlbench.evaluation.pairwise_search import pairwise_search as search_of
+from dmlbench.evaluation.metrics.scores import query_scores
+from dmlbench.evaluation.search import pairwise, pairwise_search, unit_vectors
+from dmlbench.evaluation.search.by_distance import nearest_by_distance
+from dmlbench.evaluation.search.candidates import ExactSimilarity
+from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, is_symmetric
+from dmlbench.evaluation.search.pairwise_search import pairwise_search as search_of
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles
@@ -216,7 +217,7 @@ def test_an_interrupted_search_goes_on_to_the_same_scores(
 ) -> None:
     monkeypatch.setattr(resume, "_SAVE_SECONDS", 0.0)
     if spec.rerank is not None:
-        monkeypatch.setattr(search, "_TILE_ENTRIES", 1200)
+        monkeypatch.setattr(unit_vectors, "_TILE_ENTRIES", 1200)
     queries, distance = rows_of(120, seed=6), avsl()
     whole = evaluate(queries, None, spec, distance=distance)
     path = tmp_path / "test.partial"
@@ -386,7 +387,7 @@ def test_the_nearest_by_a_distance_are_those_of_its_sorted_values_and_not_of_uni
     assert found.index.tolist() == expected.tolist()
     values = np.take_along_axis(float64_values(queries, gallery, distance), expected, axis=1)
     np.testing.assert_allclose(found.distance, values, rtol=1e-9, atol=1e-12)
-    of_vectors = search.nearest(queries, gallery, 4)
+    of_vectors = unit_vectors.nearest(queries, gallery, 4)
     assert torch.equal(nearest_by_distance(queries, gallery, 4, distance=None).index, of_vectors.index)
     assert not torch.equal(found.index, of_vectors.index)
 

@@ -14,7 +14,7 @@ from dmlbench import run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.cli.front import compose
-from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.results.aggregate import COLLECTIONS, aggregate_cell
 from dmlbench.results.store import cells_of, find_runs
 from dmlbench.types import RunError

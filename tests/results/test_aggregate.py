@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.embed import save_embeddings
+from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.results.aggregate import COLLECTIONS, PARTIAL, aggregate_cell, is_current, read_aggregate
 from dmlbench.results.store import EMBEDDINGS, find_runs, locked, make_directory, write_result
@@ -74,7 +74,7 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
             aggregate_cell(runs, force=True, progress=False)
     assert (cell / PARTIAL).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr("dmlbench.evaluation.concatenated.prune", kill)  # all queries are known
+        patch.setattr("dmlbench.evaluation.collections.concatenated.prune", kill)  # all queries are known
         assert aggregate_cell(runs, force=True, progress=False) == expected
     assert not (cell / PARTIAL).exists()
 

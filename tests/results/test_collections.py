@@ -13,12 +13,13 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import concatenated, partial
-from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation import partial
+from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics import query_scores
-from dmlbench.evaluation.search import MIN_TILE_BYTES
-from dmlbench.evaluation.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.metrics.scores import query_scores
+from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError

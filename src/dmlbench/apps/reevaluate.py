@@ -20,11 +20,11 @@ from dmlbench.evaluation.analysis import (
     per_query_table,
     to_csv,
 )
-from dmlbench.evaluation.arrays import zero_rows
-from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.embeddings.arrays import zero_rows
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.files import read_embeddings
-from dmlbench.evaluation.metrics import query_score_names
+from dmlbench.evaluation.metrics.scores import query_score_names
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.avsl_distance import AvslDistance

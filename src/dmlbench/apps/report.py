@@ -13,9 +13,9 @@ from dmlbench import build
 from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
-from dmlbench.data.table import read_image
-from dmlbench.evaluation.by_distance import nearest_by_distance
-from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.data.image_table import read_image
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import metric_label
 from dmlbench.runtime import generator

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.config import load_config
-from dmlbench.data.images import DecodedImages, ImageSource, pixel_tensor
-from dmlbench.data.loaders import EvalBatches
-from dmlbench.data.table import read_image
-from dmlbench.data.transforms import CropTransform
-from dmlbench.evaluation.embed import load_distance
+from dmlbench.data.batches.loaders import EvalBatches
+from dmlbench.data.batches.transforms import CropTransform
+from dmlbench.data.image_table import read_image
+from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
+from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.net import MetricModel

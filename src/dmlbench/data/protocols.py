@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
-from dmlbench.data.table import rows_of_classes
+from dmlbench.data.image_table import rows_of_classes
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
 
 Aggregation = Literal["collections", "best_and_mean", "mean", "mean_of_test"]

@@ -1,4 +1,4 @@
-"""The scores of a set of embeddings: from rows, labels and ids to every metric of ``dmlbench.evaluation.metrics``."""
+"""The scores of a set of embeddings: from rows, labels and ids to every metric."""
 
 import logging
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.candidates import Keys
-from dmlbench.evaluation.clustering import cluster_scores, kmeans_library
-from dmlbench.evaluation.metrics import mean_scores, query_score_names, query_scores
-from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.rerank import check_rerank
+from dmlbench.evaluation.metrics.clustering import cluster_scores, kmeans_library
+from dmlbench.evaluation.metrics.scores import mean_scores, query_score_names, query_scores
 from dmlbench.evaluation.resume import ResumableScores
-from dmlbench.evaluation.search import unit_search
+from dmlbench.evaluation.search.by_distance import rank_by_distance, refuse_what_unit_vectors_have
+from dmlbench.evaluation.search.candidates import Keys
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.unit_vectors import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
 from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task

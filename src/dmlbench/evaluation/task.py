@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.candidates import ExactSimilarity, Keys, column_of, settle
-from dmlbench.evaluation.metrics import (
+from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
+from dmlbench.evaluation.metrics.scores import (
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
     check_metrics,
@@ -16,8 +16,8 @@ from dmlbench.evaluation.metrics import (
     positives_per_query,
     score_names,
 )
-from dmlbench.evaluation.search import TILE_BYTES, BackEnd, check_tile_bytes
-from dmlbench.evaluation.sets import check_sets, ids_of, labels_of, self_columns
+from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, settle
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 _RERANK = "rerank@"
@@ -31,7 +31,7 @@ class EvaluationSpec:
         recall_at: values of K for R@K, increasing.
         back_end: float32 pass of the search; every choice gives the same scores.
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
-        metrics: what to compute, names of ``dmlbench.evaluation.metrics.METRICS``; "recall_at_k" is for every K.
+        metrics: what to compute, names of ``dmlbench.evaluation.metrics.scores.METRICS``; "recall_at_k" is for every K.
         kmeans_seed: decides where the clusters of nmi and ami begin.
         rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
     """

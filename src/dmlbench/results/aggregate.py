@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec, rerank_of
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.store import EMBEDDINGS, RESULT, RunInfo, locked, read_result

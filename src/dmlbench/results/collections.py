@@ -18,11 +18,11 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit
 
-from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.members import Distances, Members
-from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
+from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation.collections.members import Distances, Members
+from dmlbench.evaluation.metrics.scores import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.partial import forget
-from dmlbench.evaluation.search import TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
 
@@ -43,7 +43,7 @@ def collections(
     """Score every collection of one repeat per fold.
 
     The concatenated ranking is that of the sum over folds, in their order, of the members' exact similarities
-    (see ``dmlbench.evaluation.similarity``), ties by gallery index; tiles and threads cannot change it.
+    (see ``dmlbench.evaluation.search.similarity``), ties by gallery index; tiles and threads cannot change it.
 
     Args:
         members: query rows [Q, D] of every run, [fold][repeat]; D may differ, ids and labels may not. Folds may have

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmlbench.evaluation.metrics import DISTANCE_METRICS
+from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
 
 _LABELS = {
     "p_at_1": "P@1",
