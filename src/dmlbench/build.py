@@ -24,7 +24,6 @@ from dmlbench.data.image_table import read_image
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
 from dmlbench.evaluation.search.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.search.rerank import check_rerank
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
@@ -99,8 +98,9 @@ def check_values(cfg: DictConfig) -> None:
             f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
             f"transform.eval.crop ({crops[1]}) differ; set both to the same"
         )
-    known_scores = [name for name in component(cfg.evaluation).score_names if name not in DISTANCE_METRICS]
-    if cfg.fit.monitor in DISTANCE_METRICS:
+    scores = component(cfg.evaluation).scores
+    known_scores = [score.name for score in scores if score.metric.better is not None]
+    if cfg.fit.monitor in [score.name for score in scores if score.metric.better is None]:
         raise ConfigError(
             f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
             f"small ones; choose one of {', '.join(known_scores)}"

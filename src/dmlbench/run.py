@@ -20,7 +20,6 @@ from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import embed, save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import CLUSTER_METRICS
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.net import MetricModel
@@ -240,7 +239,7 @@ class Scorer:
         self.device = device
         self.spec: EvaluationSpec = build.component(cfg.evaluation)
         # Clustering costs more than a ranking: validations do without unless the run is selected by it.
-        kept = [m for m in self.spec.metrics if m not in CLUSTER_METRICS or m == cfg.fit.monitor]
+        kept = [s.name for s in self.spec.scores if s.metric.is_of_queries or s.name == cfg.fit.monitor]
         self.validation_spec = dataclasses.replace(self.spec, metrics=tuple(kept))
         self.precision = cfg.fit.precision
         self.memory_format = torch.channels_last if cfg.fit.channels_last else torch.contiguous_format

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from dmlbench.evaluation.metrics.clustering import (
+    WholeSet,
     class_distances,
-    cluster_scores,
     kmeans,
     kmeans_library,
     mutual_information,
 )
+from dmlbench.evaluation.metrics.table import asked_scores, set_scores
 from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
@@ -99,10 +100,10 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
         for part in (slice(0, 40), slice(20, 60))
     )
     metrics = ("nmi", "ami", "intra_class_distance", "inter_class_distance")
-    expected = cluster_scores(everything, None, metrics=metrics, kmeans_seed=0)
+    scores = asked_scores((*metrics, "map_at_r"))
+    expected = set_scores(WholeSet(everything, None, kmeans_seed=0), scores)
     assert list(expected) == list(metrics)
-    assert cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=0) == expected
-    assert cluster_scores(everything, None, metrics=("map_at_r",), kmeans_seed=0) == {}
+    assert set_scores(WholeSet(queries, gallery, kmeans_seed=0), scores) == expected
 
 
 def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from dmlbench.evaluation import resume
 from dmlbench.evaluation.analysis import hardest_queries
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import query_scores
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import pairwise, pairwise_search, unit_vectors
 from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.evaluation.search.candidates import ExactSimilarity
@@ -27,6 +27,7 @@ from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 RECALL_AT = (1, 3)
+ASKED = asked_scores(DEFAULT_METRICS, RECALL_AT)
 LEVELS, NODES = 2, 12
 
 
@@ -81,7 +82,7 @@ def scores_by_sorting(queries: EmbeddingSet, gallery: EmbeddingSet, order: list[
     found: dict[str, list[float]] = {}
     for q, columns in enumerate(order):
         relevant = (gallery.labels[columns] == queries.labels[q]).numpy()
-        one = query_scores(relevant[None], np.array([max(1, relevant.sum())]), recall_at=RECALL_AT)
+        one = query_scores(relevant[None], np.array([max(1, relevant.sum())]), ASKED)
         for name, value in one.items():
             found.setdefault(name, []).append(value[0] if relevant.any() else np.nan)
     return {name: np.array(values) for name, values in found.items()}
@@ -280,7 +281,7 @@ def test_a_shortlist_of_all_is_the_exact_ranking_and_a_short_one_that_of_its_ite
     positives = np.array([int((queries.labels == label).sum()) - 1 for label in queries.labels])
     for q, columns in enumerate(order):
         relevant = (queries.labels[columns] == queries.labels[q]).numpy()
-        for name, value in query_scores(relevant[None], np.maximum(positives[[q]], 1), recall_at=RECALL_AT).items():
+        for name, value in query_scores(relevant[None], np.maximum(positives[[q]], 1), ASKED).items():
             expected[name].append(value[0] if positives[q] else np.nan)
     assert_same(few, {name: np.array(values) for name, values in expected.items()})
     assert not np.array_equal(few.per_query["map_at_r"], exact.per_query["map_at_r"], equal_nan=True)

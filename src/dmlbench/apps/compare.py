@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.results.tables import metric_label, metric_scale
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -72,12 +72,12 @@ def to_text(comparison: Comparison) -> str:
     lines = [f"A  {comparison.first}", f"B  {comparison.second}", ""]
     lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
     for metric, found in comparison.differences.items():
-        scale = metric_scale(metric)
+        scale = score_named(metric).scale
         low_high = "none: a fold has a single pair"
         if found.interval is not None:
             low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
         numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
-        lines.append(f"{metric_label(metric):<22}{numbers}  {low_high}")
+        lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
     pairs = next(iter(comparison.differences.values())).n_pairs
     lines.append(
         f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"

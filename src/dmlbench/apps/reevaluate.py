@@ -24,7 +24,7 @@ from dmlbench.evaluation.embeddings.arrays import zero_rows
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import query_score_names
+from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl import AvslModel
 from dmlbench.models.avsl_distance import AvslDistance
@@ -135,7 +135,7 @@ def _check_request(cfg: DictConfig) -> None:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
     if cfg.hardest is not None:
         spec: EvaluationSpec = build.component(cfg.evaluation)
-        check_hardest(cfg.hardest, cfg.hardest_by, query_score_names(spec.recall_at, spec.metrics))
+        check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
 
 
 def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:

@@ -20,7 +20,7 @@ from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.collections.members import Distances, Members
-from dmlbench.evaluation.metrics.scores import DEFAULT_RECALL_AT, METRICS, score_names
+from dmlbench.evaluation.metrics.table import DEFAULT_RECALL_AT, METRICS
 from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
@@ -69,7 +69,7 @@ def collections(
         ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
     """
     spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
-    names = list(score_names(spec.recall_at))
+    names = list(spec.score_names)
     _check_members(members, galleries)
     if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
         raise RunError("distances must be given for every run, [fold][repeat], or not at all")

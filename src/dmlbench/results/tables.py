@@ -6,20 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
+from dmlbench.evaluation.metrics.table import score_named
 
-_LABELS = {
-    "p_at_1": "P@1",
-    "r_precision": "R-precision",
-    "map_at_r": "MAP@R",
-    "map": "MAP",
-    "oodml_map_at_1000": "mAP@1000 (ooDML)",
-    "nmi": "NMI",
-    "ami": "AMI",
-    "intra_class_distance": "intra-class distance",
-    "inter_class_distance": "inter-class distance",
-}
-_NOT_BETTER = tuple(_LABELS[name] for name in DISTANCE_METRICS)
 KINDS = {"separated": "separated", "concatenated": "concatenated", "best": "best", "mean": "mean"}
 
 
@@ -40,29 +28,20 @@ class Table:
 
     title: str
     columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed
+    higher_is_better: tuple[bool, ...]  # of each column
     rows: tuple[tuple[str, tuple[Entry | None, ...]], ...]
     notes: tuple[str, ...]
 
     def best(self) -> list[float | None]:
         """Highest printed mean of each column; None where there is nothing to compare, or more is not better."""
         result: list[float | None] = []
-        for i, (_, label) in enumerate(self.columns):
-            if label in _NOT_BETTER:
+        for i, higher_is_better in enumerate(self.higher_is_better):
+            if not higher_is_better:
                 result.append(None)
                 continue
             means = [round(entry.mean, 2) for _, entries in self.rows if (entry := entries[i]) is not None]
             result.append(max(means) if len(means) > 1 else None)
         return result
-
-
-def metric_label(name: str) -> str:
-    """``map_at_r`` as the field writes it: MAP@R."""
-    return _LABELS.get(name) or name.replace("recall_at_", "R@")
-
-
-def metric_scale(name: str) -> float:
-    """What a score is multiplied by to be printed: percent, but for distances."""
-    return 1.0 if name in DISTANCE_METRICS else 100.0
 
 
 def make_table(
@@ -78,23 +57,23 @@ def make_table(
     for metric in metrics:
         if metric not in known:
             raise KeyError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
+    scores = [score_named(metric) for metric in metrics]
     columns = []
     for kind in kinds:
         dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
         size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
-        columns += [(KINDS[kind] + size, metric_label(metric)) for metric in metrics]
+        columns += [(KINDS[kind] + size, score.label) for score in scores]
     rows = []
     for summary, label in zip(summaries, labels, strict=True):
         entries = [
-            _entry(summary["scores"].get(kind, {}).get(metric), metric_scale(metric))
-            for kind in kinds
-            for metric in metrics
+            _entry(summary["scores"].get(kind, {}).get(score.name), score.scale) for kind in kinds for score in scores
         ]
         rows.append((label, tuple(entries)))
     notes = _notes(summaries, labels)
-    if set(metrics) & set(DISTANCE_METRICS):
+    if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
-    return Table(title, tuple(columns), tuple(rows), tuple(notes))
+    better = tuple(score.metric.better is not None for score in scores) * len(kinds)
+    return Table(title, tuple(columns), better, tuple(rows), tuple(notes))
 
 
 def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:

@@ -19,7 +19,8 @@ from dmlbench.evaluation.collections.frontier import score_frontiers
 from dmlbench.evaluation.collections.members import DistanceMember, Distances, Member, Members, UnitMember
 from dmlbench.evaluation.collections.pruning import prune
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import mean_scores, score_names
+from dmlbench.evaluation.metrics.ranking import mean_scores
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, score_names
 from dmlbench.evaluation.partial import PartialScores
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
 from dmlbench.evaluation.search.parallel import num_threads, over_threads, single_threaded_products
@@ -116,8 +117,9 @@ def _evaluations(
     """Those of all choices, then those of all members if ``own``."""
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
-    task = retrieval_task(queries, reference, recall_at=spec.recall_at)
-    names = score_names(spec.recall_at)
+    scored = asked_scores(DEFAULT_METRICS, spec.recall_at)
+    task = retrieval_task(queries, reference, scored)
+    names = score_names(scored)
     count = prod(map(len, members)) + own * sum(map(len, members))
     what = [*names, "and own"] if own else names
     store = PartialScores.of(

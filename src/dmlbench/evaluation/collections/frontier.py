@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.collections.members import Member
 from dmlbench.evaluation.collections.pruning import Kept
-from dmlbench.evaluation.metrics.scores import query_scores
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search.candidates import Keys, floor_below, kth_bound, pack, padded_place, settle
 from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.evaluation.task import RetrievalTask, fit_width
@@ -83,7 +83,9 @@ def score_frontiers(
     """
     for choice, row, ranked in rank_choices(_places(folds, part, task, kept)):
         query = part[row]
-        scores = query_scores(fit_width(ranked, task.k), task.positives[query], recall_at=recall_at)
+        scores = query_scores(
+            fit_width(ranked, task.k), task.positives[query], asked_scores(DEFAULT_METRICS, recall_at)
+        )
         for at, values in enumerate(scores.values()):
             out[choice, at, query] = values
 

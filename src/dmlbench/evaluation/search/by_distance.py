@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.metrics.scores import CLUSTER_METRICS, query_score_names
+from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.partial import fingerprint_of
 from dmlbench.evaluation.resume import ResumableScores
 from dmlbench.evaluation.search.candidates import Keys, settle
@@ -35,7 +35,7 @@ def refuse_what_unit_vectors_have(spec: EvaluationSpec, distance: "BaseDistance"
         ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
     """
     name = type(distance).__name__
-    asked = [metric for metric in spec.metrics if metric in CLUSTER_METRICS]
+    asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
     if asked:
         raise ConfigError(
             f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
@@ -104,7 +104,7 @@ def rank_by_distance(
     """
     bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
     search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
-    names = query_score_names(spec.recall_at, spec.metrics)
+    names = score_names(of_queries(spec.scores))
     shape = None if spec.rerank is not None else search.halves_shape(task.k, len(task.valid))
     order = f"rerank {spec.rerank}, blocks of {shape[0] if shape else None}"
     known = ResumableScores(
