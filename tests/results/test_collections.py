@@ -182,7 +182,8 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(
     monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
     found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
     pd.testing.assert_frame_equal(found, expected, check_exact=True)
-    assert sum(tiles) == len(concatenated.retrieval_task(members[0][0], members[0][0], asked_scores(["p_at_1"])).valid) - done
+    task = concatenated.retrieval_task(members[0][0], members[0][0], asked_scores(["p_at_1"]))
+    assert sum(tiles) == len(task.valid) - done
     assert not folder.exists()
 
 

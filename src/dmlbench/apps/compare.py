@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmlbench.apps.tables import asked_columns
+from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.paired import PairedDifference, paired_difference
+from dmlbench.results.rules import rule_named
+from dmlbench.results.run_scores import scores_of_run
 from dmlbench.results.store import cells_of, find_runs, read_result
 from dmlbench.types import ConfigError, RunError, closest
 
@@ -24,25 +29,23 @@ class Comparison:
 
 
 def compare_cells(
-    output_dir: str, patterns: Sequence[str], metrics: Sequence[str], *, allow_partial: bool = False
+    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> Comparison:
     """Compare the cells that two patterns name, on the runs that are complete.
 
     Args:
         output_dir: root of the run directories.
         patterns: two, each of one cell, as in ``find_runs``.
-        metrics: scores to compare.
+        spec: scores to compare; those that a run lacks are computed and kept.
         allow_partial: compare the runs that both have although one has more.
 
     Raises:
-        ConfigError: not two cells, no metric, or one that a run lacks.
+        ConfigError: not two cells, or a metric that a run lacks and that cannot be computed.
         RunError: a pattern matches no cell or several; the cells have no common run, lack runs, or were made from other
             data, protocols or seeds.
     """
     if len(patterns) != 2:
         raise ConfigError(f"compare names {len(patterns)} cells; give two, as in compare=[<cell>,<cell>]")
-    if not metrics:
-        raise ConfigError("metrics is empty; name at least one score to compare, such as map_at_r")
     cells = [_cell(output_dir, pattern) for pattern in patterns]
     if cells[0] == cells[1]:
         raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same cell, {cells[0]}; name two")
@@ -55,7 +58,11 @@ def compare_cells(
         raise RunError(f"cells are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
         _require_same(cells, runs[0][key], runs[1][key])
-    scores = [{key: _scores(results[key]) for key in common} for results in runs]
+    scores = [
+        {key: _scores(path, key, results[key], spec) for key in common}
+        for path, results in zip(cells, runs, strict=True)
+    ]
+    metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
     for metric in metrics:
         if metric not in known:
@@ -100,8 +107,10 @@ def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any
     return {(run.fold, run.repeat): read_result(run.path) for run in runs if run.state == "done"}
 
 
-def _scores(result: dict[str, Any]) -> dict[str, float]:
-    return result["metrics"]["val" if result["aggregation"] == "mean" else "test"]
+def _scores(cell: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+    if rule_named(result["aggregation"]).scored_on == "val":
+        return result["metrics"]["val"]
+    return scores_of_run(cell / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
 
 
 def _require_same(cells: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.metrics.clustering import WholeSet, kmeans_library
+from dmlbench.evaluation.metrics.clustering import WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.resume import ResumableScores
@@ -120,7 +120,7 @@ def evaluate(
         len(queries),
         len(reference),
         task.n_skipped_queries,
-        kmeans=f"{kmeans_library()}, seed {spec.kmeans_seed}" if clustered else None,
+        kmeans=spec.kmeans if clustered else None,
         search=spec.search,
     )
 

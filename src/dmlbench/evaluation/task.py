@@ -1,12 +1,15 @@
 """What is to be evaluated: the settings, and what labels and ids alone say of a retrieval."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
+from dmlbench.evaluation.metrics.clustering import kmeans_library
 from dmlbench.evaluation.metrics.ranking import positives_per_query
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
@@ -67,6 +70,15 @@ class EvaluationSpec:
     def scores(self) -> tuple[Score, ...]:
         """What is computed, in the order in which results list it."""
         return asked_scores(self.metrics, self.recall_at)
+
+    @property
+    def kmeans(self) -> str:
+        """Library and seed of the clusters of nmi and ami, as results name them."""
+        return f"{kmeans_library()}, seed {self.kmeans_seed}"
+
+    def replaced(self, **changes: Any) -> "EvaluationSpec":
+        """The same but for ``changes``, checked likewise."""
+        return dataclasses.replace(self, **changes)
 
     @property
     def score_names(self) -> tuple[str, ...]:

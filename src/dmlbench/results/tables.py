@@ -107,8 +107,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
         facts.append(f"{runs}; {spread} of fold models")
     else:
+        spread = summary.get("spread", "repeats")
         facts.append(
-            f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std"
+            f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
     if summary["n_runs_not_started"]:
         facts.append(f"NOT STARTED: in {summary['n_runs_not_started']} runs the pooling's prototypes never started")

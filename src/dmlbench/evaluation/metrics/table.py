@@ -7,7 +7,7 @@ that K.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
@@ -196,11 +196,20 @@ def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECA
             found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
         except ConfigError as error:
             raise ConfigError(f"metrics has {error}") from None
-    return tuple(sorted(found, key=lambda score: (TABLE.index(score.metric), score.k)))
+    return tuple(sorted(found, key=_order))
 
 
-def score_names(scores: Sequence[Score]) -> tuple[str, ...]:
+def _order(score: Score) -> tuple[int, int]:
+    return TABLE.index(score.metric), score.k
+
+
+def score_names(scores: Iterable[Score]) -> tuple[str, ...]:
     return tuple(score.name for score in scores)
+
+
+def in_table_order(names: Iterable[str]) -> list[str]:
+    """Names of scores, each once, in the order in which results list them."""
+    return [score.name for score in sorted({score_named(name) for name in names}, key=_order)]
 
 
 def of_queries(scores: Sequence[Score]) -> tuple[Score, ...]:
