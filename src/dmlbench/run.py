@@ -22,8 +22,7 @@ from dmlbench.evaluation.embeddings.embed import embed, save_distance, save_embe
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.scores import CLUSTER_METRICS
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.net import MetricModel
+from dmlbench.models.head import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
     atomic_write,
@@ -232,7 +231,7 @@ class Scorer:
         cfg: DictConfig,
         data: Data,
         images: ImageSource | torch.Tensor,
-        model: MetricModel | AvslModel,
+        model: MetricModel,
         device: torch.device,
     ) -> None:
         self.data = data
