@@ -21,8 +21,7 @@ from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import embed, save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.net import MetricModel
+from dmlbench.models.head import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
     atomic_write,
@@ -231,7 +230,7 @@ class Scorer:
         cfg: DictConfig,
         data: Data,
         images: ImageSource | torch.Tensor,
-        model: MetricModel | AvslModel,
+        model: MetricModel,
         device: torch.device,
     ) -> None:
         self.data = data

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from dmlbench import build
 from dmlbench.apps.trained import TrainedRun, load_run, row_of
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.net import MetricModel
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
 
@@ -67,7 +65,7 @@ def explain_runs(
     if len({table.fingerprint for table in tables}) > 1:
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
-    if any(isinstance(run.model, AvslModel) for run in runs):
+    if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     names = [run_dir.resolve() for run_dir in run_dirs]
     explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
@@ -95,14 +93,13 @@ def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) 
 
 def _explain(run: TrainedRun, rows: IntArray, label: str) -> Explained:
     batches = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(rows)
-    assert isinstance(run.model, MetricModel)
     images, weights, prototypes = [], [], []
     for batch in batches:
         shares, nearest = run.model.explain(batch.images)
         if shares is None:
             raise RunError(
-                f"pooling {run.config.pooling._target_} does not say how much each place counts; explain a run of "
-                "another pooling"
+                f"{(run.config.pooling or run.config.head)._target_} does not say how much each place counts; explain "
+                "a run of another pooling"
             )
         images.append(batch.images.cpu().numpy())
         weights.append(_enlarged(shares.float() * shares[0].numel(), images[-1].shape[2:], "bilinear"))

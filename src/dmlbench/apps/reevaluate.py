@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import build
 from dmlbench.apps.trained import distance_of_run, load_run
@@ -26,8 +27,6 @@ from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
@@ -60,7 +59,7 @@ class Evaluated:
     evaluation: Evaluation
     stored: dict[str, float] | None = None
     table: ImageTable | None = None
-    distance: AvslDistance | None = None
+    distance: BaseDistance | None = None
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -175,8 +174,8 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     scorer = Scorer(trained.config, trained.data, trained.images, trained.model, trained.device)
     queries, gallery = scorer.embed(trained.data.split.test)
     evaluation = scorer.score(queries, gallery)
-    distance = trained.model.distance if isinstance(trained.model, AvslModel) else None
-    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, trained.data.table, distance)
+    table, distance = trained.data.table, trained.model.distance
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance)
 
 
 def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:

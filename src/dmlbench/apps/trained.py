@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from dmlbench import build
@@ -17,9 +18,7 @@ from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.image_table import read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.net import MetricModel
+from dmlbench.models.head import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
@@ -34,7 +33,7 @@ class TrainedRun:
     config: DictConfig
     data: build.Data
     images: ImageSource | Tensor
-    model: MetricModel | AvslModel
+    model: MetricModel
     device: torch.device
 
 
@@ -47,7 +46,7 @@ class NamedImage:
     class_name: str | None = None
 
 
-def distance_of_run(run_dir: Path) -> AvslDistance | None:
+def distance_of_run(run_dir: Path) -> BaseDistance | None:
     """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors.
 
     Raises:
@@ -55,7 +54,7 @@ def distance_of_run(run_dir: Path) -> AvslDistance | None:
     """
     config = load_config(run_dir / CONFIG)
     distance = build.build_distance(config)
-    if distance is not None:
+    if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance
 
