@@ -194,8 +194,10 @@ def test_half_of_the_archives_may_be_unpacked(tmp_path: Path) -> None:
     assert prepare(SOURCES["omniglot"], tmp_path, download=False, accept_other_checksum=True).was_there
 
 
-def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path, shared_dir: Path) -> None:
-    archive = shared_dir / "data/omniglot/images_background_small1.zip"
+def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) -> None:
+    archive = tmp_path / "images_background_small1.zip"  # published without a checksum
+    with zipfile.ZipFile(archive, "w") as out:
+        out.writestr("images_background/A/character01/1.png", b"")
     made = prepare(SOURCES["omniglot"], tmp_path / "data", given=[archive])
     assert made.folder == tmp_path / "data" / "omniglot"
     assert [path.name for path in made.folder.iterdir()] == ["images_background_small1.zip"]

@@ -91,6 +91,7 @@ def test_damage_is_one_message(tmp_path: Path) -> None:
         load_pickle(tmp_path)
 
 
+@pytest.mark.data
 def test_the_official_splits_of_oodml_are_plain_data(shared_dir: Path) -> None:
     splits = load_pickle(shared_dir / "data" / "oodml_splits" / "cars196_splits.pkl", encoding="latin1")
     assert len(splits) == 8

@@ -188,6 +188,7 @@ def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.Mo
         report_of(root)
 
 
+@pytest.mark.data
 def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> None:
     from dmlbench.data.getting.archives import Part, extract
     from dmlbench.data.readers.cub200 import cub200
@@ -200,6 +201,7 @@ def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.data
 def test_cifar_100_has_the_known_number_of_distinct_images(shared_dir: Path, tmp_path: Path) -> None:
     from dmlbench.data.readers.cifar import cifar100
 

@@ -16,7 +16,7 @@ from dmlbench.evaluation.analysis import hardest_queries
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
-from dmlbench.evaluation.search import pairwise, pairwise_search, unit_vectors
+from dmlbench.evaluation.search import pairwise_search, unit_vectors
 from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.evaluation.search.candidates import ExactSimilarity
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, is_symmetric
@@ -373,11 +373,16 @@ def test_a_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_memory_of_a_tile_counts_what_a_distance_expands() -> None:
+    taken = []
+
+    class Recording(SNRDistance):
+        def compute_mat(self, query_emb: torch.Tensor, ref_emb: torch.Tensor) -> torch.Tensor:
+            taken.append(2 * 8 * len(query_emb) * ref_emb.numel())  # the differences of all pairs, and their squares
+            return super().compute_mat(query_emb, ref_emb)
+
     queries = rows_of(60, seed=30)
-    width = queries.rows.shape[1]
-    assert search_of(queries, None, avsl(), tile_bytes=2**20).similarity.bytes_per_pair == 40
-    assert search_of(queries, None, SNRDistance(), tile_bytes=2**20).similarity.bytes_per_pair == 40 + 16 * width
-    assert pairwise._PAIRS % 16 == 0  # a whole number of the blocks of matrix products
+    evaluate(queries, None, EvaluationSpec(tile_bytes=2**18), distance=Recording())
+    assert len(taken) > 1 and max(taken) <= 2**18 < 2 * 8 * 60 * queries.rows.numel()
 
 
 def test_the_nearest_by_a_distance_are_those_of_its_sorted_values_and_not_of_unit_vectors() -> None:

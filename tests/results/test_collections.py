@@ -55,7 +55,7 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
 def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to rank collections, one after the other."""
     if request.param == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("numba", reason="extra fast")
     else:
         monkeypatch.setattr(concatenated, "fused_scorer", lambda: None)
     return str(request.param)

@@ -76,9 +76,7 @@ def find_cells(
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
     result = {}
     for key, everything in grouped.items():
-        settings = {
-            path: _settings(next(run.path for run in runs if run.state == "done")) for path, runs, _ in everything
-        }
+        settings = {path: _settings(runs) for path, runs, _ in everything}
         members = _without_twins(everything, settings)
         labels = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
         named = [
