@@ -28,8 +28,8 @@ def golden_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Folder with real images and lists that lies beside a developer's checkout; absent in a plain clone."""
+    """Folder with real images, lists and weights that lies beside a developer's checkout; absent in a plain clone."""
     path = Path(os.environ.get("DMLBENCH_SHARED", REPOSITORY.parent / "shared"))
     if not path.is_dir():
-        pytest.skip(f"needs real data sets, which are not in {path} (set DMLBENCH_SHARED to the folder that has them)")
+        pytest.skip(f"needs real images, lists or weights: there is no {path} (set DMLBENCH_SHARED to their folder)")
     return path
