@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmlbench.config import TrainConfig
-from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform, Kernel
 from dmlbench.data.image_table import read_image
 from dmlbench.data.images.image_cache import cached_images
@@ -111,10 +111,10 @@ def check_values(cfg: DictConfig) -> None:
         )
     protocol = component(cfg.protocol)
     plateau = cfg.schedule is None or cfg.schedule._target_.endswith(".ReduceLROnPlateau")
-    if cfg.protocol.get("stage") is not None and not plateau:
+    if (protocol.leaves_plan or protocol.planned_by) and not plateau:
         raise ConfigError(
-            f"{cfg.schedule._target_} depends on the length of the training, which protocol=two_stage has yet to find; "
-            "use schedule=plateau or schedule=null"
+            f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
+            "find; use schedule=plateau or schedule=null"
         )
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
@@ -389,32 +389,15 @@ def build_train_batches(
     )
 
 
-def build_eval_batches(
-    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, device: torch.device
-) -> Callable[[IntArray], EvalBatches]:
-    """A function from table rows to their batches, without augmentation."""
-    transform = component(cfg.transform.eval)
-    return lambda rows: EvalBatches(
-        data.table,
-        rows,
-        images=images,
-        transform=transform,
-        batch_size=cfg.eval_batch_size,
-        device=device,
-        num_workers=cfg.num_workers,
-    )
-
-
 def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
     logger = component(cfg.logger, run_dir=run_dir) if cfg.logger is not None else None
     return [] if logger is None else [logger]
 
 
-def move(model: MetricModel, objective: MetricModel | nn.Module, device: torch.device, *, channels_last: bool) -> None:
-    """Put model and objective on the device in the memory format of the images."""
+def move(model: MetricModel, device: torch.device, *, channels_last: bool) -> None:
+    """Put a model on the device in the memory format of the images."""
     model.to(device=device)
     if channels_last:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 module.to(memory_format=torch.channels_last)
-    objective.to(device)

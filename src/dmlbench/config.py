@@ -273,7 +273,12 @@ def cell_id(cfg: DictConfig) -> str:
     if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
     name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{_digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)[:8]}"
+    return f"{name}-{cell_sha256(cfg)[:8]}"
+
+
+def cell_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that defines a cell."""
+    return _digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)
 
 
 def config_sha256(cfg: DictConfig) -> str:

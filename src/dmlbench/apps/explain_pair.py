@@ -175,7 +175,7 @@ def explain_pair(
     (first, x), (second, y) = (read_one(run, image) for image in pair)
     return explain_images(
         cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
-        num_nodes=num_nodes, reliable=reliable, precision=run.config.fit.precision,
+        num_nodes=num_nodes, reliable=reliable, precision=run.settings.precision,
     )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
-from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
@@ -171,9 +170,8 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     set_strict_float32()
     trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
     assert trained.data.split.test is not None
-    scorer = Scorer(trained.config, trained.data, trained.images, trained.model, trained.device)
-    queries, gallery = scorer.embed(trained.data.split.test)
-    evaluation = scorer.score(queries, gallery)
+    queries, gallery = trained.embed(trained.data.split.test)
+    evaluation = trained.score(queries, gallery)
     table, distance = trained.data.table, trained.model.distance
     return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance)
 

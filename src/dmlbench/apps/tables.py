@@ -14,7 +14,7 @@ from dmlbench.config import load_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, is_current, read_aggregate
-from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
+from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table
 from dmlbench.types import ConfigError, RunError
 
@@ -115,13 +115,13 @@ def _settings(runs: Sequence[RunInfo]) -> dict[str, Any]:
 
 
 def _without_twins(members: list[_Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[_Found]:
-    """The cells, and of those with the same settings the one with the most runs (the first by name among equals)."""
+    """The cells, and of those with the same settings the preferred one."""
     kept: list[_Found] = []
-    for found in sorted(members, key=lambda found: (-found[2]["n_runs"], found[0].name)):
-        twin = next((other for other in kept if settings[other[0]] == settings[found[0]]), None)
-        if twin is None:
+    for found in members:
+        same = [path for path in settings if settings[path] == settings[found[0]]]
+        if preferred(same) == found[0]:
             kept.append(found)
         else:
-            log.warning("%s and %s are one cell, evaluated differently; the runs of %s are used",
-                        twin[0], found[0], twin[0].name)  # fmt: skip
-    return [found for found in members if found in kept]
+            log.warning("%s and %s are one cell, evaluated differently; %s is used",
+                        found[0].name, preferred(same).name, preferred(same))  # fmt: skip
+    return kept

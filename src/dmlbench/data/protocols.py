@@ -12,6 +12,7 @@ import numpy as np
 from dmlbench.data.image_table import rows_of_classes
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
 
+
 class Protocol:
     """What every protocol offers; each is a frozen dataclass.
 
