@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from dmlbench import build as build_module
 from dmlbench import run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
