@@ -25,9 +25,10 @@ from torchvision.transforms import v2
 
 from dmlbench.data.batches.loaders import TrainBatches, _cut, _Request
 from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
-from dmlbench.data.batches.transforms import CropTransform, Kernel, random_resized_crop
+from dmlbench.data.batches.transforms import CropTransform, random_resized_crop
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import CachedImages, cached_images
+from dmlbench.data.images.pixels import Kernel
 from dmlbench.data.images.sources import DecodedImages, ImageSource
 from dmlbench.data.protocols import class_index
 from dmlbench.data.readers.folder import folder

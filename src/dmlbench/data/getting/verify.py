@@ -12,7 +12,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from dmlbench.data.getting.files import file_digest
-from dmlbench.data.image_table import file_sizes, read_image
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
 from dmlbench.types import ROLES, DataError, ImageTable

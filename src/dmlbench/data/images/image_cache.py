@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
 
-from dmlbench.data.batches.transforms import Kernel, resized_size, short_side_resized
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import Kernel, read_image, resized_size, short_side_resized
 from dmlbench.data.images.threads import for_each
 from dmlbench.runtime import available_cores
 from dmlbench.types import DataError, ImageTable, IntArray

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.image_table import halved_roles, make_table
-from dmlbench.data.readers.array_cache import cached_array
+from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.letters import (
     FACE_NAMES,
     NUISANCE_SYMBOLS,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dmlbench.data.image_table import Published, halved_roles, make_table
-from dmlbench.data.readers.array_cache import cached_array
+from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import Layout, images_in, locate, subfolders
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 

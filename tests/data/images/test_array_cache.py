@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.readers.array_cache import CachedArray, cached_array
+from dmlbench.data.images.array_cache import CachedArray, cached_array
 from dmlbench.types import DataError
 
 
@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dmlbench.data.readers.array_cache.atomic_write", full)
+    monkeypatch.setattr("dmlbench.data.images.array_cache.atomic_write", full)
     with pytest.raises(DataError, match="No space left"):
         get(tmp_path, Builder())
     assert list(tmp_path.iterdir()) == []
