@@ -15,7 +15,7 @@ from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 if TYPE_CHECKING:
     from dmlbench.data.getting.catalog import Source
-    from dmlbench.data.getting.files import Progress
+    from dmlbench.data.getting.disk import Progress
     from dmlbench.data.getting.verify import Report
 
 _NAMED = 10

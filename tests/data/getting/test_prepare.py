@@ -174,6 +174,16 @@ def test_the_next_link_is_tried_where_the_first_is_dead(tmp_path: Path, link: st
         prepare(replace(source, alternatives=((dead,),)), tmp_path / "other")
 
 
+def test_what_one_link_began_the_next_one_ends(tmp_path: Path, link: str) -> None:
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
+    begun = tmp_path / "data" / "CUB_200_2011.tgz.part"
+    begun.parent.mkdir()
+    begun.write_bytes((tmp_path / "server" / "CUB_200_2011.tgz").read_bytes()[:100])
+    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
+    assert not begun.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("images_background.zip", "is no archive"), ("foo.zip", "must have its published name")]
 )

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
 from dmlbench.data.getting.catalog import Archive, Source, find, is_found
+from dmlbench.data.getting.disk import file_digest, storage_error
 from dmlbench.data.getting.download import fetch
-from dmlbench.data.getting.files import file_digest, storage_error
 from dmlbench.types import DataError
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,8 @@ def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: d
 
 
 def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> Path:
-    for number, url in enumerate(archive.urls):
+    assert archive.md5 is not None, "an archive with links has a checksum"
+    for url in archive.urls:
         try:
             with stage(f"downloading {url}") as progress:
                 return fetch(
@@ -142,8 +143,8 @@ def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> P
                     progress=progress,
                 )  # fmt: skip
         except DataError as error:
-            if number == len(archive.urls) - 1 or list(folder.glob(f"{archive.name}.part")):
-                raise  # the next link would start over what has arrived
+            if url == archive.urls[-1]:
+                raise
             logger.warning("%s; trying the next link", error)
     raise AssertionError("an archive without links is not downloaded")
 

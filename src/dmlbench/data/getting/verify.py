@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from dmlbench.data.getting.files import file_digest
+from dmlbench.data.getting.disk import file_digest
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each

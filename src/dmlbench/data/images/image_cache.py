@@ -9,20 +9,19 @@ pixels of one image after the other as [H, W, 3] uint8. Images are in the order 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
@@ -198,19 +197,20 @@ def _read_layout(path: Path, header: dict[str, Any]) -> tuple[_Layout | None, st
 @contextlib.contextmanager
 def _locked(path: Path, check: Callable[[], None]) -> Iterator[None]:
     """Hold the right to build ``path``; the system takes it back when the process ends, however that happens."""
-    with open(path.with_suffix(".lock"), "w") as lock:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    logger.info("another process is building %s; waiting for it", path)
-                waiting = True
-                check()
-                time.sleep(0.2)
+    lock = FileLock(path.with_suffix(".lock"))
+    announced = False
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            if not announced:
+                logger.info("another process is building %s (it holds %s); waiting for it", path, lock.lock_file)
+            announced = True
+            check()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _build(
