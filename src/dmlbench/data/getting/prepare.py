@@ -12,7 +12,7 @@ from lzma import LZMAError
 from pathlib import Path
 
 from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
-from dmlbench.data.getting.catalog import Archive, Source, find, is_found
+from dmlbench.data.getting.catalog import Archive, Source, is_found
 from dmlbench.data.getting.disk import file_digest, storage_error
 from dmlbench.data.getting.download import fetch
 from dmlbench.types import DataError
@@ -81,7 +81,7 @@ def prepare(
             parts, _free_place(place, parts), password=password, notes=notes, stage=stage,
             check=lambda folder: _check_layout(source, folder, parts),
         )  # fmt: skip
-    folder, layout = find(source, root)
+    folder, layout = source.place.find(root)
     return Prepared(folder, layout.description, was_there=False)
 
 
