@@ -201,7 +201,7 @@ def bench_lists() -> None:
 def bench_memory() -> None:
     count, height, width = 60_000, 256, 288  # 13.3 GB, as SOP's 120,053 images of 256 on the short side take
     heights, widths = np.full(count, height, dtype=np.int32), np.full(count, width, dtype=np.int32)
-    head = image_cache._encode({}, heights, widths)
+    head = image_cache._encode({}) + heights.tobytes() + widths.tobytes()
     layout = image_cache._Layout.after(len(head), heights, widths)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "sparse.images"

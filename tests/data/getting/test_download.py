@@ -210,7 +210,7 @@ def test_a_link_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_file_that_lies_there_is_not_overwritten(get, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "data.zip").write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"lies there already, but its md5 is .* move it away"):
+    with pytest.raises(DataError, match=r"exists already, but its md5 is .* move it away"):
         get()
     assert (tmp_path / "new" / "data.zip").read_bytes() == b"mine"
 

@@ -127,7 +127,7 @@ def test_what_no_link_leads_to_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nor is car_ims\.tgz, cars_annos\.mat; the publisher's links are dead"):
         prepare(SOURCES["cars196"], tmp_path)
     (tmp_path / "cars_annos.mat").write_bytes(b"")
-    with pytest.raises(DataError, match=r"nor is car_ims\.tgz; cars_annos\.mat lies there"):
+    with pytest.raises(DataError, match=r"nor is car_ims\.tgz; cars_annos\.mat is there"):
         prepare(SOURCES["cars196"], tmp_path)
     (tmp_path / "cars_annos.mat").unlink()
     (tmp_path / "cars_train.tgz").write_bytes(b"")
@@ -224,5 +224,5 @@ def test_a_damaged_archive_that_is_read_packed_is_noticed_where_it_lies(tmp_path
 def test_the_missing_one_of_two_packed_archives_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "omniglot").mkdir()
     (tmp_path / "omniglot" / "images_background.zip").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"nor is images_evaluation\.zip; images_background\.zip lies there"):
+    with pytest.raises(DataError, match=r"nor is images_evaluation\.zip; images_background\.zip is there"):
         prepare(SOURCES["omniglot"], tmp_path, download=False)

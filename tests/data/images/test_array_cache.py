@@ -44,7 +44,7 @@ def test_another_key_is_another_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "append"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     build = Builder()
     digest = get(tmp_path, build).digest
     (file,) = tmp_path.iterdir()

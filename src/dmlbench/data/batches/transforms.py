@@ -1,8 +1,8 @@
 """What happens to an image between the data set and the batch: where it is cropped, shifted and flipped.
 
-Every random choice comes from the image's own seed, so it does not matter who reads the image, or when. A transform
-either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images at once on
-the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
+transform either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images
+at once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Cut:
 
     Attributes:
         boxes: [B, 4] top, left, height, width in pixels of the resized image.
-        flip: [B] whether the result is mirrored; left to whoever has the batch on the device.
+        flip: [B] whether the result is mirrored; left to the code that has the batch on the device.
     """
 
     boxes: IntArray

@@ -18,7 +18,7 @@ from dmlbench.types import DataError
 MARKER = ".prepared-by-dmlbench.json"
 
 Stage = Callable[[str], AbstractContextManager[Progress]]
-"""Announces a piece of long work in words and hands out who is told of its bytes."""
+"""Announces a piece of long work in words and returns what its progress in bytes is reported to."""
 
 logger = logging.getLogger(__name__)
 

@@ -246,7 +246,7 @@ SOURCES: dict[str, Source] = {
 
 
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """The data set's folder below ``root`` and how it lies there, or None where it is not there."""
+    """The data set's folder below ``root`` and its layout, or None where it is not found."""
     try:
         return source.place.find(root)
     except DataError:

@@ -46,7 +46,7 @@ def fetch(
 
     Args:
         url: http, https or ftp.
-        path: the file; its folder is made when it is missing. A file that lies there and is right is left as it is.
+        path: the file; its folder is made when it is missing. An existing file is left alone if it is right.
         md5: hexadecimal digest of the whole file.
         size: bytes of the whole file, or None where that is not known.
         elsewhere: where else the data may come from, the end of messages about dead links.
@@ -98,7 +98,7 @@ def fetch(
         with locked(path, doing=f"downloading '{path}'"):
             if path.exists():
                 if fault := _fault(path, md5, size):
-                    raise DataError(f"'{path}' lies there already, but {fault}; move it away and start again")
+                    raise DataError(f"'{path}' exists already, but {fault}; move it away and start again")
                 return path
             try:
                 resumed = receive()

@@ -125,7 +125,7 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
 
 
 def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: dict[str, Path]) -> str:
-    there = f"{', '.join(name for name in wanted if name in files)} lies there; " if files else ""
+    there = f"{', '.join(name for name in wanted if name in files)} is there; " if files else ""
     missing = ", ".join(name for name in wanted if name not in files)
     return (
         f"{source.title} is not in '{root}', nor is {missing}; {there}{source.by_hand}; put it into '{root}' and start "
@@ -165,7 +165,7 @@ def _checked(
             continue
         other.append(name)
         if accept_other_checksum:
-            logger.warning("%s has md5 %s, which is none of the published ones; taken all the same", part.path, md5)
+            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", part.path, md5)
             continue
         expected = " and ".join(
             f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")

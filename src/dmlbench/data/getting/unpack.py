@@ -1,4 +1,4 @@
-"""Reads zip and tar archives that nobody vouches for, and writes their files below one folder only.
+"""Reads zip and tar archives of unknown origin, and writes their files below one folder only.
 
 Python's ``zipfile`` and ``tarfile`` (with its data filter) keep names inside the folder and write no more bytes than
 headers announce. Added here: what is announced is limited, no link is made on disk (those inside a tar archive become

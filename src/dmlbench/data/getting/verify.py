@@ -122,7 +122,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
 
 
 def unlisted(table: ImageTable) -> list[str]:
-    """Image files beside the listed ones that no list names, sorted, relative to the root.
+    """Image files that no list names, sorted, relative to the root.
 
     Looks into the folders right below the root that hold listed images, so that other data sets are left alone.
     """

@@ -139,7 +139,7 @@ def glyphs_collage(
 
 
 def nuisance_pools() -> tuple[str, str]:
-    """Symbols beside train classes and symbols beside test classes: every other one, so that both are of one kind."""
+    """Symbols next to train classes and symbols next to test classes: every other one, so that both are of one kind."""
     return NUISANCE_SYMBOLS[0::2], NUISANCE_SYMBOLS[1::2]
 
 

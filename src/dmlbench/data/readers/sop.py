@@ -83,7 +83,7 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
 
 def _image_root(folder: Path, first_path: str) -> Path:
-    """Where the folders of the categories lie: in ``images`` or beside the lists."""
+    """Where the folders of the categories lie: in ``images`` or next to the lists."""
     category = first_path.split("/")[0]
     has_own = (folder / category).exists()
     return folder / "images" if (folder / "images").is_dir() and not has_own else folder
