@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from dmlbench.config import TrainConfig
 from dmlbench.data.batches.loaders import TrainBatches
-from dmlbench.data.batches.transforms import CropTransform, Kernel
-from dmlbench.data.image_table import read_image
+from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.search.by_distance import refuse_what_unit_vectors_have

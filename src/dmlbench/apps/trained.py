@@ -13,7 +13,7 @@ from dmlbench import build
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup, make_setup

@@ -68,17 +68,17 @@ def test_unknown_parts_are_refused(tmp_path: Path, parts: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("wnids.txt", "n04\nn04\n", r"line 2 of '.*wnids\.txt' repeats 'n04' of line 1"),
+        ("wnids.txt", "n04\nn04\n", r"line 2 of '.*wnids\.txt' repeats the wnid n04 of line 1"),
         ("wnids.txt", "n04 x\n", r"line 1 of '.*wnids\.txt' has 2 columns, expected 1 \(wnid\)"),
         ("wnids.txt", "n04\nn02\nn03\n", r"train/n01' is no class of '.*wnids\.txt'"),
         (
             "wnids.txt",
             "n04\nn02\nn03\nn01\nn99\n",
-            r"line 5 of '.*wnids\.txt' has the class 'n99', which '.*words\.txt'",
+            r"line 5 of '.*wnids\.txt' has the wnid n99, which is not in words\.txt",
         ),
         ("words.txt", "n04 café\n", r"line 1 of '.*words\.txt' has 1 columns, expected 2 \(wnid words\)"),
         ("val/val_annotations.txt", "a.JPEG\tn04\n", r"line 1 of '.*val_annotations\.txt' has 2 columns, expected 6"),
-        ("val/val_annotations.txt", "a.JPEG n77 0 0 1 1", r"line 1 of .* names the class 'n77', which is not in wnids"),
+        ("val/val_annotations.txt", "a.JPEG n77 0 0 1 1", r"line 1 of .* has the wnid n77, which is not in wnids"),
         ("val/val_annotations.txt", "../a.JPEG n04 0 0 1 1", r"line 1 of .* names '\.\./a\.JPEG', which lies outside"),
         ("val/val_annotations.txt", "a.JPEG n04 0 0 1 1", r"lacks 1 of 9 images .*: val/images/a\.JPEG"),
     ],

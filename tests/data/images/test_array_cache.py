@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.readers.array_cache import CachedArray, cached_array
+from dmlbench.data.images.array_cache import CachedArray, cached_array
 from dmlbench.types import DataError
 
 
@@ -44,7 +44,7 @@ def test_another_key_is_another_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "append"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     build = Builder()
     digest = get(tmp_path, build).digest
     (file,) = tmp_path.iterdir()
@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dmlbench.data.readers.array_cache.atomic_write", full)
+    monkeypatch.setattr("dmlbench.data.images.array_cache.atomic_write", full)
     with pytest.raises(DataError, match="No space left"):
         get(tmp_path, Builder())
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import read_image
 from dmlbench.data.readers.folder import folder
 from dmlbench.types import ConfigError, DataError
 
@@ -173,7 +173,7 @@ def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: P
     with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
     write_images(tmp_path, ["a/1.png", "b/1.png"])
-    with pytest.raises(DataError, match=r"list of classes in '.*none\.txt', which is missing"):
+    with pytest.raises(DataError, match=r"list '.*none\.txt' is missing; correct its path"):
         folder(tmp_path, train_classes="none.txt")
 
 
@@ -243,10 +243,10 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_a_csv_that_is_missing_or_binary_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"list\.csv', which is missing"):
+    with pytest.raises(DataError, match=r"list\.csv' is missing; correct its path"):
         folder(tmp_path, csv="list.csv")
     (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe\x00,a\n")
-    with pytest.raises(DataError, match="not text in UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8 text"):
         folder(tmp_path, csv="list.csv")
 
 

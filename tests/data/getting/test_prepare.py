@@ -127,7 +127,7 @@ def test_what_no_link_leads_to_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nor is car_ims\.tgz, cars_annos\.mat; the publisher's links are dead"):
         prepare(SOURCES["cars196"], tmp_path)
     (tmp_path / "cars_annos.mat").write_bytes(b"")
-    with pytest.raises(DataError, match=r"nor is car_ims\.tgz; cars_annos\.mat lies there"):
+    with pytest.raises(DataError, match=r"nor is car_ims\.tgz; cars_annos\.mat is there"):
         prepare(SOURCES["cars196"], tmp_path)
     (tmp_path / "cars_annos.mat").unlink()
     (tmp_path / "cars_train.tgz").write_bytes(b"")
@@ -174,6 +174,16 @@ def test_the_next_link_is_tried_where_the_first_is_dead(tmp_path: Path, link: st
         prepare(replace(source, alternatives=((dead,),)), tmp_path / "other")
 
 
+def test_what_one_link_began_the_next_one_ends(tmp_path: Path, link: str) -> None:
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
+    begun = tmp_path / "data" / "CUB_200_2011.tgz.part"
+    begun.parent.mkdir()
+    begun.write_bytes((tmp_path / "server" / "CUB_200_2011.tgz").read_bytes()[:100])
+    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
+    assert not begun.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("images_background.zip", "is no archive"), ("foo.zip", "must have its published name")]
 )
@@ -216,5 +226,5 @@ def test_a_damaged_archive_that_is_read_packed_is_noticed_where_it_lies(tmp_path
 def test_the_missing_one_of_two_packed_archives_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "omniglot").mkdir()
     (tmp_path / "omniglot" / "images_background.zip").write_bytes(b"PK")
-    with pytest.raises(DataError, match=r"nor is images_evaluation\.zip; images_background\.zip lies there"):
+    with pytest.raises(DataError, match=r"nor is images_evaluation\.zip; images_background\.zip is there"):
         prepare(SOURCES["omniglot"], tmp_path, download=False)

@@ -1,14 +1,13 @@
-"""Small things about files that downloading, extracting and preparing data share."""
+"""What downloading, extracting and preparing data ask of the disk: checksums, locks, and errors in words."""
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
-from dmlbench.runtime import is_open_at
+from filelock import FileLock, Timeout
+
 from dmlbench.types import DataError
 
 Progress = Callable[[int, int | None], None]
@@ -49,27 +48,30 @@ def file_digest(path: str | Path, algorithm: str = "md5", *, progress: Progress 
 
 
 @contextlib.contextmanager
-def locked_file(path: str | Path, *, doing: str) -> Iterator[IO[bytes]]:
-    """A file, open for appending, which no other process holds meanwhile; whoever holds it may remove or rename it.
-
-    The system takes the lock back when the process ends, however that happens.
+def locked(path: str | Path, *, doing: str) -> Iterator[None]:
+    """The right to make ``path``, which one process has at a time; the system takes it back when that process ends.
 
     Args:
-        path: the file, made when it is missing.
+        path: what is made. The lock is the hidden file ``.<name>.lock`` next to it, which is removed afterwards.
         doing: what its holder does, as in "making 'cub200'".
 
     Raises:
-        DataError: another process holds it.
+        DataError: another process has it.
     """
-    while True:
-        with open(path, "ab", buffering=0) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"another process is {doing}; wait until it is done, then start again") from None
-            if is_open_at(path, file.fileno()):  # else its last holder was done between our opening and locking it
-                yield file
-                return
+    path = Path(path)
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0.2)  # long enough for a second attempt, where the last holder removed the file just now
+    except Timeout:
+        raise DataError(
+            f"another process is {doing} (it holds '{file}'); wait until it is done, then start again"
+        ) from None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
 
 
 def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:

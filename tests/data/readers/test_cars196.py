@@ -10,7 +10,8 @@ import pytest
 from scipy.io import loadmat, savemat
 
 import dmlbench.data.readers.cars196 as loader
-from dmlbench.data.image_table import file_sizes, read_image
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.images.pixels import read_image
 from dmlbench.data.readers.cars196 import cars196
 from dmlbench.data.readers.cars196_names import NAMES
 from dmlbench.types import DataError, ImageTable

@@ -13,8 +13,8 @@ from dmlbench.data.batches.transforms import (
     identity,
     random_resized_crop,
     random_shift,
-    short_side_resized,
 )
+from dmlbench.data.images.pixels import short_side_resized
 from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError
 

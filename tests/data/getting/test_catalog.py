@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.getting.catalog import SOURCES, Source, find, is_found, published
+from dmlbench.data.getting.catalog import SOURCES, Source, is_found
 from dmlbench.types import DataError
 
 KNOWN_MD5 = {  # as the developers' reference sheet and torchvision have them
@@ -57,15 +57,14 @@ def test_entries_are_complete_and_well_formed(source: Source) -> None:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
 def test_the_reader_of_each_says_where_it_looked(source: Source, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        find(source, tmp_path)
+        source.place.find(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert is_found(source, tmp_path) is None
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_published_counts_add_up(name: str) -> None:
-    counts = published(SOURCES[name])
-    assert counts is not None
+    counts = SOURCES[name].published
     images, classes = BENCHMARKS[name]
     assert sum(count for count, _ in counts.by_role.values()) == images
     assert classes is None or sum(count for _, count in counts.by_role.values()) == classes

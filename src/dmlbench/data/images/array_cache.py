@@ -37,10 +37,10 @@ def cached_array(
     key: Mapping[str, Any],
     build: Callable[[], NDArray[np.uint8]],
 ) -> CachedArray:
-    """The array that ``build`` returns, from ``cache_dir`` where it lies there already.
+    """The array that ``build`` returns, read from ``cache_dir`` where it has been stored.
 
     The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
-    truncated or damaged file is recognized, reported in the log and made anew. Several processes may do this at once:
+    truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
     each writes a file of its own and puts it in place by renaming.
 
     Args:
@@ -96,5 +96,5 @@ def _verified_digest(path: Path) -> str | None:
         raise DataError(
             f"cannot read the cache '{path}' ({error.strerror or error}); choose another cache_dir"
         ) from error
-    logger.warning("the cached file %s is damaged; making it anew", path)
+    logger.warning("the cached file %s is damaged; making it again", path)
     return None

@@ -94,7 +94,15 @@ def test_a_missing_list_and_one_that_is_a_folder_are_named(tmp_path: Path) -> No
 def test_ids_at_fault_are_named_with_their_line(tmp_path: Path, ids: tuple[str, str], message: str) -> None:
     rows = read(tmp_path, "".join(f"{i} a\n" for i in ids))
     with pytest.raises(DataError, match=message):
-        rows.unique_numbers("id")
+        rows.numbers("id")
+        rows.check_once("id")
+
+
+def test_what_another_list_does_not_have_is_named_with_its_line(tmp_path: Path) -> None:
+    rows = read(tmp_path, "5 a\n7 b\n")
+    rows.check_known("id", {"5", "7"}, "other.txt")
+    with pytest.raises(DataError, match=r"line 2 of '.*' has the id 7, which is not in other\.txt; put the original"):
+        rows.check_known("id", {"5"}, "other.txt")
 
 
 @pytest.mark.parametrize("path", ["../x.jpg", "a/../../x.jpg", "/etc/passwd", "..\\x.jpg", "\\x.jpg"])

@@ -160,18 +160,9 @@ def _empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_truncate, "is damaged"),
-        (_other_data, "damaged|other data"),
-        (_older, "of version 0, not 2"),
-        (_garbage, "is damaged"),
-        (_empty, "is damaged"),
-    ],
-)
-def test_a_wrong_file_is_reported_and_built_anew(
-    table: ImageTable, tmp_path: Path, caplog: Any, spoil: Callable[[Path], None], message: str
+@pytest.mark.parametrize("spoil", [_truncate, _other_data, _older, _garbage, _empty])
+def test_a_wrong_file_is_reported_and_built_again(
+    table: ImageTable, tmp_path: Path, caplog: Any, spoil: Callable[[Path], None]
 ) -> None:
     first = cached_images(table, tmp_path / "cache", short_side=32)
     whole = first.path.read_bytes()
@@ -179,8 +170,7 @@ def test_a_wrong_file_is_reported_and_built_anew(
     with caplog.at_level(logging.WARNING):
         cached_images(table, tmp_path / "cache", short_side=32)
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "building it anew" in record.message
-    assert any(part in record.message for part in message.split("|"))
+    assert "building it again" in record.message
     assert first.path.read_bytes() == whole
 
 
@@ -275,7 +265,7 @@ def resident_bytes() -> int:
 def test_reading_much_more_than_memory_may_hold_keeps_little_resident(tmp_path: Path, monkeypatch: Any) -> None:
     count, side = 500, 400  # 240 MB, none of it on disk
     heights = np.full(count, side, dtype=np.int32)
-    head = image_cache._encode({}, heights, heights)
+    head = image_cache._encode({}) + heights.tobytes() * 2
     layout = image_cache._Layout.after(len(head), heights, heights)
     path = tmp_path / "sparse.images"
     path.write_bytes(head)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.readers.layouts import Layout, first_match, images_by_folder, locate, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_by_folder, resolve
 from dmlbench.types import DataError
 
 PREFERRED = Layout("lists", "list.txt and images", ("list.txt", "images"))
@@ -20,9 +20,7 @@ def make(root: Path, *paths: str) -> Path:
 
 
 def find(root: Path) -> tuple[Path, str]:
-    folder, layout = locate(
-        root, title="Birds", usual_names=("birds", "birds_200"), layouts=(PREFERRED, OTHER), remedy="unpack birds.tgz"
-    )
+    folder, layout = DataFolder("Birds", ("birds", "birds_200"), (PREFERRED, OTHER), "unpack birds.tgz").find(root)
     return folder, layout.name
 
 
@@ -85,7 +83,7 @@ def test_a_marker_may_have_several_places_of_which_the_first_counts(tmp_path: Pa
 def test_a_folder_must_also_be_recognized_where_a_layout_asks_for_it(tmp_path: Path) -> None:
     make(tmp_path, "birds/a.txt", "data/a.txt")
     layout = Layout("data", "a folder named data", ("a.txt",), lambda folder: folder.name == "data")
-    assert locate(tmp_path, title="x", usual_names=("birds",), layouts=(layout,), remedy="none")[0] == tmp_path / "data"
+    assert DataFolder("x", ("birds",), (layout,), "none").find(tmp_path)[0] == tmp_path / "data"
 
 
 def test_images_of_folders_are_sorted_and_nothing_hidden_or_else_counts(tmp_path: Path) -> None:
