@@ -126,6 +126,7 @@ class TableConfig:
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
+    facts: tuple[str, ...] = ()
     compare: tuple[str, ...] | None = None
     name: str | None = None
     allow_partial: bool = False

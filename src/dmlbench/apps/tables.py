@@ -88,20 +88,20 @@ def find_cells(
 
 
 def build_tables(
-    output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False
+    output_dir: str, pattern: str, spec: EvaluationSpec, *, facts: Sequence[str] = (), allow_partial: bool = False
 ) -> dict[tuple[str, str], Table]:
-    """One table per (data set, protocol) of the cells that match.
+    """One table per (data set, protocol) of the cells that match; ``facts`` of their splits are columns, too.
 
     Raises:
         RunError: as ``find_cells``.
-        ConfigError: a metric is unknown.
+        ConfigError: a metric or a fact is unknown.
     """
     tables = {}
     for (dataset, protocol), cells in find_cells(output_dir, pattern, spec, allow_partial=allow_partial).items():
         title = f"{dataset} under {protocol}"
         try:
             tables[dataset, protocol] = make_table(
-                title, [c.summary for c in cells], [c.label for c in cells], asked_columns(spec)
+                title, [c.summary for c in cells], [c.label for c in cells], asked_columns(spec), facts
             )
         except KeyError as error:
             raise ConfigError(str(error.args[0])) from None

@@ -21,7 +21,7 @@ def task(cfg: DictConfig) -> None:
         print(compare.to_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
-    tables = build_tables(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
+    tables = build_tables(cfg.paths.output_dir, cfg.cells, spec, facts=list(cfg.facts), allow_partial=cfg.allow_partial)
     for (dataset, protocol), table in tables.items():
         print(to_text(table))
         name = cfg.name or f"{dataset}-{protocol}"

@@ -27,9 +27,9 @@ class Table:
     """Rows of entries under two-line column heads, with the notes that belong under the numbers."""
 
     title: str
-    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed
+    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed; facts of the splits have no kind
     higher_is_better: tuple[bool, ...]  # of each column
-    rows: tuple[tuple[str, tuple[Entry | None, ...]], ...]
+    rows: tuple[tuple[str, tuple[Entry | str | None, ...]], ...]
     notes: tuple[str, ...]
 
     def best(self) -> list[float | None]:
@@ -39,18 +39,22 @@ class Table:
             if not higher_is_better:
                 result.append(None)
                 continue
-            means = [round(entry.mean, 2) for _, entries in self.rows if (entry := entries[i]) is not None]
+            means = [round(entry.mean, 2) for _, entries in self.rows if isinstance(entry := entries[i], Entry)]
             result.append(max(means) if len(means) > 1 else None)
         return result
 
 
 def make_table(
-    title: str, summaries: Sequence[Mapping[str, Any]], labels: Sequence[str], metrics: Sequence[str]
+    title: str,
+    summaries: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    metrics: Sequence[str],
+    facts: Sequence[str] = (),
 ) -> Table:
-    """A table of summaries that ``aggregate_cell`` made, one row each.
+    """A table of summaries that ``aggregate_cell`` made, one row each; ``facts`` of the splits are its first columns.
 
     Raises:
-        KeyError: a metric is in none of the summaries.
+        KeyError: a metric or a fact is in none of the summaries.
     """
     kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
     known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
@@ -58,21 +62,25 @@ def make_table(
         if metric not in known:
             raise KeyError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
     scores = [score_named(metric) for metric in metrics]
-    columns = []
+    columns = [("", fact) for fact in facts]
     for kind in kinds:
         dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
         size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
         columns += [(KINDS[kind] + size, score.label) for score in scores]
     rows = []
+    for fact in facts:
+        if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
+            raise KeyError(f"no split of these results has the fact '{fact}'")
     for summary, label in zip(summaries, labels, strict=True):
-        entries = [
+        entries: list[Entry | str | None] = [_fact(summary, fact) for fact in facts]
+        entries += [
             _entry(summary["scores"].get(kind, {}).get(score.name), score.scale) for kind in kinds for score in scores
         ]
         rows.append((label, tuple(entries)))
     notes = _notes(summaries, labels)
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
-    better = tuple(score.metric.better is not None for score in scores) * len(kinds)
+    better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
     return Table(title, tuple(columns), better, tuple(rows), tuple(notes))
 
 
@@ -82,6 +90,13 @@ def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | No
     mean, std = score["mean"], score["std"]
     assert mean is not None
     return Entry(scale * mean, None if std is None else scale * std)
+
+
+def _fact(summary: Mapping[str, Any], name: str) -> str | None:
+    """The values of a fact over the runs' splits: one, or each of them once."""
+    own = [facts[name] for facts in summary.get("facts", {}).values() if facts and name in facts]
+    texts = dict.fromkeys(f"{value:.4g}" if isinstance(value, float) else str(value) for value in own)
+    return ", ".join(texts) or None
 
 
 def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
@@ -137,7 +152,7 @@ def _marked(table: Table, bold: str) -> list[list[str]]:
         cells = [label]
         for entry, top in zip(entries, best, strict=True):
             text = "–" if entry is None else str(entry)
-            cells.append(bold.format(text) if entry is not None and top == round(entry.mean, 2) else text)
+            cells.append(bold.format(text) if isinstance(entry, Entry) and top == round(entry.mean, 2) else text)
         lines.append(cells)
     return lines
 
@@ -193,7 +208,10 @@ def to_csv(table: Table) -> str:
     for label, entries in table.rows:
         cells: list[object] = [label]
         for entry in entries:
-            cells += ["", ""] if entry is None else [entry.mean, "" if entry.std is None else entry.std]
+            if isinstance(entry, Entry):
+                cells += [entry.mean, "" if entry.std is None else entry.std]
+            else:
+                cells += [entry or "", ""]
         writer.writerow(cells)
     return buffer.getvalue()
 
@@ -224,7 +242,8 @@ def to_latex(table: Table) -> str:
         cells = [escape(label)]
         for entry, highest in zip(entries, best, strict=True):
             text = escape("–" if entry is None else str(entry))
-            cells.append(rf"\textbf{{{text}}}" if entry is not None and highest == round(entry.mean, 2) else text)
+            is_best = isinstance(entry, Entry) and highest == round(entry.mean, 2)
+            cells.append(rf"\textbf{{{text}}}" if is_best else text)
         rows.append(" & ".join(cells) + r" \\")
     notes = [f"% {note}" for note in (table.title, *table.notes)]
     columns = "l" + "c" * len(table.columns)
