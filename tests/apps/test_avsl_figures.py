@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from dmlbench import build
 from dmlbench.apps.avsl_figures import draw_avsl_figures, inference_facts
 from dmlbench.cli.front import compose
-from dmlbench.evaluation.embed import save_distance, save_embeddings
+from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.training.log import History
 from dmlbench.types import EmbeddingSet, RunError
 

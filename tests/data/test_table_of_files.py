@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.table import Listing, Published, table_of_files
+from dmlbench.data.image_table import Listing, Published, table_of_files
 from dmlbench.types import DataError
 
 PATHS = ("a/1", "a/2", "b/1", "c/1", "c/2")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmlbench.evaluation.embed import embed, load_embeddings, save_embeddings
+from dmlbench.evaluation.embeddings.embed import embed, load_embeddings, save_embeddings
 from dmlbench.types import Batch, EmbeddingSet, RunError
 
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation import halves, search
-from dmlbench.evaluation.candidates import column_of, settle
-from dmlbench.evaluation.halves import ranked_by_halves
-from dmlbench.evaluation.search import UnitSearch, unit_search
-from dmlbench.evaluation.similarity import unit_rows
+from dmlbench.evaluation.search import halves, unit_vectors
+from dmlbench.evaluation.search.candidates import column_of, settle
+from dmlbench.evaluation.search.halves import ranked_by_halves
+from dmlbench.evaluation.search.similarity import unit_rows
+from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet
 
 
@@ -67,23 +67,22 @@ def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_
     assert max(sizes) < 25  # of 600
 
 
-def test_evaluation_uses_halves_where_that_saves_time_and_only_within_one_set(
+def test_halves_serve_a_set_within_itself_alone_and_only_where_both_sides_see_one_similarity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    queries, gallery = clustered(600, seed=1, width=600), clustered(600, seed=2, width=600)
+    queries, gallery = clustered(60, seed=1), clustered(60, seed=2)
     gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
-    within = unit_search(queries, None)
-    monkeypatch.setattr(search, "num_threads", lambda: 1)
-    assert within.halves_pay(7, 600)
-    assert not within.halves_pay(7, 300)  # most rows are no queries
-    assert not within.halves_pay(100, 600)  # too many candidates to keep
-    assert not unit_search(queries, gallery).halves_pay(7, 600)
-    narrow = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # rows that all point the same way
-    assert not unit_search(narrow, None).halves_pay(7, 600)
+    one_way = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # centered, which moves the queries alone
     called = []
-    monkeypatch.setattr(search, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
-    list(within.ranked(7, lambda part, keys: None, wanted=np.arange(600)))
-    assert called == [1]
-    monkeypatch.setattr(search, "num_threads", lambda: 2)
-    assert not within.halves_pay(7, 600)  # the one that hands candidates on would be waited for
-    assert within.halves_pay(3, 600)
+    monkeypatch.setattr(unit_vectors, "ranked_by_halves", lambda *_, **__: iter(called.append(1) or ()))
+
+    def uses_halves(search: UnitSearch, *, pays: bool = True) -> bool:
+        monkeypatch.setattr(unit_vectors, "halves_pay", lambda *_, **__: pays)
+        called.clear()
+        list(search.ranked(7, lambda part, keys: None, wanted=np.arange(60)))
+        return bool(called)
+
+    assert uses_halves(unit_search(queries, None))
+    assert not uses_halves(unit_search(queries, None), pays=False)
+    assert not uses_halves(unit_search(queries, gallery))
+    assert not uses_halves(unit_search(one_way, None))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation import back_ends
-from dmlbench.evaluation.candidates import (
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.search import back_ends
+from dmlbench.evaluation.search.candidates import (
     PADDING,
     Keys,
     column_of,
@@ -22,8 +23,7 @@ from dmlbench.evaluation.candidates import (
     settle,
     value_of,
 )
-from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 

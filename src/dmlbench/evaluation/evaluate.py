@@ -1,4 +1,4 @@
-"""The scores of a set of embeddings: from rows, labels and ids to every metric of ``dmlbench.evaluation.metrics``."""
+"""The scores of a set of embeddings: from rows, labels and ids to every metric."""
 
 import logging
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.candidates import Keys
-from dmlbench.evaluation.clustering import cluster_scores, kmeans_library
-from dmlbench.evaluation.metrics import mean_scores, query_score_names, query_scores
-from dmlbench.evaluation.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.rerank import check_rerank
+from dmlbench.evaluation.metrics.clustering import WholeSet
+from dmlbench.evaluation.metrics.ranking import mean_scores
+from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.resume import ResumableScores
-from dmlbench.evaluation.search import unit_search
+from dmlbench.evaluation.search.by_distance import rank_by_distance, refuse_what_unit_vectors_have
+from dmlbench.evaluation.search.candidates import Keys
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.unit_vectors import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
 from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
@@ -88,13 +89,12 @@ def evaluate(
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
-    recall_at, metrics = spec.recall_at, spec.metrics
-    task = retrieval_task(queries, reference, recall_at=recall_at, metrics=metrics)
+    task = retrieval_task(queries, reference, spec.scores)
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
     if spec.rerank is not None:
         check_rerank(spec.rerank, own, k=task.k, num_gallery=len(reference))
     if own is None:
-        known = ResumableScores(None, query_score_names(recall_at, metrics), len(queries), fingerprint="")
+        known = ResumableScores(None, score_names(of_queries(spec.scores)), len(queries), fingerprint="")
         tiles = _unit_tiles(queries, gallery, spec, task)
     else:
         refuse_what_unit_vectors_have(spec, own)
@@ -102,8 +102,7 @@ def evaluate(
     per_query = known.per_query
     if per_query:
         for part, relevant in tiles:
-            scores = query_scores(relevant, task.positives[part], recall_at=recall_at, metrics=metrics)
-            for name, values in scores.items():
+            for name, values in query_scores(relevant, task.positives[part], spec.scores).items():
                 per_query[name][part] = values
             known.advance()
         known.save()
@@ -111,15 +110,17 @@ def evaluate(
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
         )
-    of_the_set = cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=spec.kmeans_seed)
-    clustered = f"{kmeans_library()}, seed {spec.kmeans_seed}" if {"nmi", "ami"} & set(metrics) else None
+    clustered = any(score.metric.reads == "clusters" for score in spec.scores)
+    of_the_set: dict[str, float] = {}
+    if len(of_queries(spec.scores)) < len(spec.scores):
+        of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed), spec.scores)
     return Evaluation(
         mean_scores(per_query) | of_the_set,
         per_query,
         len(queries),
         len(reference),
         task.n_skipped_queries,
-        kmeans=clustered,
+        kmeans=spec.kmeans if clustered else None,
         search=spec.search,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.halves import HalvesState, Waiting
+from dmlbench.evaluation.search.halves import HalvesState, Waiting
 from dmlbench.runtime import atomic_write
 
 _SAVE_SECONDS = 30.0

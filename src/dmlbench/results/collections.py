@@ -9,6 +9,7 @@ Four folds with three repeats each give 3^4 = 81 collections. A collection is sc
 Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,11 +19,19 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit
 
-from dmlbench.evaluation.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.members import Distances, Members
-from dmlbench.evaluation.metrics import DEFAULT_RECALL_AT, METRICS, score_names
+from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation.collections.members import Distances, Members
+from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.metrics.table import (
+    DEFAULT_METRICS,
+    DEFAULT_RECALL_AT,
+    asked_scores,
+    in_table_order,
+    of_queries,
+    score_names,
+)
 from dmlbench.evaluation.partial import forget
-from dmlbench.evaluation.search import TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
 
@@ -34,6 +43,7 @@ def collections(
     galleries: Members | None = None,
     *,
     scores: Sequence[Sequence[Mapping[str, float]]] | None = None,
+    metrics: Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     tile_bytes: int = TILE_BYTES,
     distances: Distances | None = None,
@@ -43,14 +53,15 @@ def collections(
     """Score every collection of one repeat per fold.
 
     The concatenated ranking is that of the sum over folds, in their order, of the members' exact similarities
-    (see ``dmlbench.evaluation.similarity``), ties by gallery index; tiles and threads cannot change it.
+    (see ``dmlbench.evaluation.search.similarity``), ties by gallery index; tiles and threads cannot change it.
 
     Args:
         members: query rows [Q, D] of every run, [fold][repeat]; D may differ, ids and labels may not. Folds may have
             different numbers of repeats.
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
         scores: the members' own scores as fractions, [fold][repeat][name], where they are known; computed otherwise.
-        recall_at: values of K for R@K.
+        metrics: what joined embeddings are scored by, metrics of rankings; none at all is allowed with ``scores``.
+        recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
         distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
             unit vectors. The concatenated ranking is then by the sum of the members' distances.
@@ -68,11 +79,18 @@ def collections(
             that are incomplete, or sets that cannot be evaluated.
         ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
     """
-    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
-    names = list(score_names(spec.recall_at))
     _check_members(members, galleries)
     if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
         raise RunError("distances must be given for every run, [fold][repeat], or not at all")
+    names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
+    if not names and scores is None:
+        raise ConfigError(
+            f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
+        )
+    concatenated: Mapping[tuple[int, ...], Evaluation | None]
+    concatenated = dict.fromkeys(itertools.product(*(range(len(fold)) for fold in members)))
+    if names:
+        spec = EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names)
     if scores is None:
         concatenated, own = concatenated_and_own_scores(
             members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
@@ -81,17 +99,19 @@ def collections(
         del own
     else:
         _check_scores(scores, members, names)
-        concatenated = concatenated_scores(
-            members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
-        )
-    # What else every member was scored by, such as nmi, has a mean over members but no ranking of joined embeddings.
-    separated = names + [name for name in METRICS if name not in names and all(name in s for f in scores for s in f)]
+        if names:
+            concatenated = concatenated_scores(
+                members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
+            )
+    # Every score that all members have has a mean over members; those of a whole set, such as nmi, no joined ranking.
+    separated = in_table_order(name for name in scores[0][0] if all(name in s for f in scores for s in f))
     rows = []
     for choice, evaluation in concatenated.items():
         row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
         for name in separated:
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
-        row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
+        if evaluation is not None:
+            row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
         rows.append(row)
     del concatenated
     if partial is not None:

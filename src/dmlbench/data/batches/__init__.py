@@ -1,0 +1,1 @@
+"""From rows of a table to batches: samplers, transforms and loaders."""

@@ -1,0 +1,311 @@
+"""From table rows to batches of images, in this process or in workers, with the same numbers either way."""
+
+import atexit
+import logging
+import signal
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
+from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
+from dmlbench.data.images.sources import ImageSource
+from dmlbench.runtime import available_cores, derive_seed
+from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
+
+_GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on
+
+logger = logging.getLogger(__name__)
+
+
+class TrainBatches:
+    """An endless iterator over training batches whose state is that of the last batch that was handed out.
+
+    The randomness of an image comes from (seed, epoch, number of the batch in it, position in the batch), so the
+    images are the same for any number of workers and after resuming. Images are uint8 [B, 3, H, W] RGB, on the device.
+    """
+
+    def __init__(
+        self,
+        table: ImageTable,
+        rows: IntArray,
+        *,
+        images: ImageSource | Tensor,
+        class_index: IntArray,
+        sampler: BatchSampler,
+        transform: Transform,
+        seed: int,
+        device: torch.device | str = "cpu",
+        num_workers: int | None = 0,
+    ) -> None:
+        """Set up; nothing is read and no worker is started before the first batch is asked for.
+
+        Args:
+            table: the data set.
+            rows: [N] training rows of it.
+            images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``)
+                for those that move whole batches.
+            class_index: [table.num_classes] training class 0..C-1 of each label of the table, -1 for others
+                (``dmlbench.data.protocols.class_index`` makes it).
+            sampler: draws positions into ``rows``; it was made from their labels.
+            transform: of training images.
+            seed: of the transform's randomness.
+            device: where the batches are wanted, and mirrored.
+            num_workers: processes that read ahead; 0 reads in this one, None chooses. A tensor needs none.
+
+        Raises:
+            ConfigError: a negative number of workers, or a sampler of other rows.
+        """
+        self._rows = np.asarray(rows, dtype=np.int64)
+        self._class_index = np.asarray(class_index, dtype=np.int64)
+        self._device = torch.device(device)
+        self._num_workers = _resolve_workers(num_workers, self._device, images)
+        if len(sampler.labels) != len(self._rows):
+            raise ConfigError(
+                f"the sampler draws from {len(sampler.labels)} labels, but there are {len(self._rows)} rows"
+            )
+        if (self._class_index[table.labels[self._rows]] < 0).any():
+            raise ConfigError(
+                "class_index has no number for some classes of the training rows; make it from these rows"
+            )
+        self._sampler = sampler
+        self._reader = _Reader(images, transform)
+        self._seed = seed
+        self._stream: Iterator[_Read] | None = None
+        self._state = sampler.state_dict()
+        self._labels = table.labels
+
+    def __len__(self) -> int:
+        """Batches of a nominal epoch; the iterator itself does not end."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._stream is None:
+            self._sampler.load_state_dict(self._state)
+            requests = (_request(index, self._rows, self._seed) for index in self._sampler)
+            self._stream = _stream(self._reader, requests, self._num_workers, self._device)
+        try:
+            request, images = _unwrap(next(self._stream), self._device)
+        except BaseException:
+            self.close()
+            raise
+        assert request.index is not None
+        self._state = self._sampler.state_after(request.index)
+        labels = self._class_index[self._labels[request.rows]]
+        return Batch(images, torch.from_numpy(labels), torch.from_numpy(request.rows)).to(self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state after the last batch that was handed out, whatever was read ahead."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batch at which ``state`` was taken; batches that were read ahead are dropped.
+
+        Raises:
+            RunError: the state is that of another sampler.
+        """
+        self.close()
+        self._sampler.load_state_dict(state)
+        self._state = self._sampler.state_dict()
+
+    def close(self) -> None:
+        """End the workers. The next batch starts new ones, so nothing is lost."""
+        _end(self._stream)
+        self._stream = None
+
+
+class EvalBatches:
+    """Batches of images in row order; can be gone through again and again. Labels are the table's."""
+
+    def __init__(
+        self,
+        table: ImageTable,
+        rows: IntArray,
+        *,
+        images: ImageSource | Tensor,
+        transform: Transform,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        num_workers: int | None = 0,
+    ) -> None:
+        """
+        Args:
+            table: the data set.
+            rows: [N] rows of it, embedded in this order; the last batch may be smaller.
+            images: of the table, as for ``TrainBatches``.
+            transform: of evaluation images; not a random one.
+            batch_size: images of a batch.
+            device: where the batches are wanted.
+            num_workers: processes that read ahead; 0 reads in this one, None chooses.
+
+        Raises:
+            ConfigError: a batch size below 1, a negative number of workers or a random transform.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size ({batch_size}) must be at least 1")
+        if transform.is_random:
+            raise ConfigError(
+                "the evaluation transform is random; use one that is not, such as center_crop or identity"
+            )
+        self._rows = np.asarray(rows, dtype=np.int64)
+        self._labels = table.labels
+        self._batch_size = batch_size
+        self._device = torch.device(device)
+        self._num_workers = _resolve_workers(num_workers, self._device, images)
+        self._reader = _Reader(images, transform)
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        parts = [self._rows[i : i + self._batch_size] for i in range(0, len(self._rows), self._batch_size)]
+        requests = [_Request(part, [0] * len(part)) for part in parts]
+        stream = _stream(self._reader, requests, min(self._num_workers, len(parts)), self._device)
+        try:
+            for read in stream:
+                request, images = _unwrap(read, self._device)
+                labels = torch.from_numpy(self._labels[request.rows])
+                yield Batch(images, labels, torch.from_numpy(request.rows)).to(self._device)
+        finally:
+            _end(stream)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Table rows [B] to read, a seed for each, and the sampler's batch that they come from."""
+
+    rows: IntArray
+    seeds: Sequence[int]
+    index: IndexBatch | None = None
+
+
+def _request(index: IndexBatch, rows: IntArray, seed: int) -> _Request:
+    seeds = [derive_seed(seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
+    return _Request(rows[index.rows], seeds, index)
+
+
+# What a reader returns: the request with its images [B, 3, H, W] and which of them are still to be mirrored, or the
+# error instead of them. An error travels as a value because the loader would wrap one that is raised in a worker into a
+# message with that worker's traceback.
+_Read = tuple[_Request, Tensor, Tensor] | DmlbenchError
+
+
+class _Reader(Dataset[_Read]):
+    def __init__(self, images: ImageSource | Tensor, transform: Transform) -> None:
+        takes_batches = transform.works_on == "batch"
+        if takes_batches != isinstance(images, Tensor):
+            wanted = "a tensor of all images" if takes_batches else "single images"
+            raise ConfigError(f"{type(transform).__name__} works on {wanted}; open the images for it")
+        self._images, self._transform = images, transform
+
+    def __getitem__(self, request: _Request) -> _Read:
+        try:
+            if isinstance(self._transform, ShiftTransform):
+                assert isinstance(self._images, Tensor)
+                images = self._transform(self._images, torch.from_numpy(request.rows), request.seeds)
+                return request, images, torch.zeros(len(images), dtype=torch.bool)
+            assert not isinstance(self._images, Tensor)
+            return request, *_cut(self._images, self._transform, request)
+        except DmlbenchError as error:
+            return error
+
+
+def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tuple[Tensor, Tensor]:
+    """Images [B, 3, crop, crop] in channels-last order, not yet mirrored, and which of them are to be [B]."""
+    images = [source.read(row) for row in request.rows.tolist()]
+    cut = transform.plan(np.array([image.shape[:2] for image in images]), request.seeds)
+    result = np.empty((len(images), transform.crop, transform.crop, 3), dtype=np.uint8)
+    for out, image, box in zip(result, images, cut.boxes.tolist(), strict=True):
+        out[:] = transform.cut(image, box)
+    return torch.from_numpy(result).permute(0, 3, 1, 2), torch.from_numpy(cut.flip)
+
+
+def _unwrap(read: _Read, device: torch.device) -> tuple[_Request, Tensor]:
+    """The request and its images on the device, mirrored; or the error."""
+    if isinstance(read, DmlbenchError):
+        raise read
+    request, images, flip = read
+    images = images.to(device, non_blocking=True)
+    if bool(flip.any()):
+        chosen = flip.nonzero()[:, 0].to(device, non_blocking=True)
+        images[chosen] = images[chosen].flip(-1)
+    return request, images
+
+
+def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:
+    if num_workers is not None and num_workers < 0:
+        raise ConfigError(f"num_workers ({num_workers}) must be at least 0")
+    if isinstance(images, Tensor):
+        return 0  # the images are where they are needed already
+    if num_workers is not None:
+        return num_workers
+    return min(_GPU_WORKERS, available_cores()) if device.type == "cuda" else 1
+
+
+def _stream(
+    reader: Dataset[_Read], requests: Iterable[_Request], num_workers: int, device: torch.device
+) -> Iterator[_Read]:
+    """What the reader returns for each request, in order."""
+    if num_workers == 0:
+        return (reader[request] for request in requests)
+    loader: DataLoader[_Read] = DataLoader(
+        reader,
+        batch_size=None,
+        sampler=requests,
+        num_workers=num_workers,
+        worker_init_fn=_prepare_worker,
+        collate_fn=_as_is,
+        pin_memory=device.type == "cuda",
+        # Without one of its own it would draw from the global generator, and numbers would depend on num_workers.
+        generator=torch.Generator().manual_seed(0),
+    )
+    # Workers inherit the mask, so that a signal cannot end one before it has been told to ignore it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        stream = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _open_streams.add(stream)
+    return stream
+
+
+def _as_is(read: Any) -> Any:
+    # The default would turn the request's arrays into tensors.
+    return read
+
+
+def _prepare_worker(worker: int) -> None:
+    """Signals are the main process's affair.
+
+    Ctrl-C and a scheduler's SIGTERM reach the whole process group. A worker that died of it would make the main
+    process fail in the middle of saving; instead it goes on until the main process ends it, or is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+_open_streams: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def _end(stream: Iterator[_Read] | None) -> None:
+    """End the stream's workers now. Dropping the last reference does it too, but who holds one?"""
+    shut_down = getattr(stream, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+        _open_streams.discard(stream)
+
+
+@atexit.register
+def _end_all() -> None:
+    # Runs before multiprocessing's own exit handler, which would send SIGTERM and then wait forever.
+    for stream in list(_open_streams):
+        _end(stream)

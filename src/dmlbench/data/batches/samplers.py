@@ -1,0 +1,360 @@
+"""Which images make a batch: samplers of training rows, in an order that can be saved and resumed.
+
+They differ in what they draw without replacement:
+
+=================================  ==============================  ===============================================
+sampler                            classes of a batch              images of a class
+=================================  ==============================  ===============================================
+``ClassBalancedBatchSampler``      without, over the epoch         without, over the epoch
+``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
+``IndependentClassBatchSampler``   without, within the batch       with
+``RandomClassBatchSampler``        a few; any number of images     with
+``RandomBatchSampler``             not looked at                   without, over the epoch
+=================================  ==============================  ===============================================
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, IntArray, RunError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IndexBatch:
+    """Positions [B] into the training rows, and where in the sequence of batches they stand.
+
+    Attributes:
+        rows: [B] positions.
+        epoch: number of the epoch, from 0.
+        index: number of the batch in its epoch, from 0.
+    """
+
+    rows: IntArray
+    epoch: int
+    index: int
+
+
+class BatchSampler:
+    """An endless iterator over batches whose epochs are planned whole, epoch e from (seed, e) alone.
+
+    So the state is a pair of numbers, epoch and batch, besides what the plan was made from. Subclasses set their sizes
+    and implement ``_plan_epoch``.
+    """
+
+    def __init__(self, labels: IntArray, *, seed: int, sizes: dict[str, int]) -> None:
+        """
+        Args:
+            labels: [N] class of each training row; any integers.
+            seed: of every draw.
+            sizes: what describes a batch, by the name of the argument; each at least 1.
+
+        Raises:
+            ConfigError: a size below 1, or more classes in a batch than ``labels`` has.
+        """
+        self.labels = np.ascontiguousarray(labels, dtype=np.int64)
+        self.seed = seed
+        self._sizes_of_batch = sizes
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{name} ({value}) must be at least 1")
+        _, self._class_of, self._sizes = np.unique(self.labels, return_inverse=True, return_counts=True)
+        wanted = sizes.get("classes_per_batch", 1)
+        if wanted > len(self._sizes):
+            raise ConfigError(
+                f"classes_per_batch ({wanted}) exceeds the {len(self._sizes)} training classes; "
+                "lower sampler.classes_per_batch"
+            )
+        self._fingerprint = hashlib.sha256(self.labels.tobytes()).hexdigest()[:16]
+        self._epoch = 0
+        self._index = 0
+        self._plan = self._plan_epoch(0)
+        self._length = len(self._plan)
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        """[batches, B] positions into the labels, at least one batch."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Batches of the first epoch: the nominal epoch for turning epochs into steps."""
+        return self._length
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        return self
+
+    def __next__(self) -> IndexBatch:
+        if self._index >= len(self._plan):
+            self._epoch, self._index = self._epoch + 1, 0
+            self._plan = self._plan_epoch(self._epoch)
+        batch = IndexBatch(self._plan[self._index], self._epoch, self._index)
+        self._index += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch stands, and what it was planned from."""
+        return self._state(self._epoch, self._index)
+
+    def state_after(self, batch: IndexBatch) -> dict[str, Any]:
+        """The state as it was when ``batch`` had just been taken, however many batches were taken since."""
+        return self._state(batch.epoch, batch.index + 1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            RunError: it was saved by another kind of sampler, or one of other labels, sizes or another seed.
+        """
+        expected = self.state_dict()
+        for name in ("kind", *self._sizes_of_batch, "seed", "fingerprint"):
+            if state.get(name) != expected[name]:
+                raise RunError(
+                    f"the saved sampler has {name} = {state.get(name)}, this run has {expected[name]}; "
+                    "continue with the settings and data that it was saved with, or start again"
+                )
+        epoch, index = int(state["epoch"]), int(state["index"])
+        plan = self._plan if epoch == self._epoch else self._plan_epoch(epoch)
+        if epoch < 0 or not 0 <= index <= len(plan):
+            raise RunError(f"the saved sampler stands at batch {index} of epoch {epoch}, which has {len(plan)} batches")
+        self._epoch, self._index, self._plan = epoch, index, plan
+
+    def _state(self, epoch: int, index: int) -> dict[str, Any]:
+        return {
+            "kind": type(self).__name__,
+            "seed": self.seed,
+            "epoch": epoch,
+            "index": index,
+            **self._sizes_of_batch,
+            "fingerprint": self._fingerprint,
+        }
+
+    def _shuffled_by_class(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Positions [N] class after class, shuffled within each, and start [C + 1], where each class's begin."""
+        shuffled = random.permutation(len(self.labels))
+        shuffled = shuffled[np.argsort(self._class_of[shuffled], kind="stable")]
+        return shuffled, np.concatenate([[0], np.cumsum(self._sizes)])
+
+    def _draw_classes(self, random: np.random.Generator, batches: int, count: int) -> IntArray:
+        """[batches, count] classes, distinct within each batch."""
+        return np.stack([random.choice(len(self._sizes), count, replace=False) for _ in range(batches)])
+
+    def _whole_batches(self, batch_size: int) -> int:
+        """How often ``batch_size`` goes into the images.
+
+        Raises:
+            ConfigError: not once.
+        """
+        if batch_size > len(self.labels):
+            sizes = " x ".join(f"sampler.{name} ({value})" for name, value in self._sizes_of_batch.items())
+            raise ConfigError(
+                f"a batch of {sizes} = {batch_size} images exceeds the {len(self.labels)} training images; lower it"
+            )
+        return len(self.labels) // batch_size
+
+
+class _BalancedSampler(BatchSampler):
+    """Batches of ``classes_per_batch`` classes x ``images_per_class`` images."""
+
+    with_replacement: ClassVar[bool] = False
+    """Whether images repeat anyway, so that a class with few of them is nothing to warn of."""
+
+    def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
+        """Plan batches.
+
+        Args:
+            labels: [N] class of each training row; any integers.
+            classes_per_batch: distinct classes of a batch, at least 1.
+            images_per_class: images of each, at least 1.
+            seed: of every draw.
+
+        Raises:
+            ConfigError: a number below 1, more classes than ``labels`` has, or, where each batch draws its own classes,
+                a batch larger than it.
+        """
+        self.classes_per_batch = classes_per_batch
+        self.images_per_class = images_per_class
+        sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
+        super().__init__(labels, seed=seed, sizes=sizes)
+        if not self.with_replacement:
+            _warn_of_small_classes(self._sizes, images_per_class)
+
+
+class ClassBalancedBatchSampler(_BalancedSampler):
+    """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement (GSP).
+
+    In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; what is left over
+    sits this epoch out. A class with fewer images gives one group, filled by going through its own images again. Groups
+    are dealt in passes: each pass goes once through the classes that still have groups, those that the last pass left
+    over first, the others shuffled, and cuts them into batches. The epoch ends when fewer than ``classes_per_batch``
+    classes have groups left. So both images and classes come without replacement until they are used up. Epochs of
+    classes of unequal size may differ by a few batches, as it depends on the shuffle which class is left over.
+
+    Source: the sampling of Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV
+        2023 (public code).
+    """
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        groups, first = self._cut_groups(random)
+        left = np.diff(first)  # [C] groups that each class still has
+        used = np.zeros_like(left)
+        passed_over = np.zeros(0, dtype=np.int64)
+        order: list[IntArray] = []
+        while True:
+            active = np.flatnonzero(left > used)
+            if len(active) < self.classes_per_batch:
+                break
+            fresh = random.permutation(np.setdiff1d(active, passed_over, assume_unique=True))
+            sequence = np.concatenate([passed_over, fresh])
+            whole = len(sequence) // self.classes_per_batch * self.classes_per_batch
+            dealt, passed_over = sequence[:whole], sequence[whole:]
+            order.append(first[dealt] + used[dealt])
+            used[dealt] += 1
+        return groups[np.concatenate(order)].reshape(-1, self.classes_per_batch * self.images_per_class)
+
+    def _cut_groups(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Groups [G, images_per_class] of positions, class after class, and first [C + 1], where each class's begin."""
+        size = self.images_per_class
+        shuffled, start = self._shuffled_by_class(random)
+        first = np.concatenate([[0], np.cumsum(np.maximum(self._sizes // size, 1))])
+        owner = np.repeat(np.arange(len(self._sizes)), np.diff(first))  # [G] class of each group
+        number = np.arange(len(owner)) - first[owner]  # [G] number of the group in its class
+        within = number[:, None] * size + np.arange(size)  # [G, K]
+        # The remainder wraps round only in a class smaller than a group.
+        within %= self._sizes[owner][:, None]
+        return shuffled[start[owner][:, None] + within], first
+
+
+class RotatingClassBatchSampler(_BalancedSampler):
+    """Each batch: newly drawn classes, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
+
+    A class's sequence is shuffled again when fewer than ``images_per_class`` images are left in it. A class with fewer
+    images than that is filled by going through them again (the public code returns a smaller batch).
+
+    Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
+        (``BalancedBatchSampler``), whose epoch has floor((N - 1) / B) batches.
+    """
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        size = self.images_per_class
+        batch_size = self.classes_per_batch * size
+        self._whole_batches(batch_size)
+        classes = self._draw_classes(random, max(1, (len(self.labels) - 1) // batch_size), self.classes_per_batch)
+        drawn = classes.reshape(-1)
+        turn = _number_of_occurrence(drawn)  # [draws] how often the class was drawn before
+        groups_of = np.maximum(self._sizes // size, 1)
+        rows = np.empty((len(drawn), size), dtype=np.int64)
+        # One shuffle of everything serves every class's first round, the next one its second, and so on.
+        for round_number in range(int((turn // groups_of[drawn]).max()) + 1):
+            shuffled, start = self._shuffled_by_class(random)
+            now = np.flatnonzero(turn // groups_of[drawn] == round_number)
+            owner = drawn[now]
+            within = (turn[now] % groups_of[owner])[:, None] * size + np.arange(size)
+            rows[now] = shuffled[start[owner][:, None] + within % self._sizes[owner][:, None]]
+        return rows.reshape(len(classes), batch_size)
+
+
+class IndependentClassBatchSampler(_BalancedSampler):
+    """Each batch: distinct classes, and of each images with replacement, whatever came before (ProxyAnchor, balanced).
+
+    Source: S. Kim et al., "Proxy Anchor Loss for Deep Metric Learning", CVPR 2020; public code
+        tjddus9597/Proxy-Anchor-CVPR2020 (``BalancedSampler``), whose epoch has floor(N / B) batches.
+    """
+
+    with_replacement: ClassVar[bool] = True
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        batch_size = self.classes_per_batch * self.images_per_class
+        classes = self._draw_classes(random, self._whole_batches(batch_size), self.classes_per_batch)
+        owner = classes.repeat(self.images_per_class, axis=1)  # [batches, B]
+        return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
+
+
+class RandomClassBatchSampler(BatchSampler):
+    """Each batch: a few newly drawn classes, and every image of a random one of them, with replacement (ProxyNCA++).
+
+    Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
+        (``RandomBatchSampler``), the baseline of its class-balanced sampling; incomplete batches are left out.
+    """
+
+    def __init__(self, labels: IntArray, *, classes_per_batch: int, batch_size: int, seed: int) -> None:
+        """Plan batches.
+
+        Args:
+            labels: [N] class of each training row; any integers.
+            classes_per_batch: classes that a batch is drawn from; not all of them need occur.
+            batch_size: images of a batch.
+            seed: of every draw.
+
+        Raises:
+            ConfigError: a number below 1, more classes than ``labels`` has, or a batch larger than it.
+        """
+        self.classes_per_batch = classes_per_batch
+        self.batch_size = batch_size
+        super().__init__(labels, seed=seed, sizes={"classes_per_batch": classes_per_batch, "batch_size": batch_size})
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        classes = self._draw_classes(random, self._whole_batches(self.batch_size), self.classes_per_batch)
+        which = random.integers(0, self.classes_per_batch, (len(classes), self.batch_size))
+        owner = np.take_along_axis(classes, which, axis=1)  # [batches, B]
+        return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
+
+
+class RandomBatchSampler(BatchSampler):
+    """Shuffled epochs cut into batches, whatever the classes; an incomplete last batch is left out (ProxyAnchor)."""
+
+    def __init__(self, labels: IntArray, *, batch_size: int, seed: int) -> None:
+        """Plan batches.
+
+        Args:
+            labels: [N] class of each training row.
+            batch_size: images of a batch.
+            seed: of every shuffle.
+
+        Raises:
+            ConfigError: a batch below 1 image or larger than the training set.
+        """
+        self.batch_size = batch_size
+        super().__init__(labels, seed=seed, sizes={"batch_size": batch_size})
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        batches = self._whole_batches(self.batch_size)
+        shuffled = generator(self.seed, "sampler", epoch).permutation(len(self.labels))
+        return shuffled[: batches * self.batch_size].reshape(batches, self.batch_size)
+
+
+def _images_with_replacement(
+    random: np.random.Generator, owner: IntArray, by_class: IntArray, start: IntArray
+) -> IntArray:
+    """A random image of each class in ``owner`` (any shape)."""
+    return by_class[start[owner] + random.integers(0, (start[1:] - start[:-1])[owner])]
+
+
+def _number_of_occurrence(values: IntArray) -> IntArray:
+    """[N] how many equal values come before each."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    begin = np.maximum.accumulate(np.where(is_first, np.arange(len(values)), 0))
+    number = np.empty(len(values), dtype=np.int64)
+    number[order] = np.arange(len(values)) - begin
+    return number
+
+
+def _warn_of_small_classes(sizes: IntArray, images_per_class: int) -> None:
+    small, single = int((sizes < images_per_class).sum()), int((sizes == 1).sum())
+    if small:
+        alone = f"; {single} have a single image, whose positive is itself under another crop" if single else ""
+        logger.warning(
+            "%d of %d training classes have fewer than images_per_class (%d) images; theirs are drawn repeatedly%s",
+            small, len(sizes), images_per_class, alone,
+        )  # fmt: skip

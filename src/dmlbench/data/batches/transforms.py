@@ -1,0 +1,280 @@
+"""What happens to an image between the data set and the batch: where it is cropped, shifted and flipped.
+
+Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
+transform either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images
+at once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.data.images.pixels import Kernel, resized
+from dmlbench.types import ConfigError, IntArray
+
+PaddingMode = Literal["reflect", "edge", "constant"]
+
+_ATTEMPTS = 10  # torchvision's RandomResizedCrop gives up after as many and takes the middle
+_SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What to cut out of each of B images.
+
+    Attributes:
+        boxes: [B, 4] top, left, height, width in pixels of the resized image.
+        flip: [B] whether the result is mirrored; left to the code that has the batch on the device.
+    """
+
+    boxes: IntArray
+    flip: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class CropTransform:
+    """Short side to ``resize``, then a box of the image, resized to ``crop`` x ``crop``, then perhaps a mirror image.
+
+    Attributes:
+        crop: side of the result in pixels.
+        resize: short side before cropping, or None for the image as it is.
+        scale: range of the box's share of the image's area; None takes the middle ``crop`` x ``crop`` pixels.
+        ratio: range of the box's width over height.
+        flip: probability of mirroring.
+        kernel: what resizes, bilinear with antialiasing: "pillow" gives what torchvision gives for PIL images to the
+            bit; "torch" is torchvision's for uint8 tensors, several times faster and at most one grey level away.
+    """
+
+    crop: int
+    resize: int | None
+    scale: tuple[float, float] | None = None
+    ratio: tuple[float, float] | None = None
+    flip: float = 0.0
+    kernel: Kernel = "pillow"
+    works_on: ClassVar[Literal["image"]] = "image"
+
+    @property
+    def is_random(self) -> bool:
+        return self.scale is not None or self.flip > 0
+
+    def plan(self, sizes: IntArray, seeds: Sequence[int]) -> Cut:
+        """Boxes for images of the sizes [B, 2] (height, width, after resizing), each decided by its seed alone."""
+        sizes = np.asarray(sizes, dtype=np.int64)
+        if self.scale is None or self.ratio is None:
+            top, left = np.rint((sizes - self.crop) / 2).astype(np.int64).T
+            side = np.full(len(sizes), self.crop)
+            boxes = np.stack([top, left, side, side], axis=1)
+        else:
+            boxes = _random_boxes(sizes, _uniforms(seeds, 4 * _ATTEMPTS), self.scale, self.ratio)
+        flip = np.zeros(len(sizes), dtype=bool)
+        if self.flip > 0:
+            flip = _uniforms(seeds, 1, skip=4 * _ATTEMPTS)[:, 0] < self.flip
+        return Cut(boxes, flip)
+
+    def cut(self, image: NDArray[np.uint8], box: Sequence[int]) -> NDArray[np.uint8]:
+        """The box (top, left, height, width) of an image [H, W, 3], as [crop, crop, 3]."""
+        top, left, height, width = (int(x) for x in box)
+        part = image[top : top + height, left : left + width]
+        return part if (height, width) == (self.crop, self.crop) else resized(part, self.crop, self.crop, self.kernel)
+
+
+@dataclass(frozen=True)
+class ShiftTransform:
+    """Images of one size, moved by up to ``padding`` pixels along both axes, then perhaps mirrored, all at once.
+
+    Attributes:
+        padding: pixels; 0 moves nothing.
+        padding_mode: what comes into view: "reflect" the image mirrored, "edge" its border, "constant" black.
+        flip: probability of mirroring.
+    """
+
+    padding: int = 0
+    padding_mode: PaddingMode = "reflect"
+    flip: float = 0.0
+    works_on: ClassVar[Literal["batch"]] = "batch"
+
+    @property
+    def is_random(self) -> bool:
+        return self.padding > 0 or self.flip > 0
+
+    def __call__(self, pixels: Tensor, rows: Tensor, seeds: Sequence[int]) -> Tensor:
+        """The images ``rows`` [B] of ``pixels`` [N, H, W] or [N, H, W, 3], moved: [B, 3, H, W], on the pixels' device.
+
+        Raises:
+            ConfigError: the padding is as large as the images.
+        """
+        height, width = pixels.shape[1:3]
+        device = pixels.device
+        rows = rows.to(device)
+        if not self.is_random:
+            images = pixels[rows]
+        else:
+            if self.padding >= min(height, width):
+                raise ConfigError(
+                    f"padding ({self.padding}) must be smaller than the images, {height} x {width}; lower it"
+                )
+            # Seeds are well mixed 63-bit numbers: their two halves are the two draws.
+            steps = 2 * self.padding + 1
+            halves = torch.tensor([[s >> 32, s & 0xFFFFFFFF] for s in seeds], dtype=torch.int64)
+            top, left = (halves % steps - self.padding).unbind(1)
+            y = top[:, None] + torch.arange(height)  # [B, H] row that each pixel comes from
+            x = left[:, None] + torch.arange(width)
+            if self.flip > 0:
+                mirrored = torch.from_numpy(_uniforms(seeds, 1)[:, 0] < self.flip)
+                x = torch.where(mirrored[:, None], x.flip(1), x)
+            inside_y, inside_x = (y >= 0) & (y < height), (x >= 0) & (x < width)
+            y, x = (_inside(at, size, self.padding_mode).to(device) for at, size in ((y, height), (x, width)))
+            images = pixels[rows[:, None, None], y[:, :, None], x[:, None, :]]
+            if self.padding_mode == "constant":
+                seen = (inside_y[:, :, None] & inside_x[:, None, :]).to(device)
+                images = images * (seen if images.ndim == 3 else seen[..., None])
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        return images.expand(-1, 3, -1, -1).contiguous()
+
+
+Transform = CropTransform | ShiftTransform
+
+
+def random_resized_crop(
+    *,
+    crop: int,
+    resize: int | None,
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    flip: float = 0.5,
+    kernel: Kernel = "pillow",
+) -> CropTransform:
+    """Training images: short side to ``resize``, a box of random area and shape, resized to ``crop``, a random flip.
+
+    The box is drawn as torchvision's ``RandomResizedCrop`` does (Szegedy et al., "Going Deeper with Convolutions",
+    CVPR 2015): area uniform, shape log-uniform, position uniform; after ten boxes that do not fit, the middle.
+
+    Args:
+        crop: side of the result in pixels.
+        resize: pixels of the short side before cropping, or None to crop the image as it is.
+        scale: share of the image's area that the box covers.
+        ratio: width over height of the box.
+        flip: probability of a horizontal flip.
+        kernel: "pillow" or "torch", see ``CropTransform``.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+    _check_side("crop", crop)
+    if resize is not None:
+        _check_side("resize", resize)
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
+    if not 0 < ratio[0] <= ratio[1]:
+        raise ConfigError(f"ratio ({ratio[0]}, {ratio[1]}) must be ascending and above 0")
+    _check_flip(flip)
+    _check_kernel(kernel)
+    return CropTransform(crop, resize, (scale[0], scale[1]), (ratio[0], ratio[1]), flip, kernel)
+
+
+def center_crop(*, crop: int, resize: int, kernel: Kernel = "pillow") -> CropTransform:
+    """Evaluation images: short side to ``resize``, the middle ``crop`` x ``crop`` pixels.
+
+    Raises:
+        ConfigError: sides below 1, or a crop larger than the resized image.
+    """
+    _check_side("resize", resize)
+    _check_side("crop", crop)
+    if crop > resize:
+        raise ConfigError(f"crop ({crop}) exceeds resize ({resize}): the border would be black; lower crop")
+    _check_kernel(kernel)
+    return CropTransform(crop, resize, kernel=kernel)
+
+
+def random_shift(*, padding: int, padding_mode: PaddingMode = "reflect", flip: float = 0.0) -> ShiftTransform:
+    """Training images of equally sized images: moved by up to ``padding`` pixels, perhaps mirrored.
+
+    Raises:
+        ConfigError: a negative padding, an unknown mode or no probability.
+    """
+    if padding < 0:
+        raise ConfigError(f"padding ({padding}) must be at least 0")
+    if padding_mode not in ("reflect", "edge", "constant"):
+        raise ConfigError(f"padding_mode '{padding_mode}' is unknown; use reflect, edge or constant")
+    _check_flip(flip)
+    return ShiftTransform(padding, padding_mode, flip)
+
+
+def identity() -> ShiftTransform:
+    """Equally sized images as they are."""
+    return ShiftTransform()
+
+
+def _random_boxes(
+    sizes: IntArray, draws: NDArray[np.float64], scale: tuple[float, float], ratio: tuple[float, float]
+) -> IntArray:
+    """[B, 4] boxes in images of the sizes [B, 2] from B x 4 ``_ATTEMPTS`` numbers in [0, 1)."""
+    draws = draws.reshape(len(sizes), _ATTEMPTS, 4)
+    image_height, image_width = sizes[:, :1], sizes[:, 1:]  # [B, 1]
+    area = image_height * image_width * (scale[0] + draws[..., 0] * (scale[1] - scale[0]))  # [B, attempts]
+    low, high = np.log(ratio[0]), np.log(ratio[1])
+    shape = np.exp(low + draws[..., 1] * (high - low))
+    width = np.rint(np.sqrt(area * shape)).astype(np.int64)
+    height = np.rint(np.sqrt(area / shape)).astype(np.int64)
+    fits = (width > 0) & (width <= image_width) & (height > 0) & (height <= image_height)
+    row, first = np.arange(len(sizes)), fits.argmax(axis=1)
+    width, height = width[row, first], height[row, first]
+    top = (draws[row, first, 2] * (sizes[:, 0] - height + 1)).astype(np.int64)
+    left = (draws[row, first, 3] * (sizes[:, 1] - width + 1)).astype(np.int64)
+    boxes = np.stack([top, left, height, width], axis=1)
+    for b in np.flatnonzero(~fits.any(axis=1)):
+        boxes[b] = _middle_box(int(sizes[b, 0]), int(sizes[b, 1]), ratio)
+    return boxes
+
+
+def _middle_box(image_height: int, image_width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
+    """The largest box in the middle whose shape is allowed."""
+    height, width = image_height, image_width
+    if width / height < ratio[0]:
+        height = min(image_height, max(1, round(width / ratio[0])))
+    elif width / height > ratio[1]:
+        width = min(image_width, max(1, round(height * ratio[1])))
+    return (image_height - height) // 2, (image_width - width) // 2, height, width
+
+
+def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.float64]:
+    """[B, count] numbers in [0, 1), each row from its seed alone: draws ``skip`` to ``skip + count`` of SplitMix64.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    weyl, first, second = (np.uint64(constant) for constant in _SPLITMIX)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+        steps = np.arange(skip + 1, skip + count + 1, dtype=np.uint64) * weyl
+        z = np.array(seeds, dtype=np.uint64)[:, None] + steps
+        z = (z ^ (z >> np.uint64(30))) * first
+        z = (z ^ (z >> np.uint64(27))) * second
+        z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _inside(at: Tensor, size: int, mode: PaddingMode) -> Tensor:
+    """Where a position outside of [0, size) is read from."""
+    if mode == "reflect":
+        at = at.abs()
+        return torch.where(at >= size, 2 * (size - 1) - at, at)
+    return at.clamp(0, size - 1)
+
+
+def _check_side(name: str, pixels: int) -> None:
+    if pixels < 1:
+        raise ConfigError(f"{name} ({pixels}) must be at least 1 pixel")
+
+
+def _check_flip(flip: float) -> None:
+    if not 0 <= flip <= 1:
+        raise ConfigError(f"flip ({flip}) must lie in [0, 1]")
+
+
+def _check_kernel(kernel: str) -> None:
+    if kernel not in ("pillow", "torch"):
+        raise ConfigError(f"kernel '{kernel}' is unknown; use pillow or torch")

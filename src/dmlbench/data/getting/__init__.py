@@ -1,0 +1,1 @@
+"""Getting data sets and verifying them: what to download, unpack and check."""

@@ -1,0 +1,266 @@
+"""Where each published data set comes from: its archives and their checksums, its terms, and how it must lie."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmlbench.data.image_table import Published
+from dmlbench.data.readers import cars196, cifar, cub200, cub200_2010, inshop, omniglot, sop, tiny_imagenet
+from dmlbench.data.readers.layouts import DataFolder, Layout
+from dmlbench.types import DataError
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One file that a data set is published as.
+
+    Attributes:
+        name: its published name.
+        md5: hexadecimal digest of the published file, or None where none is known.
+        urls: links to try in turn; empty where the file needs an agreement or its link is dead.
+        size: bytes, or None where it is not known for certain.
+        is_archive: whether it is unpacked; else it is copied as it is.
+    """
+
+    name: str
+    md5: str | None = None
+    urls: tuple[str, ...] = ()
+    size: int | None = None
+    is_archive: bool = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """Everything about getting one data set.
+
+    Attributes:
+        name: as in the configuration.
+        title: the name that papers use.
+        home: page of its publisher.
+        terms: what one may do with it, as far as the publisher says.
+        citation: what to cite.
+        alternatives: sets of files, each of which is the whole data set; the preferred one first.
+        by_hand: how to get the files without this program.
+        expected: how the data set lies below the data folder, one line each.
+        folder: name of the folder that ``prepare`` makes or puts files into.
+        is_read_packed: True when the archives are read as they are and never unpacked.
+        place: how its reader finds it.
+        published: the counts that identify the benchmark.
+    """
+
+    name: str
+    title: str
+    home: str
+    terms: str
+    citation: str
+    alternatives: tuple[tuple[Archive, ...], ...]
+    by_hand: str
+    expected: tuple[str, ...]
+    folder: str
+    place: DataFolder
+    published: Published
+    is_read_packed: bool = False
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        """Every file of every alternative."""
+        return tuple(archive for files in self.alternatives for archive in files)
+
+
+_OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
+
+
+def _cifar(classes: int, *, md5: str, size: int, unpacked: str) -> Source:
+    """CIFAR-10 or CIFAR-100, ``unpacked`` being the folder inside the archive."""
+    archive = f"cifar-{classes}-python.tar.gz"
+    return Source(
+        name=f"cifar{classes}",
+        title=f"CIFAR-{classes}",
+        home="https://www.cs.toronto.edu/~kriz/cifar.html",
+        terms="none stated; cite the report",
+        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+        alternatives=((Archive(archive, md5=md5, urls=(f"https://www.cs.toronto.edu/~kriz/{archive}",), size=size),),),
+        by_hand=f"get {archive} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
+        expected=(f"{archive}, not unpacked", unpacked),
+        folder=f"cifar{classes}",
+        place=cifar.FOLDER_10 if classes == 10 else cifar.FOLDER_100,
+        published=cifar.PUBLISHED_10 if classes == 10 else cifar.PUBLISHED_100,
+        is_read_packed=True,
+    )
+
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        Source(
+            name="cub200",
+            title="CUB-200-2011",
+            home="https://www.vision.caltech.edu/datasets/cub_200_2011/",
+            terms="non-commercial research and education",
+            citation="C. Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, CNS-TR-2011-001, Caltech 2011",
+            alternatives=(
+                (
+                    Archive(
+                        "CUB_200_2011.tgz",
+                        md5="97eceeb196236b17998738112f37df78",
+                        urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
+                        size=1_150_585_339,
+                    ),
+                ),
+            ),
+            by_hand="get CUB_200_2011.tgz from data.caltech.edu/records/65de6-vp158",
+            expected=("CUB_200_2011/{images.txt, image_class_labels.txt, classes.txt, images/}", "class folders"),
+            folder="cub200",
+            place=cub200.FOLDER,
+            published=cub200.PUBLISHED,
+        ),
+        Source(
+            name="cub200_2010",
+            title="CUB-200-2010",
+            home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
+            terms="non-commercial research and education",
+            citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
+            alternatives=((Archive("images.tgz"),),),
+            by_hand="get the images.tgz of 2010 from the authors or a mirror: the publisher's page has gone",
+            expected=("cub200_2010/images/ with class folders, or class folders",),
+            folder="cub200_2010",
+            place=cub200_2010.FOLDER,
+            published=cub200_2010.PUBLISHED,
+        ),
+        Source(
+            name="cars196",
+            title="Cars196 (Stanford Cars)",
+            home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
+            terms="research",
+            citation="J. Krause et al., 3D Object Representations for Fine-Grained Categorization, 3DRR 2013",
+            alternatives=(
+                (
+                    Archive("car_ims.tgz", md5="d5c8f0aa497503f355e17dc7886c3f14"),
+                    Archive("cars_annos.mat", md5="b407c6086d669747186bd1d764ff9dbc", is_archive=False),
+                ),
+                (
+                    Archive("cars_train.tgz", md5="065e5b463ae28d29e77c1b4b166cfe61"),
+                    Archive("cars_test.tgz", md5="4ce7ebf6a94d07f1952d94dd34c4d501"),
+                    Archive("car_devkit.tgz", md5="c3b158d763b6e2245038c8ad08e45376"),
+                    Archive("cars_test_annos_withlabels.mat", md5="b0a2b23655a3edd16d84508592a98d10", is_archive=False),
+                ),
+            ),
+            by_hand=(
+                "the publisher's links are dead since 2023: get car_ims.tgz with cars_annos.mat, or cars_train, "
+                "cars_test and the devkit with cars_test_annos_withlabels.mat, from a mirror such as Kaggle's "
+                "'Stanford Cars Dataset'"
+            ),
+            expected=("cars_annos.mat with car_ims/", "cars_train/, cars_test/ with devkit/", "class folders"),
+            folder="cars196",
+            place=cars196.FOLDER,
+            published=cars196.PUBLISHED,
+        ),
+        Source(
+            name="sop",
+            title="Stanford Online Products",
+            home="https://cvgl.stanford.edu/projects/lifted_struct/",
+            terms="research; the images belong to the sellers who put them on eBay",
+            citation="H. Oh Song et al., Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016",
+            alternatives=(
+                (
+                    Archive(
+                        "Stanford_Online_Products.zip",
+                        md5="7f73d41a2f44250d4779881525aea32e",
+                        urls=(
+                            "http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
+                            "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
+                        ),
+                    ),
+                ),
+            ),
+            by_hand="get Stanford_Online_Products.zip from cvgl.stanford.edu/projects/lifted_struct",
+            expected=(
+                "Stanford_Online_Products/{Ebay_train.txt, Ebay_test.txt, *_final/}",
+                "images/ with Info_Files/",
+            ),
+            folder="sop",
+            place=sop.FOLDER,
+            published=sop.PUBLISHED,
+        ),
+        Source(
+            name="inshop",
+            title="In-shop Clothes Retrieval (DeepFashion)",
+            home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
+            terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",
+            citation=(
+                "Z. Liu et al., DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations, "
+                "CVPR 2016"
+            ),
+            alternatives=((Archive("img.zip"), Archive("list_eval_partition.txt", is_archive=False)),),
+            by_hand=(
+                "follow the agreement at mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html, then get "
+                "Img/img.zip and Eval/list_eval_partition.txt"
+            ),
+            expected=("inshop/{img/WOMEN/..., img/MEN/..., list_eval_partition.txt or Eval/list_eval_partition.txt}",),
+            folder="inshop",
+            place=inshop.FOLDER,
+            published=inshop.PUBLISHED,
+        ),
+        _cifar(10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071, unpacked="cifar-10-batches-py/"),
+        _cifar(100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437, unpacked="cifar-100-python/"),
+        Source(
+            name="omniglot",
+            title="Omniglot",
+            home="https://github.com/brendenlake/omniglot",
+            terms="MIT licence",
+            citation=(
+                "B. Lake, R. Salakhutdinov, J. Tenenbaum, Human-level concept learning through probabilistic program "
+                "induction, Science 350, 2015"
+            ),
+            alternatives=(
+                tuple(
+                    Archive(name, md5=md5, urls=(_OMNIGLOT + name,))
+                    for name, md5 in (
+                        ("images_background.zip", "68d2efa1b9178cc56df9314c21c6e718"),
+                        ("images_evaluation.zip", "6b91aef0f799c5bb55b94e3f2daec811"),
+                    )
+                ),
+                (Archive("images_background_small1.zip"),),
+                (Archive("images_background_small2.zip"),),
+            ),
+            by_hand=(
+                "get images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot "
+                "(folder python)"
+            ),
+            expected=("omniglot/{images_background.zip, images_evaluation.zip}, not unpacked",),
+            folder="omniglot",
+            place=omniglot.FOLDER,
+            published=omniglot.PUBLISHED,
+            is_read_packed=True,
+        ),
+        Source(
+            name="tiny_imagenet",
+            title="Tiny ImageNet",
+            home="http://cs231n.stanford.edu/",
+            terms="ImageNet's terms: non-commercial research and education",
+            citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, CS231N report, Stanford 2015",
+            alternatives=(
+                (
+                    Archive(
+                        "tiny-imagenet-200.zip",
+                        md5="90528d7ca1a48142e341f4ef8d21d0de",
+                        urls=("http://cs231n.stanford.edu/tiny-imagenet-200.zip",),
+                        size=248_100_043,
+                    ),
+                ),
+            ),
+            by_hand="get tiny-imagenet-200.zip from cs231n.stanford.edu",
+            expected=("tiny-imagenet-200/{wnids.txt, words.txt, train/<wnid>/images/}",),
+            folder="tiny_imagenet",
+            place=tiny_imagenet.FOLDER,
+            published=tiny_imagenet.PUBLISHED,
+        ),
+    )
+}
+
+
+def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
+    """The data set's folder below ``root`` and its layout, or None where it is not found."""
+    try:
+        return source.place.find(root)
+    except DataError:
+        return None

@@ -1,0 +1,232 @@
+"""Makes a data set ready: finds or downloads its archives, checks them, and puts them where they belong."""
+
+import logging
+import os
+import shutil
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from lzma import LZMAError
+from pathlib import Path
+
+from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
+from dmlbench.data.getting.catalog import Archive, Source, is_found
+from dmlbench.data.getting.disk import file_digest, storage_error
+from dmlbench.data.getting.download import fetch
+from dmlbench.types import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set that its reader finds.
+
+    Attributes:
+        folder: where it lies.
+        layout: how it lies there, in words.
+        was_there: True when nothing had to be done.
+    """
+
+    folder: Path
+    layout: str
+    was_there: bool
+
+
+def prepare(
+    source: Source,
+    root: str | Path,
+    *,
+    given: Sequence[str | Path] = (),
+    password: str | None = None,
+    download: bool = True,
+    accept_other_checksum: bool = False,
+    stage: Stage = silent,
+) -> Prepared:
+    """Extract the archives that lie in ``root``, or download them, so that the data set is found below ``root``.
+
+    Args:
+        source: the data set.
+        root: the folder of all data sets, made when it is missing.
+        given: the archives, wherever they lie; mirrors' archives under other names are possible. Empty looks for the
+            published names in ``root`` and its sub-folder of the data set.
+        password: of encrypted archives.
+        download: whether to download what does not lie there.
+        accept_other_checksum: take archives that differ from the published ones; the folder's marker file says so.
+        stage: told of each piece of work, for progress bars.
+
+    Raises:
+        DataError: archives are missing and cannot be downloaded, are damaged or others than the published ones, hold no
+            layout that is known, or the folder cannot be written.
+    """
+    root = Path(os.path.abspath(root))
+    place = root / source.folder
+    found = is_found(source, root) if root.is_dir() else None
+    if found is not None and not _is_partial(source, found[0]):
+        if source.is_read_packed:
+            parts = [Part(found[0] / a.name) for a in source.archives if (found[0] / a.name).is_file()]
+            _checked(source, parts, accept_other_checksum, stage)
+        return Prepared(found[0], found[1].description, was_there=True)
+    parts = _gather(source, root, found[0] if found else place, [Path(path) for path in given], download, stage)
+    parts, other = _checked(source, parts, accept_other_checksum, stage)
+    if source.is_read_packed:
+        _check_packed(source, parts)
+        for part in parts:
+            _copy(part.path, (found[0] if found else place) / part.path.name, stage)
+    else:
+        notes = {"accepted_other_checksum": ", ".join(other)} if other else {}
+        extract(
+            parts, _free_place(place, parts), password=password, notes=notes, stage=stage,
+            check=lambda folder: _check_layout(source, folder, parts),
+        )  # fmt: skip
+    folder, layout = source.place.find(root)
+    return Prepared(folder, layout.description, was_there=False)
+
+
+def _is_partial(source: Source, folder: Path) -> bool:
+    """Whether some, not all, of a packed data set's preferred archives lie there."""
+    present = [
+        (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
+        for archive in source.alternatives[0]
+    ]
+    return source.is_read_packed and any(present) and not all(present)
+
+
+def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], download: bool, stage: Stage) -> list[Part]:
+    """The files to use: those given, those that lie there, those that a link still leads to."""
+    for path in given:
+        if not path.is_file():
+            raise DataError(f"'{path}' is no file; correct --from")
+    by_name = {archive.name: archive for archive in source.archives}
+    if given and any(path.name not in by_name for path in given):
+        return [Part(path, is_archive=path.suffix not in (".mat", ".txt")) for path in given]
+    files = {
+        archive.name: folder / archive.name
+        for archive in source.archives
+        for folder in (place, root)
+        if (folder / archive.name).is_file()
+    }
+    files |= {path.name: path for path in given}
+    for alternative in source.alternatives:
+        names = {archive.name for archive in alternative}
+        if names <= set(files) and {path.name for path in given} <= names:
+            return [Part(files[archive.name], is_archive=archive.is_archive) for archive in alternative]
+    wanted = next(
+        (a for a in source.alternatives if any(archive.name in files for archive in a)), source.alternatives[0]
+    )
+    missing = [archive for archive in wanted if archive.name not in files]
+    if not download or not all(archive.urls for archive in missing):
+        raise DataError(_what_is_missing(source, root, [archive.name for archive in wanted], files))
+    for archive in missing:
+        files[archive.name] = _download(source, archive, place if source.is_read_packed else root, stage)
+    return [Part(files[archive.name], is_archive=archive.is_archive) for archive in wanted]
+
+
+def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: dict[str, Path]) -> str:
+    there = f"{', '.join(name for name in wanted if name in files)} is there; " if files else ""
+    missing = ", ".join(name for name in wanted if name not in files)
+    return (
+        f"{source.title} is not in '{root}', nor is {missing}; {there}{source.by_hand}; put it into '{root}' and start "
+        "again, or name files that lie elsewhere with --from"
+    )
+
+
+def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> Path:
+    assert archive.md5 is not None, "an archive with links has a checksum"
+    for url in archive.urls:
+        try:
+            with stage(f"downloading {url}") as progress:
+                return fetch(
+                    url, folder / archive.name, md5=archive.md5, size=archive.size, elsewhere=source.by_hand,
+                    progress=progress,
+                )  # fmt: skip
+        except DataError as error:
+            if url == archive.urls[-1]:
+                raise
+            logger.warning("%s; trying the next link", error)
+    raise AssertionError("an archive without links is not downloaded")
+
+
+def _checked(
+    source: Source, parts: Sequence[Part], accept_other_checksum: bool, stage: Stage
+) -> tuple[list[Part], list[str]]:
+    """The parts with their checksums, and the names of those that differ from the published ones."""
+    by_name = {archive.name: archive for archive in source.archives}
+    published = {archive.md5 for archive in source.archives if archive.md5 is not None}
+    checked, other = [], []
+    for part in parts:
+        name = part.path.name
+        with stage(f"checksum of {name}") as progress:
+            md5 = file_digest(part.path, progress=progress)
+        checked.append(replace(part, md5=md5))
+        if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
+            continue
+        other.append(name)
+        if accept_other_checksum:
+            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", part.path, md5)
+            continue
+        expected = " and ".join(
+            f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
+            for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
+        )
+        raise DataError(
+            f"'{part.path}' has md5 {md5} ({part.path.stat().st_size} bytes), but the published {expected}; download "
+            "it again, or take it as it is with --accept-other-checksum"
+        )
+    return checked, other
+
+
+def _free_place(place: Path, parts: Sequence[Part]) -> Path:
+    """The folder to make: the usual one, or one inside it when the user made that for the archives."""
+    if not os.path.lexists(place) or read_marker(place) is not None:
+        return place
+    own = {part.path for part in parts if part.path.parent == place}
+    if place.is_dir() and not place.is_symlink() and set(place.iterdir()) - {place / place.name} <= own:
+        return place / place.name
+    return place  # extract says that it is not ours
+
+
+def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
+    if is_found(source, folder) is None:
+        names = ", ".join(f"'{part.path}'" for part in parts)
+        raise DataError(
+            f"{names} holds no layout of {source.title} that is known; expected {' or '.join(source.expected)}; "
+            "extract it by hand and point dataset.table.root at the right folder"
+        )
+
+
+def _check_packed(source: Source, parts: Sequence[Part]) -> None:
+    """Refuse what the reader would not find, or could not open, before it lies where it belongs."""
+    names = [archive.name for archive in source.archives]
+    for part in parts:
+        if part.path.name not in names:
+            raise DataError(
+                f"'{part.path}' is read as it is, so it must have its published name, one of {', '.join(names)}; "
+                "rename it"
+            )
+        try:
+            is_archive = zipfile.is_zipfile(part.path) or tarfile.is_tarfile(part.path)
+        except (OSError, EOFError, LZMAError, zlib.error):
+            is_archive = False
+        if not is_archive:
+            raise DataError(f"'{part.path}' is no archive, or a damaged one; download it again")
+
+
+def _copy(path: Path, to: Path, stage: Stage) -> None:
+    """Copy a file so that it is there whole or not at all."""
+    if path == to or (to.exists() and to.samefile(path)):
+        return
+    if to.exists():
+        raise DataError(f"'{to}' exists, so it stays as it is; move it away and start again")
+    temporary = to.with_name(f".{to.name}.partial-{os.getpid()}")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with stage(f"copying {path.name}"):
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, to)
+    except OSError as error:
+        raise storage_error(error, to.parent, doing=f"copy '{path}'") from error
+    finally:
+        temporary.unlink(missing_ok=True)

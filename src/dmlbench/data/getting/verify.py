@@ -1,0 +1,208 @@
+"""Looks at every image of a data set: which cannot be read, which are odd, which occur twice, which are not listed."""
+
+import hashlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageFile
+
+from dmlbench.data.getting.disk import file_digest
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.images.pixels import read_image
+from dmlbench.data.images.threads import for_each
+from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
+from dmlbench.types import ROLES, DataError, ImageTable
+
+TINY_SIDE = 16
+
+Watch = Callable[[int], None]
+"""Called with the number of images that were just looked at."""
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Groups of images with the same bytes.
+
+    Attributes:
+        groups: paths of each group, in table order.
+        across_classes: number of groups with images of several classes.
+        across_halves: number of groups with images both to train and to test on.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    across_classes: int = 0
+    across_halves: int = 0
+
+    @property
+    def images(self) -> int:
+        """Number of images that have a twin."""
+        return sum(len(group) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in a data set.
+
+    Attributes:
+        looked_at: number of images decoded or, in an array, compared; 0 when only counts were asked for.
+        broken: (path, reason) of each image that cannot be read, in table order.
+        modes: how many files hold other pixels than 8-bit RGB, by Pillow's name of the mode.
+        rotated: number of files that EXIF says to turn.
+        tiny: paths of images with a side below ``TINY_SIDE`` pixels.
+        constant: paths of images of one color, in array data sets.
+        duplicates: images that occur more than once.
+        unlisted: image files in the data set's folders that no list names, relative to its root.
+    """
+
+    looked_at: int = 0
+    broken: tuple[tuple[str, str], ...] = ()
+    modes: dict[str, int] = field(default_factory=dict)
+    rotated: int = 0
+    tiny: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
+    duplicates: Duplicates = field(default_factory=Duplicates)
+    unlisted: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every image can be read."""
+        return not self.broken
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One image file."""
+
+    reason: str = ""
+    mode: str = "RGB"
+    is_rotated: bool = False
+    is_tiny: bool = False
+    digest: str = ""
+
+
+def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
+    """Decode all images of a data set, or compare the pixels of one that is held as an array.
+
+    Args:
+        table: the data set.
+        num_threads: threads that decode; Pillow lets go of Python's lock while it does.
+        watch: told of progress, in the calling thread.
+
+    Raises:
+        DataError: a file vanished meanwhile.
+    """
+    if table.pixels is not None:
+        return _verify_pixels(table, watch)
+    sizes = file_sizes(table.root, table.paths, name=table.name)
+    _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    has_rival = (counts[inverse] > 1).tolist()  # only files of one size can be the same
+    names = [os.path.join(table.root, path) for path in table.paths.tolist()]
+    seen: list[_Seen] = [_Seen()] * len(names)
+
+    def look(row: int) -> None:
+        seen[row] = _look(names[row], with_digest=has_rival[row])
+
+    with _truncated_images_refused():
+        for_each(look, len(names), num_threads=max(1, num_threads), watch=watch)
+    paths = table.paths.tolist()
+    return Report(
+        looked_at=len(names),
+        broken=tuple((path, one.reason) for path, one in zip(paths, seen, strict=True) if one.reason),
+        modes=dict(sorted(Counter(one.mode for one in seen if not one.reason and one.mode != "RGB").items())),
+        rotated=sum(one.is_rotated for one in seen),
+        tiny=tuple(path for path, one in zip(paths, seen, strict=True) if one.is_tiny),
+        duplicates=_duplicates(table, (one.digest for one in seen)),
+        unlisted=tuple(unlisted(table)),
+    )
+
+
+def unlisted(table: ImageTable) -> list[str]:
+    """Image files that no list names, sorted, relative to the root.
+
+    Looks into the folders right below the root that hold listed images, so that other data sets are left alone.
+    """
+    if table.pixels is not None:
+        return []
+    listed = set(table.paths.tolist())
+    found = []
+    for top in sorted({path.split("/")[0] for path in listed if "/" in path}):
+        for directory, folders, files in os.walk(os.path.join(table.root, top)):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            prefix = Path(directory).relative_to(table.root).as_posix()
+            names = (f"{prefix}/{name}" for name in files if name[0] != "." and name.lower().endswith(IMAGE_SUFFIXES))
+            found += [name for name in names if name not in listed]
+    return sorted(found)
+
+
+def _look(name: str, *, with_digest: bool) -> _Seen:
+    digest = ""
+    try:
+        if with_digest:
+            digest = file_digest(name, "sha256")
+        read_image(name)
+        with Image.open(name) as image:  # again, for what the conversion hides; this reads the header only
+            mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
+    except DataError as error:
+        return _Seen(reason=_reason(error, name), digest=digest)
+    except OSError as error:
+        return _Seen(reason=str(error.strerror or error), digest=digest)
+    return _Seen("", mode, orientation in range(2, 9), min(size) < TINY_SIDE, digest)
+
+
+def _reason(error: DataError, name: str) -> str:
+    cause = error.__cause__
+    text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
+    return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "")
+
+
+@contextmanager
+def _truncated_images_refused() -> Iterator[None]:
+    """Other libraries make Pillow fill truncated images with grey; here they count as broken."""
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, digest in enumerate(digests):
+        if digest:
+            rows_of[digest].append(row)
+    groups = [rows for rows in rows_of.values() if len(rows) > 1]
+    return Duplicates(
+        groups=tuple(tuple(table.paths[rows].tolist()) for rows in groups),
+        across_classes=sum(len(np.unique(table.labels[rows])) > 1 for rows in groups),
+        across_halves=sum(len(np.unique(table.role[rows] == "train")) > 1 for rows in groups),
+    )
+
+
+def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
+    pixels = table.pixels
+    assert pixels is not None
+    digests, constant = [], []
+    for row in range(len(table)):
+        image = np.ascontiguousarray(pixels[row])
+        digests.append(hashlib.sha256(image.data).hexdigest())
+        colors = image.reshape(image.shape[0] * image.shape[1], -1)
+        if (colors == colors[0]).all():
+            constant.append(str(table.paths[row]))
+        watch(1)
+    return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
+
+
+def counts_by_role(table: ImageTable) -> dict[str, tuple[int, int]]:
+    """Role -> (images, classes) of the roles that occur."""
+    found = {}
+    for role in ROLES:
+        rows = table.role == role
+        if rows.any():
+            found[role] = (int(rows.sum()), len(np.unique(table.labels[rows])))
+    return found

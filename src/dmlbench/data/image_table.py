@@ -1,0 +1,323 @@
+"""How a data set becomes an ``ImageTable``: the checks every one must pass, and its fingerprint."""
+
+import hashlib
+import os
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, closest
+
+_NAMED_IN_ERRORS = 10
+_UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the lists or folders of a data set name, before any image file is looked at.
+
+    Attributes:
+        name: the data set's name, for messages and results.
+        root: folder that ``paths`` are relative to.
+        layout: which of the known layouts it is, in words.
+        paths: [N] names of the images, relative to ``root``, with forward slashes.
+        labels: [N] indices into ``class_names``.
+        class_names: every published class in published order, also those that a subset has no images of.
+        role: [N] entries of ``ROLES``.
+        super_labels: [N] ids of the super-classes, or None.
+        remedy: what to do about classes in both halves, for the message.
+    """
+
+    name: str
+    root: Path
+    layout: str
+    paths: Sequence[str]
+    labels: IntArray
+    class_names: Sequence[str]
+    role: NDArray[np.str_]
+    super_labels: IntArray | None = None
+    remedy: str = "get the original lists"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Numbers that identify a benchmark: role -> (images, classes), such as ``{"train": (5_864, 100), ...}``."""
+
+    by_role: Mapping[str, tuple[int, int]]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{role} {images:,} images of {classes:,} classes" for role, (images, classes) in self.by_role.items()
+        )
+
+
+def table_of_files(listing: Listing, *, published: Published | None) -> ImageTable:
+    """The table of a listing whose images are all there, its rows sorted by path.
+
+    The order of the lists does not enter: tables of one fingerprint have the same rows, so that results of runs can be
+    put together row by row whichever layout they were read from.
+
+    Args:
+        listing: what the data set's lists name.
+        published: the counts to insist on. None takes a subset: classes without images are left out, the others keep
+            their order and half.
+
+    Raises:
+        DataError: counts differ from the published ones, a path leaves the root, a class is both to train and to test
+            on, images are missing, or the parts do not fit together.
+    """
+    labels = np.asarray(listing.labels, dtype=np.int64)
+    role = np.asarray(listing.role, dtype=np.str_)
+    super_labels = None if listing.super_labels is None else np.asarray(listing.super_labels, dtype=np.int64)
+    lengths = {"paths": len(listing.paths), "labels": len(labels), "role": len(role)}
+    if super_labels is not None:
+        lengths["super_labels"] = len(super_labels)
+    _check_lengths(listing.name, lengths)
+    if published is not None:
+        check_published(listing.name, listing.root, labels, role, published)
+    if outside := [path for path in listing.paths if leaves_root(path)]:
+        raise DataError(
+            f"data set '{listing.name}' lists images outside of '{listing.root}': {shorten(outside)}; "
+            "give paths below that folder"
+        )
+    _refuse_shared_classes(listing, labels, role)
+    order = np.array(sorted(range(len(labels)), key=listing.paths.__getitem__), dtype=np.int64)
+    paths = [listing.paths[row] for row in order.tolist()]
+    present, compact = np.unique(labels[order], return_inverse=True)
+    return make_table(
+        listing.name,
+        listing.root,
+        paths=paths,
+        labels=compact.astype(np.int64),
+        class_names=[listing.class_names[c] for c in present],
+        role=role[order],
+        content=file_contents(listing.root, paths, name=listing.name),
+        super_labels=None if super_labels is None else super_labels[order],
+        layout=listing.layout,
+    )
+
+
+def check_published(
+    name: str, place: str | Path, labels: IntArray, role: NDArray[np.str_], published: Published
+) -> None:
+    """Insist on a benchmark's counts.
+
+    Args:
+        name: the data set's name, for the message.
+        place: folder or archive that it was read from, for the message.
+        labels: [N] class ids.
+        role: [N] entries of ``ROLES``.
+        published: the counts.
+
+    Raises:
+        DataError: images or classes of a role are too few or too many, or there are images of another role.
+    """
+    found = {}
+    for part in dict.fromkeys([*published.by_role, *ROLES]):
+        rows = role == part
+        if part in published.by_role or rows.any():
+            found[part] = (int(rows.sum()), len(np.unique(labels[rows])))
+    if found != dict(published.by_role):
+        raise DataError(
+            f"{name} in '{place}' has {Published(found)}; published are {published}; complete the "
+            "data, or accept a subset with dataset.table.check_counts=false"
+        )
+
+
+def _refuse_shared_classes(listing: Listing, labels: IntArray, role: NDArray[np.str_]) -> None:
+    is_train = role == "train"
+    shared = np.intersect1d(labels[is_train], labels[~is_train])
+    if len(shared):
+        raise DataError(
+            f"data set '{listing.name}' has {len(shared):,} classes both to train and to test on: "
+            f"{shorten([listing.class_names[c] for c in shared])}; metric learning tests on unseen classes: "
+            f"{listing.remedy}"
+        )
+
+
+def _check_lengths(name: str, lengths: Mapping[str, int]) -> None:
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            f"data set '{name}' has parts of different lengths: {lengths}; each must have one entry an image"
+        )
+
+
+def make_table(
+    name: str,
+    root: str | Path,
+    *,
+    paths: Sequence[str] | NDArray[np.str_],
+    labels: IntArray,
+    class_names: Sequence[str],
+    role: NDArray[np.str_],
+    content: IntArray | str,
+    super_labels: IntArray | None = None,
+    pixels: NDArray[np.uint8] | None = None,
+    layout: str = "",
+) -> ImageTable:
+    """An ``ImageTable`` whose parts fit together.
+
+    Args:
+        name: the data set's name, for messages and results.
+        root: folder that ``paths`` are relative to; empty when ``pixels`` holds the images.
+        paths: [N] unique names.
+        labels: [N] class ids; every id in [0, len(class_names)) has at least one image.
+        class_names: one unique name per class id, in published order.
+        role: [N] entries of ``ROLES``.
+        content: [N] file sizes in bytes, or one digest that stands for all pixels: what the fingerprint rests on
+            besides names and labels.
+        super_labels: [N] super-class ids, or None.
+        pixels: [N, H, W] or [N, H, W, 3] uint8, or None.
+        layout: which of the known layouts was found, in words.
+
+    Raises:
+        DataError: no images, lengths that differ, a path twice, a class without images, or an unknown role.
+    """
+    names = np.asarray(paths, dtype=np.str_)
+    labels = np.asarray(labels, dtype=np.int64)
+    role = np.asarray(role, dtype=np.str_)
+    if len(names) == 0:
+        raise DataError(f"data set '{name}' has no images; check its folder '{root}'")
+    lengths = {"paths": len(names), "labels": len(labels), "role": len(role)}
+    if super_labels is not None:
+        super_labels = np.asarray(super_labels, dtype=np.int64)
+        lengths["super_labels"] = len(super_labels)
+    if pixels is not None:
+        lengths["pixels"] = len(pixels)
+    _check_lengths(name, lengths)
+    if len(set(names.tolist())) < len(names):
+        unique, counts = np.unique(names, return_counts=True)
+        raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
+    if len(set(class_names)) < len(class_names):
+        raise DataError(f"data set '{name}' has two classes of one name among its {len(class_names)}; rename one")
+    present = np.unique(labels)
+    if present[0] < 0 or present[-1] >= len(class_names):
+        raise DataError(
+            f"data set '{name}' has labels in [{present[0]}, {present[-1]}] but {len(class_names)} class names; "
+            f"labels must lie in [0, {len(class_names)})"
+        )
+    if len(present) < len(class_names):
+        empty = [class_names[c] for c in np.setdiff1d(np.arange(len(class_names)), present)]
+        raise DataError(f"data set '{name}' has classes without images: {shorten(empty)}; leave them out")
+    for unknown in sorted(set(np.unique(role).tolist()) - set(ROLES)):
+        raise DataError(f"data set '{name}' has the unknown role '{unknown}'; {closest(unknown, ROLES)}")
+    return ImageTable(
+        name=name,
+        root=str(root),
+        paths=names,
+        labels=labels,
+        class_names=tuple(class_names),
+        role=role,
+        super_labels=super_labels,
+        pixels=pixels,
+        fingerprint=fingerprint(names, content, labels, role),
+        layout=layout,
+    )
+
+
+def fingerprint(
+    names: Sequence[str] | NDArray[np.str_], content: IntArray | str, labels: IntArray, role: NDArray[np.str_]
+) -> str:
+    """Hexadecimal sha256 over sorted names with their sizes, labels and roles.
+
+    The order of the rows and the folder do not enter, so the same data gives the same digest on every machine.
+
+    Args:
+        names: [N] names of the images.
+        content: [N] file sizes in bytes, or one digest that stands for the pixels of all images.
+        labels: [N] class ids.
+        role: [N] entries of ``ROLES``.
+    """
+    digest = hashlib.sha256()
+    sizes = np.zeros(len(names), dtype=np.int64) if isinstance(content, str) else np.asarray(content)
+    if isinstance(content, str):
+        digest.update(f"pixels {content}\n".encode())
+    rows = zip(np.asarray(names).tolist(), sizes.tolist(), labels.tolist(), np.asarray(role).tolist(), strict=True)
+    digest.update("".join(sorted(f"{n}\t{s}\t{c}\t{r}\n" for n, s, c, r in rows)).encode())
+    return digest.hexdigest()
+
+
+def rows_of_classes(table: ImageTable, class_ids: Sequence[int] | IntArray) -> IntArray:
+    """Rows, ascending, of every image whose label is among ``class_ids``."""
+    return np.flatnonzero(np.isin(table.labels, np.asarray(class_ids, dtype=np.int64))).astype(np.int64)
+
+
+def halved_roles(labels: IntArray, num_classes: int) -> NDArray[np.str_]:
+    """[N] roles of the usual zero-shot split: the first ``num_classes // 2`` classes are "train", the others "test"."""
+    return np.where(np.asarray(labels) < num_classes // 2, "train", "test")
+
+
+def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
+    """[N] what tells the files' contents apart: sizes in bytes; of formats without compression, whose sizes are those
+    of any picture as large, a checksum above the size.
+
+    Raises:
+        DataError: as ``file_sizes``, or a file cannot be read.
+    """
+    contents = file_sizes(root, paths, name=name)
+    for row, path in enumerate(map(str, paths)):
+        if path.lower().endswith(_UNCOMPRESSED):
+            try:
+                with open(os.path.join(root, path), "rb") as file:
+                    contents[row] += zlib.crc32(file.read()) << 31
+            except OSError as error:
+                raise DataError(
+                    f"image '{path}' of '{name}' cannot be read ({error.strerror}); make it readable"
+                ) from error
+    return contents
+
+
+def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
+    """[N] sizes in bytes of the files, all of which must exist.
+
+    Raises:
+        DataError: files are missing; the first ten are named, and how many each folder lacks.
+    """
+    sizes = np.zeros(len(paths), dtype=np.int64)
+    missing: list[str] = []
+    folder = os.path.join(root, "")
+    for row, path in enumerate(map(str, paths)):
+        try:
+            sizes[row] = os.stat(folder + path).st_size
+        except (OSError, ValueError):
+            missing.append(path)
+    if missing:
+        raise DataError(
+            f"data set '{name}' lacks {len(missing):,} of {len(paths):,} images under '{root}': {shorten(missing)}"
+            f"{_lacking_by_folder(missing, paths)}; copy them there or correct the list"
+        )
+    return sizes
+
+
+def leaves_root(path: str) -> bool:
+    """Whether a path of a list points out of the folder that it should be relative to."""
+    if path.startswith(("/", "\\")) or (":" in path and os.path.isabs(path)):
+        return True
+    return ".." in path and ".." in path.replace("\\", "/").split("/")
+
+
+def _lacking_by_folder(missing: Sequence[str], paths: Sequence[str] | NDArray[np.str_]) -> str:
+    """Which folders lack how many of their images: what tells an archive that was not unpacked from a lost file."""
+    folders = [os.path.dirname(path) for path in map(str, paths)]
+    shared = os.path.commonpath(folders) if all(folders) else ""
+    depth = len(shared.split("/")) if shared else 0
+
+    def top(path: str) -> str:
+        return "/".join(path.split("/")[:-1][: depth + 1])
+
+    expected, lacking = Counter(map(top, map(str, paths))), Counter(map(top, missing))
+    if len(expected) == 1:
+        return ""
+    counts = [f"{folder or '.'} {count:,} of {expected[folder]:,}" for folder, count in lacking.most_common()]
+    return f"; missing by folder: {shorten(counts)}"
+
+
+def shorten(names: Sequence[str] | NDArray[np.str_]) -> str:
+    """The first ten names and how many more there are, for messages."""
+    shown = ", ".join(str(n) for n in names[:_NAMED_IN_ERRORS])
+    return shown if len(names) <= _NAMED_IN_ERRORS else f"{shown} and {len(names) - _NAMED_IN_ERRORS} more"

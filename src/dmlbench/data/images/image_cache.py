@@ -1,0 +1,303 @@
+"""The image cache: every image of a data set, decoded and resized once, in one file that all processes map.
+
+Decoding JPEGs is what training would wait for. Protocols begin by resizing the short side; that much is the same in
+every epoch and every run, so it is done once. What a run reads from the cache is to the bit what it would have decoded.
+
+The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, then the
+pixels of one image after the other as [H, W, 3] uint8. Images are in the order of their sorted names.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, UnidentifiedImageError
+from tqdm import tqdm
+
+from dmlbench.data.images.pixels import Kernel, read_image, resized_size, short_side_resized
+from dmlbench.data.images.threads import for_each
+from dmlbench.runtime import available_cores
+from dmlbench.types import DataError, ImageTable, IntArray
+
+VERSION = 2  # raise it whenever the layout or the pixels change
+_MAGIC = b"dmlbench-images\n"
+_ALIGNMENT = 64
+_RELEASE_EVERY = 2**26  # bytes read between releases of the mapped pages
+_REMEDY = "free some space, choose another paths.cache_dir, or do without with image_cache=false"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where each image of a cache lies: heights, widths [N] and byte offsets [N + 1] into the file."""
+
+    heights: NDArray[np.int32]
+    widths: NDArray[np.int32]
+    offsets: IntArray
+
+    @classmethod
+    def after(cls, start: int, heights: NDArray[np.int32], widths: NDArray[np.int32]) -> "_Layout":
+        sizes = heights.astype(np.int64) * widths * 3
+        return cls(heights, widths, start + -start % _ALIGNMENT + np.concatenate([[0], np.cumsum(sizes)]))
+
+
+class CachedImages:
+    """Images of a table from its cache file, which is mapped into memory and never held."""
+
+    def __init__(self, path: Path, layout: _Layout, position: IntArray) -> None:
+        """
+        Args:
+            path: the cache file.
+            layout: of that file.
+            position: [N] place in the file of each row of the table.
+        """
+        self.path = path
+        self._layout = layout
+        self._position = position
+        self._map: mmap.mmap | None = None
+        self._unreleased = 0
+
+    def read(self, row: int) -> NDArray[np.uint8]:
+        """[H, W, 3] as a read-only view into the file."""
+        if self._map is None:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        k = self._position[row]
+        height, width = int(self._layout.heights[k]), int(self._layout.widths[k])
+        size = 3 * height * width
+        self._unreleased += size
+        if self._unreleased > _RELEASE_EVERY and hasattr(self._map, "madvise"):
+            # Pages that were read count as this process's memory until they are given back; the system keeps them.
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._unreleased = size
+        pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=int(self._layout.offsets[k]))
+        return pixels.reshape(height, width, 3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_map": None}  # a worker that is not forked maps the file itself
+
+
+def cached_images(
+    table: ImageTable,
+    cache_dir: str | Path,
+    *,
+    short_side: int | None,
+    kernel: Kernel = "pillow",
+    num_threads: int | None = None,
+    progress: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> CachedImages:
+    """The cache of a data set at one size, built first where it is missing, damaged, outdated or of other data.
+
+    Any number of processes may ask at once: one builds, the others wait. The file appears whole or not at all.
+
+    Args:
+        table: a data set of image files, with a fingerprint.
+        cache_dir: folder of the cache, made when it is missing.
+        short_side: pixels of the images' short side; None keeps their sizes.
+        kernel: what resizes.
+        num_threads: threads that decode; None takes all cores that this process may use.
+        progress: whether to show a bar.
+        check: called now and then while building; what it raises ends the build.
+
+    Raises:
+        DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.
+    """
+    stamp = _stamp(table)
+    path = Path(cache_dir) / _file_name(table, short_side, kernel, stamp)
+    order = np.argsort(table.paths, kind="stable")
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    header = {
+        "version": VERSION,
+        "fingerprint": table.fingerprint,
+        "stamp": stamp,
+        "count": len(table),
+        "short_side": short_side,
+        "kernel": kernel,
+    }
+    try:
+        layout = _read_layout(path, header)
+        if layout is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path, check):
+                layout = _read_layout(path, header)  # another process may have built it meanwhile
+                if layout is None:
+                    if path.exists():
+                        logger.warning(
+                            "the image cache %s is damaged, or of another version or data; building it again", path
+                        )
+                    names = [os.path.join(table.root, name) for name in table.paths[order].tolist()]
+                    layout = _build(path, header, names, num_threads, progress, check, table.name)
+    except OSError as error:
+        raise DataError(f"cannot build the image cache '{path}' ({error.strerror or error}); {_REMEDY}") from error
+    return CachedImages(path, layout, position)
+
+
+def _stamp(table: ImageTable) -> str:
+    """Digest of the images' names and times of change: an image that was edited is decoded again."""
+    digest = hashlib.sha256()
+    folder = os.path.join(table.root, "")
+    for name in np.sort(table.paths).tolist():
+        try:
+            digest.update(f"{name}\t{os.stat(folder + name).st_mtime_ns}\n".encode())
+        except OSError as error:
+            raise DataError(
+                f"image '{folder + name}' is gone ({error.strerror}); put it back, or start again without it"
+            ) from error
+    return digest.hexdigest()
+
+
+def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel, stamp: str) -> str:
+    size = "whole" if short_side is None else f"short{short_side}"
+    return f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
+
+
+def _encode(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header, sort_keys=True).encode()
+    return _MAGIC + len(text).to_bytes(8, "little") + text
+
+
+def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
+    """The layout of a whole cache file with this header; None where there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            expected = _encode(header)
+            head = file.read(len(expected) + 8 * header["count"])
+            if not head.startswith(expected) or len(head) < len(expected) + 8 * header["count"]:
+                return None
+            heights, widths = np.frombuffer(head, dtype=np.int32, offset=len(expected)).reshape(2, -1)
+            layout = _Layout.after(len(head), heights, widths)
+            return layout if layout.offsets[-1] == os.fstat(file.fileno()).st_size else None
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Hold the right to build ``path``; the system takes it back when the process ends, however that happens."""
+    lock = FileLock(path.with_suffix(".lock"))
+    announced = False
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            if not announced:
+                logger.info("another process is building %s (it holds %s); waiting for it", path, lock.lock_file)
+            announced = True
+            check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(
+    path: Path,
+    header: dict[str, Any],
+    names: Sequence[str],
+    num_threads: int | None,
+    progress: bool,
+    check: Callable[[], None],
+    data_set: str,
+) -> _Layout:
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a process that was killed: we hold the lock
+        stale.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    short_side, kernel = header["short_side"], header["kernel"]
+    sizes = np.zeros((len(names), 2), dtype=np.int32)
+
+    def each(work: Callable[[int], None], what: str) -> None:
+        with tqdm(total=len(names), desc=f"{data_set}: {what}", unit="image", disable=not progress, leave=False) as bar:
+            threads = num_threads or available_cores()
+            for_each(work, len(names), num_threads=threads, watch=bar.update, check=check)
+
+    def measure(k: int) -> None:
+        sizes[k] = _size_on_disk(names[k], short_side)
+
+    each(measure, "sizes")
+    head = _encode(header) + sizes.T.tobytes()
+    layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1])
+    total = int(layout.offsets[-1])
+    logger.info(
+        "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
+    )
+    _require_space(path.parent, total, data_set)
+    try:
+        with open(temporary, "xb") as file:
+            _reserve(file.fileno(), total)
+            _write_all(file.fileno(), head, 0)
+
+            def store(k: int) -> None:
+                image = short_side_resized(read_image(names[k]), short_side, kernel)
+                if image.shape[:2] != tuple(sizes[k]):
+                    raise DataError(
+                        f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]} where its header led to expect "
+                        f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
+                    )
+                _write_all(file.fileno(), np.ascontiguousarray(image), int(layout.offsets[k]))
+
+            each(store, "image cache")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return layout
+
+
+def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
+    """Height and width of a cached image, from the file's header alone."""
+    try:
+        with Image.open(name) as image:
+            width, height = image.size
+            # 5 to 8 are turned by a quarter; Pillow's reader of TIFF has turned the size already.
+            turned = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError):
+        read_image(name)  # says what is wrong
+        raise
+    if turned:
+        width, height = height, width
+    width, height = resized_size(width, height, short_side)
+    return height, width
+
+
+def _require_space(folder: Path, size: int, data_set: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DataError(
+            f"the image cache of '{data_set}' takes {size / 1e9:.2f} GB, but '{folder}' has only "
+            f"{free / 1e9:.2f} GB free; {_REMEDY}"
+        )
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Claim the disk space now: a disk that fills later must not kill those that write or read."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+            return
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    os.ftruncate(handle, size)
+
+
+def _write_all(handle: int, data: Any, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written

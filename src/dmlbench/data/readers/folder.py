@@ -1,0 +1,295 @@
+"""Any image folder as a data set: class folders, folders by role, or a CSV list; text files may name the classes."""
+
+import csv as csv_reader
+import io
+import logging
+import posixpath
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.data.image_table import Listing, leaves_root, shorten, table_of_files
+from dmlbench.data.readers.layouts import images_in, subfolders
+from dmlbench.data.readers.lists import read_text
+from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, closest
+
+_PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
+_ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
+_COLUMNS = ("path", "label", "role", "super_label")
+_NEEDED = {"path", "label"}
+_COMMENT = re.compile(r"(^|\s)#.*")
+_SEPARATORS = (",", ";", "\t")
+_CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Images:
+    """What a tree or a list says, one entry an image."""
+
+    paths: list[str]
+    class_of: list[str]
+    roles: list[str] | None
+    super_of: list[str] | None
+    layout: str
+
+    def kept(self, rows: Sequence[int]) -> "_Images":
+        def take(values: list[str]) -> list[str]:
+            return [values[row] for row in rows]
+
+        return _Images(
+            take(self.paths),
+            take(self.class_of),
+            None if self.roles is None else take(self.roles),
+            None if self.super_of is None else take(self.super_of),
+            self.layout,
+        )
+
+
+def folder(
+    root: str | Path,
+    *,
+    csv: str | Path | None = None,
+    train_classes: str | Path | None = None,
+    test_classes: str | Path | None = None,
+    name: str = "folder",
+) -> ImageTable:
+    """A table of the images under ``root``.
+
+    - ``root/<class>/.../<image>``: the first half of the sorted classes trains, the second tests.
+    - ``root/train/<class>/...`` with ``root/test/<class>/...``, or with ``root/query/...`` and ``root/gallery/...``:
+      the folders say which.
+    - a CSV with the columns ``path,label`` and, as wanted, ``role`` (train, test, query or gallery; without it halves
+      as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may stand for the commas.
+
+    Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
+    order that protocols cut: those of ``train_classes`` come first, each list in its own order. With one list alone
+    the other half are all other classes. With both, classes in neither are left out. Folders such as ``train``,
+    ``val`` and ``test`` are then merged: they split each class for classification.
+
+    Args:
+        root: folder of the images.
+        csv: the list's file; relative to ``root`` unless absolute.
+        train_classes: a text file with the name of one class a line; ``#`` at its beginning or after a blank begins
+            a comment. Relative to ``root`` unless absolute.
+        test_classes: as ``train_classes``.
+        name: name of the data set in results.
+
+    Raises:
+        ConfigError: lists of classes where the images' roles are given already.
+        DataError: a folder, a list or images are missing, a line is at fault, folders that cannot be understood, or a
+            class has images in both halves (metric learning tests on unseen classes).
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"data set '{name}' looks for its images in '{root}', which is not a folder; correct root")
+    has_lists = train_classes is not None or test_classes is not None
+    images = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
+    class_names = _sorted_classes(images.class_of)
+    num_train = len(class_names) // 2
+    if has_lists:
+        if images.roles is not None:
+            raise ConfigError(
+                f"data set '{name}' gets the roles of its images from {images.layout}, so it takes no train_classes "
+                "and test_classes; remove one or the other"
+            )
+        class_names, num_train = _listed_classes(
+            class_names,
+            None if train_classes is None else root / train_classes,
+            None if test_classes is None else root / test_classes,
+            name=name,
+        )
+        listed = set(class_names)
+        images = images.kept([row for row, class_name in enumerate(images.class_of) if class_name in listed])
+    index = {class_name: number for number, class_name in enumerate(class_names)}
+    labels = np.array([index[class_name] for class_name in images.class_of], dtype=np.int64)
+    super_index = {label: number for number, label in enumerate(_sorted_classes(images.super_of or []))}
+    listing = Listing(
+        name=name,
+        root=root,
+        layout=images.layout,
+        paths=images.paths,
+        labels=labels,
+        class_names=class_names,
+        role=_roles(images, labels < num_train),
+        super_labels=None if images.super_of is None else np.array([super_index[s] for s in images.super_of]),
+        remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
+    )
+    return table_of_files(listing, published=None)
+
+
+def _roles(images: _Images, is_train: NDArray[np.bool_]) -> NDArray[np.str_]:
+    if images.roles is not None:
+        return np.array(images.roles, dtype=np.str_)
+    return np.where(is_train, "train", "test")
+
+
+def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
+    """Images in class folders, which may lie in folders by part; ``merge`` takes the parts together."""
+    found = {top: _images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
+    tops = {top: images for top, images in found.items() if images}
+    parts = [top for top in tops if top.casefold() in _PART_FOLDERS]
+    if not tops:
+        raise DataError(
+            f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "
+            "root/cat/1.jpg"
+        )
+    nested = [top for top in parts if any("/" in image for image in tops[top])]
+    if nested and len(parts) < len(tops):
+        others = shorten([top for top in tops if top not in parts])
+        raise DataError(
+            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}': are these "
+            "classes or parts? Move one kind away, or list the images in a csv"
+        )
+    if len(parts) < len(tops):
+        listing = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
+        if len(tops) == 1:
+            only = next(iter(tops))
+            raise DataError(
+                f"data set '{name}' finds one class, '{only}', in '{root}', expected two or more; if "
+                f"its sub-folders are the classes, point root at '{root / only}'"
+            )
+        return _Images([path for path, _ in listing], [top for _, top in listing], None, None, "class folders")
+    role_of = {top: top.casefold() for top in tops}
+    if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
+        raise DataError(
+            f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
+            "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
+            f" the images in a csv, or point root at one of them (such as '{root / sorted(tops)[0]}')"
+        )
+    paths, class_of, roles = [], [], []
+    for top, images in tops.items():
+        for image in images:
+            if "/" not in image:
+                raise DataError(f"'{root / top / image}' lies in no class folder; expected {top}/<class>/<image>")
+            paths.append(f"{top}/{image}")
+            class_of.append(image.split("/")[0])
+            roles.append(role_of[top])
+    layout = f"class folders in {', '.join(tops)}"
+    return _Images(paths, class_of, None if merge else roles, None, layout)
+
+
+def _images_below(top: Path) -> list[str]:
+    """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
+
+    def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
+        place = folder.resolve()
+        if place in inside:
+            raise DataError(f"'{folder}' leads back to '{place}', which holds it; remove that link")
+        yield from (prefix + image for image in images_in(folder))
+        for name in subfolders(folder):
+            yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
+
+    return sorted(walk(top, "", frozenset({top.parent.resolve()})))
+
+
+def _read_csv(file: Path) -> _Images:
+    rows: list[dict[str, str]] = []
+    line_of: dict[str, int] = {}
+    for number, row in _csv_rows(file):
+        if row.get("role", "train") not in ROLES:
+            raise DataError(
+                f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
+            )
+        row["path"] = path = posixpath.normpath(row["path"])  # ./a//b.jpg is a/b.jpg
+        if leaves_root(path):
+            raise DataError(
+                f"line {number} of '{file}' names '{path}', which lies outside of the images' folder; give paths "
+                "relative to root"
+            )
+        if (first := line_of.setdefault(path, number)) != number:
+            raise DataError(f"line {number} of '{file}' lists '{path}' of line {first} again; list each image once")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"'{file}' lists no images; add a line for each")
+    columns = rows[0].keys()
+    return _Images(
+        [row["path"] for row in rows],
+        [row["label"] for row in rows],
+        [row["role"] for row in rows] if "role" in columns else None,
+        [row["super_label"] for row in rows] if "super_label" in columns else None,
+        f"the list {file.name}" + (" with roles" if "role" in columns else ""),
+    )
+
+
+def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
+    """Line number and values by column of each row."""
+    text = read_text(file, remedy=_CORRECT_PATH)
+    first = text.split("\n", 1)[0]
+    separator = max(_SEPARATORS, key=first.count)
+    reader = csv_reader.DictReader(io.StringIO(text), skipinitialspace=True, delimiter=separator)
+    try:
+        header = [column.strip() for column in reader.fieldnames or []]
+        if not _NEEDED <= set(header) <= set(_COLUMNS) or len(set(header)) < len(header):
+            raise DataError(
+                f"line 1 of '{file}' has the columns {', '.join(header)}; expected path and label, and of role and "
+                "super_label what you have"
+            )
+        reader.fieldnames = header
+        for row in reader:
+            values = {column: (row[column] or "").strip() for column in header}
+            if None in row or not all(values.values()):
+                raise DataError(f"line {reader.line_num} of '{file}' must have {len(header)} values; correct it")
+            yield reader.line_num, values
+    except csv_reader.Error as error:
+        raise DataError(f"line {reader.line_num} of '{file}' is no line of a CSV ({error}); correct it") from error
+
+
+def _listed_classes(
+    classes: Sequence[str], train_list: Path | None, test_list: Path | None, *, name: str
+) -> tuple[list[str], int]:
+    """The classes in the order of the lists, those to train on first, and how many these are."""
+    known = set(classes)
+    train = None if train_list is None else _read_classes(train_list, known)
+    test = None if test_list is None else _read_classes(test_list, known)
+    if train is not None and test is not None and (both := [c for c in test if c in train]):
+        raise DataError(
+            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', which line {train[both[0]]} of '{train_list}' "
+            "names too; give each class one half"
+        )
+    if train is None:
+        train = {c: 0 for c in classes if c not in (test or {})}
+    if test is None:
+        test = {c: 0 for c in classes if c not in train}
+    if not train or not test:
+        raise DataError(
+            f"data set '{name}' has no class to {'test' if train else 'train'} on after its lists; name some of its "
+            f"{len(classes)} classes in each half"
+        )
+    if left_out := [c for c in classes if c not in train and c not in test]:
+        logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
+    return [*train, *test], len(train)
+
+
+def _read_classes(file: Path, known: set[str]) -> dict[str, int]:
+    """Class -> the number of its line, in the order of the lines."""
+    line_of: dict[str, int] = {}
+    written = {unicodedata.normalize("NFC", c): c for c in known}  # file systems store an accent in one of two ways
+    for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
+        class_name = _COMMENT.sub("", line).strip()
+        if not class_name:
+            continue
+        class_name = written.get(unicodedata.normalize("NFC", class_name), class_name)
+        if class_name not in known:
+            raise DataError(
+                f"line {number} of '{file}' names '{class_name}', which no image has as its class; "
+                f"{closest(class_name, sorted(known))}"
+            )
+        if (first := line_of.setdefault(class_name, number)) != number:
+            raise DataError(f"line {number} of '{file}' names '{class_name}' of line {first} again; remove one")
+    if not line_of:
+        raise DataError(f"'{file}' names no class; write one a line")
+    return line_of
+
+
+def _sorted_classes(class_of: Iterable[str]) -> list[str]:
+    classes = set(class_of)
+    if all(c.isascii() and c.isdigit() and len(c) < 19 for c in classes):
+        return sorted(classes, key=lambda c: (int(c), c))
+    return sorted(classes)

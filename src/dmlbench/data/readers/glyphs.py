@@ -1,0 +1,313 @@
+"""Two data sets that need no files and no network: ``glyphs`` (letters in twelve faces) and ``glyphs_collage``.
+
+Pixels are computed in integers from fonts that matplotlib ships, so equal library versions give equal pixels on every
+machine. Each image has a random stream of its own, seeded by (seed, data set, class, image).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.data.image_table import halved_roles, make_table
+from dmlbench.data.images.array_cache import cached_array
+from dmlbench.data.readers.letters import (
+    FACE_NAMES,
+    NUISANCE_SYMBOLS,
+    distinct_letters,
+    letter_name,
+    master_glyphs,
+    renderer_version,
+)
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, ImageTable
+
+_VERSION = 1  # raise it whenever the pixels change
+_CHUNK = 256  # images rendered at a time; keeps the temporaries inside the processor's caches
+_FRACTION = 16  # bits after the point of source coordinates
+_NOISE_SUM = 4  # bytes added up for one noise value: close to a normal distribution, and exact everywhere
+_NOISE_STD = math.sqrt(_NOISE_SUM * (256**2 - 1) / 12)
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class GlyphStyle:
+    """How much the images of a class differ.
+
+    Attributes:
+        size_range: em size as a share of the side of the cell that the character stands in.
+        rotation_degrees: turned by up to this much either way.
+        shift: moved by up to this share of the cell's side, either way on both axes.
+        background_range: grey of the ground, share of white.
+        contrast_range: grey of the ink minus the ground, share of white.
+        noise_range: standard deviation of the pixel noise, share of white; drawn for each image.
+    """
+
+    size_range: Range
+    rotation_degrees: float
+    shift: float
+    background_range: Range
+    contrast_range: Range
+    noise_range: Range
+
+    def __post_init__(self) -> None:
+        ranges = {"size_range": (0.1, 1.5), "background_range": (0, 1), "contrast_range": (0, 1), "noise_range": (0, 1)}
+        for name, (least, most) in ranges.items():
+            low, high = getattr(self, name)
+            object.__setattr__(self, name, (float(low), float(high)))  # a list of a configuration becomes a tuple
+            if not least <= low <= high <= most:
+                raise ConfigError(f"{name} ({low}, {high}) must be ascending within [{least}, {most}]")
+        if not 0 <= self.rotation_degrees <= 180:
+            raise ConfigError(f"rotation_degrees ({self.rotation_degrees}) must lie in [0, 180]")
+        if not 0 <= self.shift <= 0.5:
+            raise ConfigError(f"shift ({self.shift}) must lie in [0, 0.5]")
+
+
+def glyphs(
+    *,
+    cache_dir: str | Path,
+    num_classes: int = 200,
+    images_per_class: int = 60,
+    image_size: int = 64,
+    seed: int = 0,
+    size_range: Range = (0.45, 0.75),
+    rotation_degrees: float = 20.0,
+    shift: float = 0.12,
+    background_range: Range = (0.05, 0.35),
+    contrast_range: Range = (0.35, 0.65),
+    noise_range: Range = (0.02, 0.12),
+) -> ImageTable:
+    """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and tell apart.
+
+    An image does not depend on how many classes or images are asked for.
+
+    Args:
+        cache_dir: folder that keeps the rendered pixels.
+        num_classes: the first half of them trains, the second half tests.
+        images_per_class: images of each.
+        image_size: side of an image in pixels.
+        seed: of everything that is random.
+        size_range, rotation_degrees, shift, background_range, contrast_range, noise_range: see ``GlyphStyle``.
+
+    Returns:
+        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], ink lighter than ground.
+
+    Raises:
+        ConfigError: an argument out of its range, or more classes than there are letters.
+        DataError: the cache folder cannot be written.
+    """
+    style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
+    render = functools.partial(_render_glyphs, style=style, image_size=image_size, seed=seed)
+    return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir, render)
+
+
+def glyphs_collage(
+    *,
+    cache_dir: str | Path,
+    num_classes: int = 200,
+    images_per_class: int = 60,
+    image_size: int = 64,
+    seed: int = 0,
+    size_range: Range = (0.85, 1.0),
+    rotation_degrees: float = 5.0,
+    shift: float = 0.08,
+    background_range: Range = (0.05, 0.1),
+    contrast_range: Range = (0.7, 0.8),
+    noise_range: Range = (0.0, 0.02),
+) -> ImageTable:
+    """The letters of ``glyphs``, each in one quadrant of the image, with a nuisance symbol in each of the other three.
+
+    The quadrant is random. The symbols of train classes and those of test classes have none in common. What helps here
+    is to weigh places of the image, since three quarters of each say nothing about its class.
+
+    Args, Returns and Raises are those of ``glyphs``; sizes and shifts are shares of a quadrant's side, and
+    ``image_size`` must be even. An image depends on ``num_classes`` only through the half that its class falls in.
+    """
+    if image_size % 2:
+        raise ConfigError(f"image_size ({image_size}) of glyphs_collage must be even: it is made of four quadrants")
+    style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
+    render = functools.partial(
+        _render_collage, style=style, image_size=image_size, seed=seed, num_train_classes=num_classes // 2
+    )
+    return _table("glyphs_collage", num_classes, images_per_class, image_size, seed, style, cache_dir, render)
+
+
+def nuisance_pools() -> tuple[str, str]:
+    """Symbols next to train classes and symbols next to test classes: every other one, so that both are of one kind."""
+    return NUISANCE_SYMBOLS[0::2], NUISANCE_SYMBOLS[1::2]
+
+
+_Render = Callable[[tuple[int, ...], int], NDArray[np.uint8]]
+
+
+def _table(
+    name: str,
+    num_classes: int,
+    images_per_class: int,
+    image_size: int,
+    seed: int,
+    style: GlyphStyle,
+    cache_dir: str | Path,
+    render: _Render,
+) -> ImageTable:
+    if images_per_class < 1:
+        raise ConfigError(f"images_per_class ({images_per_class}) must be at least 1")
+    if not 8 <= image_size <= 512:
+        raise ConfigError(f"image_size ({image_size}) must lie in [8, 512]")
+    codes = distinct_letters(num_classes)
+    key = {
+        "version": _VERSION,
+        "renderer": renderer_version(),
+        "num_classes": num_classes,
+        "images_per_class": images_per_class,
+        "image_size": image_size,
+        "seed": seed,
+        **dataclasses.asdict(style),
+    }
+    cached = cached_array(cache_dir, name, key=key, build=lambda: render(codes, images_per_class))
+    labels = np.repeat(np.arange(num_classes, dtype=np.int64), images_per_class)
+    return make_table(
+        name,
+        "",
+        paths=[f"U+{code:04X}/{image:03d}" for code in codes for image in range(images_per_class)],
+        labels=labels,
+        class_names=[letter_name(code) for code in codes],
+        role=halved_roles(labels, num_classes),
+        content=cached.digest,
+        pixels=cached.array,
+    )
+
+
+def _render_glyphs(
+    codes: tuple[int, ...], images_per_class: int, *, style: GlyphStyle, image_size: int, seed: int
+) -> NDArray[np.uint8]:
+    masters, em = _masters(codes, style, image_size)
+    pixels = np.empty((len(codes) * images_per_class, image_size, image_size), dtype=np.uint8)
+    for rows in _chunks(len(pixels)):
+        streams = [generator(seed, "glyphs", *divmod(row, images_per_class)) for row in rows]
+        labels = [row // images_per_class for row in rows]
+        places = [_draw_place(stream, style, label) for label, stream in zip(labels, streams, strict=True)]
+        coverage = _warp(masters, em, places, side=image_size)
+        pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
+    return pixels
+
+
+def _render_collage(
+    codes: tuple[int, ...],
+    images_per_class: int,
+    *,
+    style: GlyphStyle,
+    image_size: int,
+    seed: int,
+    num_train_classes: int,
+) -> NDArray[np.uint8]:
+    half = image_size // 2
+    symbols = tuple(ord(c) for pool in nuisance_pools() for c in pool)
+    masters, em = _masters(codes + symbols, style, half)
+    train_pool, test_pool = (len(pool) for pool in nuisance_pools())
+    pixels = np.empty((len(codes) * images_per_class, image_size, image_size), dtype=np.uint8)
+    for rows in _chunks(len(pixels)):
+        streams, places = [], []
+        for row in rows:
+            label, image = divmod(row, images_per_class)
+            stream = generator(seed, "glyphs_collage", label, image)
+            in_train = label < num_train_classes
+            first = len(codes) if in_train else len(codes) + train_pool
+            cells = (first + stream.permutation(train_pool if in_train else test_pool)[:4]).tolist()
+            cells[int(stream.integers(4))] = label
+            places += [_draw_place(stream, style, which) for which in cells]
+            streams.append(stream)
+        coverage = _warp(masters, em, places, side=half).reshape(-1, 2, 2, half, half)
+        coverage = coverage.transpose(0, 1, 3, 2, 4).reshape(-1, image_size, image_size)  # [B, H, W]
+        pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
+    return pixels
+
+
+def _chunks(count: int) -> Iterator[range]:
+    return (range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+
+
+def _masters(codes: tuple[int, ...], style: GlyphStyle, side: int) -> tuple[NDArray[np.uint8], int]:
+    """Masters [len(codes), 12, S, S] and their em size: the largest that is wanted, so that none is blown up."""
+    em = max(16, math.ceil(side * style.size_range[1]))
+    return master_glyphs(codes, em), em
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a character goes in its cell: index into the masters, face, em size and shifts (shares of the side)."""
+
+    which: int
+    face: int
+    size: float
+    angle: float
+    right: float
+    down: float
+
+
+def _draw_place(stream: np.random.Generator, style: GlyphStyle, which: int) -> _Place:
+    u = stream.random(5)
+    low, high = style.size_range
+    angle = math.radians(style.rotation_degrees) * (2 * u[2] - 1)
+    return _Place(
+        which=which,
+        face=int(u[0] * len(FACE_NAMES)),
+        size=low + (high - low) * u[1],
+        angle=angle,
+        right=style.shift * (2 * u[3] - 1),
+        down=style.shift * (2 * u[4] - 1),
+    )
+
+
+def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: int) -> NDArray[np.uint8]:
+    """Coverage [len(places), side, side] of the characters, turned, scaled and moved; bilinear, in fixed point.
+
+    A pixel at offset p from the cell's center shows the master at R(-angle) (p - shift) * em / size.
+    """
+    edge = masters.shape[-1]
+    one = 1 << _FRACTION
+    cosine = np.array([round(math.cos(p.angle) * em / (p.size * side) * one) for p in places], dtype=np.int64)
+    sine = np.array([round(math.sin(p.angle) * em / (p.size * side) * one) for p in places], dtype=np.int64)
+    # Offsets of pixel centers in half pixels: integers for even and odd sides alike.
+    offset = 2 * np.arange(side, dtype=np.int64) - (side - 1)  # [side]
+    right = np.array([round(2 * p.right * side) for p in places], dtype=np.int64)
+    down = np.array([round(2 * p.down * side) for p in places], dtype=np.int64)
+    x = offset[None] - right[:, None]  # [B, side]
+    y = offset[None] - down[:, None]
+    middle = (edge - 1) * one // 2
+    u = (middle + ((cosine[:, None] * x) >> 1))[:, None, :] + ((sine[:, None] * y) >> 1)[:, :, None]  # [B, side, side]
+    v = (middle - ((sine[:, None] * x) >> 1))[:, None, :] + ((cosine[:, None] * y) >> 1)[:, :, None]
+    # Masters have an empty border, so clamping to it reads 0 outside.
+    limit = (edge - 1) * one - 1
+    u = np.clip(u, 0, limit).astype(np.int32)
+    v = np.clip(v, 0, limit).astype(np.int32)
+    start = np.array([(p.which * len(FACE_NAMES) + p.face) * edge * edge for p in places], dtype=np.int64)
+    index = start[:, None, None] + (v >> _FRACTION) * edge + (u >> _FRACTION)
+    fu = (u >> (_FRACTION - 7)) & 127  # the 7 bits after the point
+    fv = (v >> (_FRACTION - 7)) & 127
+    flat = masters.reshape(-1)
+    above = flat.take(index) * (128 - fu) + flat.take(index + 1) * fu
+    below = flat.take(index + edge) * (128 - fu) + flat.take(index + edge + 1) * fu
+    return ((above * (128 - fv) + below * fv + (1 << 13)) >> 14).astype(np.uint8)
+
+
+def _shade(coverage: NDArray[np.uint8], streams: list[np.random.Generator], style: GlyphStyle) -> NDArray[np.uint8]:
+    """Ground, ink and noise [B, H, W] uint8 from coverage [B, H, W]; takes each image's draws from its stream."""
+    count, height, width = coverage.shape
+    ranges = np.array([style.background_range, style.contrast_range, style.noise_range])  # [3, 2]
+    scale = np.array([255.0, 256.0, 255.0 * 4096 / _NOISE_STD])  # 256: coverage 255 is full ink after >> 8, rounded
+    levels = np.empty((count, 3), dtype=np.int32)
+    noise = np.empty((count, _NOISE_SUM, height, width), dtype=np.uint8)
+    for i, stream in enumerate(streams):
+        levels[i] = np.rint((ranges[:, 0] + (ranges[:, 1] - ranges[:, 0]) * stream.random(3)) * scale)
+        noise[i] = np.frombuffer(stream.bytes(noise[i].size), dtype=np.uint8).reshape(_NOISE_SUM, height, width)
+    ground, contrast, strength = levels.T[:, :, None, None]
+    centered = noise.sum(axis=1, dtype=np.int32) - (255 * _NOISE_SUM) // 2  # [B, H, W]
+    grey = ground + ((coverage * contrast + 128) >> 8) + ((centered * strength + 2048) >> 12)
+    return np.clip(grey, 0, 255).astype(np.uint8)

@@ -1,0 +1,96 @@
+"""In-shop Clothes Retrieval (DeepFashion): ``list_eval_partition.txt`` with train, query and gallery images."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.data.image_table import Listing, Published, table_of_files
+from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.lists import TextList, read_list
+from dmlbench.types import DataError, ImageTable, IntArray
+
+PUBLISHED = Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)})
+
+_LIST = "|".join(f"{place}list_eval_partition.txt" for place in ("Eval/", "Anno/", ""))
+# The list says img/WOMEN/...; the images of the papers are those of img.zip, so these come before img_highres.
+_PLACES = "img Img/img img/img Img img_highres Img/img_highres img_highres/img_highres Img/img_highres/img_highres"
+_IMAGES = "|".join(f"{place}/*MEN" for place in _PLACES.split())
+FOLDER = DataFolder(
+    "In-shop",
+    (
+        *("inshop", "in_shop_clothes_retrieval_benchmark", "in_shop_clothes_retrieval", "in_shop_clothes"),
+        *("deepfashion", "deepfashion_inshop"),
+    ),
+    (
+        Layout(
+            "lists",
+            "list_eval_partition.txt (there, in Eval or in Anno) and folders MEN and WOMEN in img or img_highres "
+            "(there or in Img)",
+            (_LIST, _IMAGES),
+        ),
+    ),
+    "put list_eval_partition.txt and the unpacked img.zip there",
+)
+_COLUMNS = ("image_name", "item_id", "evaluation_status")
+_ROLES = ("train", "query", "gallery")
+
+
+def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
+    """Garments as classes; the list says which images train, ask and are searched (Liu et al. 2016).
+
+    ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order.
+
+    Args:
+        root: folder of the data set, or one that holds it under a usual name.
+        check_counts: insist on the published 25,882 images of 3,997 classes to train, 14,218 queries and 12,612
+            gallery images of 3,985. False takes a subset.
+
+    Raises:
+        DataError: the list is missing or at fault, images are missing, or counts differ.
+
+    Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
+        CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
+    """
+    folder, layout = FOLDER.find(root)
+    images = resolve(folder, _IMAGES).parent
+    rows = read_list(resolve(folder, _LIST), _COLUMNS, has_count=True, has_header=True)
+    items, labels = np.unique(rows.texts("item_id"), return_inverse=True)
+    paths, super_labels = _paths_below_img(rows)
+    listing = Listing(
+        name="inshop",
+        root=images,
+        layout=f"{layout.description}; images of {images.relative_to(folder).as_posix()}",
+        paths=paths,
+        labels=labels.astype(np.int64),
+        class_names=items.tolist(),
+        role=_roles(rows),
+        super_labels=super_labels,
+    )
+    return table_of_files(listing, published=PUBLISHED if check_counts else None)
+
+
+def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:
+    """Paths [N] without the leading ``img``, and their gender and category as numbers [N]."""
+    paths, categories = [], []
+    for row, path in enumerate(rows.paths("image_name")):
+        parts = path.split("/")
+        if len(parts) < 4 or parts[0] != "img":
+            raise DataError(
+                f"{rows.where(row)} names the image '{path}', expected img/<gender>/<category>/...; put the original "
+                "list there"
+            )
+        paths.append("/".join(parts[1:]))
+        categories.append(f"{parts[1]}/{parts[2]}")
+    return paths, np.unique(categories, return_inverse=True)[1].astype(np.int64)
+
+
+def _roles(rows: TextList) -> NDArray[np.str_]:
+    roles = rows.texts("evaluation_status")
+    if unknown := set(roles) - set(_ROLES):
+        row = next(row for row, role in enumerate(roles) if role in unknown)
+        raise DataError(
+            f"{rows.where(row)} has the evaluation_status '{roles[row]}', expected {', '.join(_ROLES)}; put the "
+            "original list there"
+        )
+    return np.array(roles, dtype=np.str_)

@@ -1,0 +1,160 @@
+"""Finding a data set on disk: under the names that people give its folder, in the layouts that circulate."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmlbench.types import DataError
+
+# Folders that archives of mirrors put around a data set.
+_WRAPPERS = ("archive", "data", "dataset")
+_DEPTH = 3
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+# Mirrors sort the images of each class into these; metric learning splits by class instead and merges them again.
+SPLIT_FOLDERS = ("train", "test", "val", "valid")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which a data set lies on disk.
+
+    Attributes:
+        name: how a module tells its layouts apart.
+        description: as messages print it.
+        markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards (``*``,
+            ``?``, ``[0-9]``) and several places apart by ``|``, of which one is enough.
+        recognizes: a further test of the folder, for what markers cannot say.
+    """
+
+    name: str
+    description: str
+    markers: tuple[str, ...]
+    recognizes: Callable[[Path], bool] | None = None
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """The folder of a data set: what it is called in the wild, and what it may look like.
+
+    Attributes:
+        title: the data set's name, for messages.
+        usual_names: names that its folder has; upper and lower case, blanks and punctuation do not matter.
+        layouts: what it may look like, the preferred one first.
+        remedy: how to get the data, the end of the message where there are none.
+    """
+
+    title: str
+    usual_names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    remedy: str
+
+    def find(self, root: str | Path) -> tuple[Path, Layout]:
+        """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
+
+        Raises:
+            DataError: no layout is complete; says where was looked, and what the nearest one lacks.
+        """
+        root = Path(root)
+        if not root.is_dir():
+            raise DataError(
+                f"{self.title} is looked for in '{root}', which is not a folder; set DMLBENCH_DATA (or paths.data_dir) "
+                f"to the folder that holds your data sets; {self.remedy}"
+            )
+        folders = list(_candidates(root, {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}))
+        nearest: tuple[int, str] = (0, "")
+        for layout in self.layouts:
+            for folder in folders:
+                missing = [marker for marker in layout.markers if first_match(folder, marker) is None]
+                if not missing and (layout.recognizes is None or layout.recognizes(folder)):
+                    return folder, layout
+                present = len(layout.markers) - len(missing)
+                if missing and present > nearest[0]:
+                    lacking = ", ".join(marker.replace("|", " or ") for marker in missing)
+                    nearest = present, f"; nearest is '{folder}' ({layout.description}), which lacks {lacking}"
+        looked = ", ".join(f"'{folder}'" for folder in folders)
+        expected = "; or ".join(layout.description for layout in self.layouts)
+        raise DataError(f"{self.title} is not in {looked}{nearest[1]}; expected {expected}; {self.remedy}")
+
+
+def resolve(folder: Path, marker: str) -> Path:
+    """The path that a marker stands for: the first of its places that exists, the first match in sorted order.
+
+    Raises:
+        DataError: none exists.
+    """
+    if (found := first_match(folder, marker)) is None:
+        raise DataError(f"'{folder}' lacks {marker.replace('|', ' or ')}; complete the data set")
+    return found
+
+
+def first_match(folder: Path, marker: str) -> Path | None:
+    """Like ``resolve``, but None where nothing exists."""
+    for place in marker.split("|"):
+        try:
+            if any(character in place for character in "*?["):
+                found = sorted(folder.glob(place))
+            else:
+                found = [folder / place] if (folder / place).exists() else []
+        except OSError:
+            continue
+        if found:
+            return found[0]
+    return None
+
+
+def images_by_folder(base: Path) -> dict[str, list[str]]:
+    """Folder -> names of the images directly inside, both sorted, of the visible folders of ``base`` that hold any.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    found = {name: images_in(base / name) for name in subfolders(base)}
+    return {name: images for name, images in found.items() if images}
+
+
+def images_in(folder: Path) -> list[str]:
+    """Sorted names of the image files directly in a folder, hidden ones left out.
+
+    Raises:
+        DataError: it cannot be read, or a name is not UTF-8.
+    """
+    names = [entry.name for entry in _entries(folder) if entry.name[0] != "."]
+    names = sorted(name for name in names if name.lower().endswith(IMAGE_SUFFIXES))
+    for name in (folder.name, *names):
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # the file system's bytes as Python escapes them
+            raise DataError(f"'{folder}' has the name {os.fsencode(name)!r}, which is not UTF-8; rename it") from None
+    return names
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Sorted names of the visible folders in a folder; symbolic links to folders count.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and entry.is_dir())
+
+
+def plain_name(name: str) -> str:
+    """What is left of a name whatever was done to its case, slashes, blanks and punctuation."""
+    return "".join(character for character in name.casefold() if character.isalnum())
+
+
+def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
+    level = [root]
+    for depth in range(_DEPTH + 1):
+        yield from level
+        if depth < _DEPTH:
+            level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"cannot look into '{folder}' ({error.strerror}); make it a readable folder") from error

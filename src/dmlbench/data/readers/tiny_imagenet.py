@@ -1,0 +1,110 @@
+"""Tiny-ImageNet and trees like it: ``train/<wnid>/images``, ``wnids.txt``, ``words.txt``, ``val`` with its list."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dmlbench.data.image_table import Listing, Published, halved_roles, table_of_files
+from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
+from dmlbench.data.readers.lists import read_list
+from dmlbench.types import ConfigError, DataError, ImageTable
+
+PARTS = ("train", "val")
+FOLDER = DataFolder(
+    "Tiny-ImageNet",
+    ("tiny_imagenet", "tiny_imagenet_200"),
+    (
+        Layout(
+            "original",
+            "tiny-imagenet-200 with wnids.txt, words.txt and train/<wnid>/images",
+            ("wnids.txt", "words.txt", "train"),
+        ),
+    ),
+    "unpack tiny-imagenet-200.zip there",
+)
+PUBLISHED = Published({"train": (50_000, 100), "test": (50_000, 100)})
+_PUBLISHED_OF_PARTS = {
+    ("train",): PUBLISHED,
+    ("val",): Published({"train": (5_000, 100), "test": (5_000, 100)}),
+    ("train", "val"): Published({"train": (55_000, 100), "test": (55_000, 100)}),
+}
+
+
+def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_counts: bool = True) -> ImageTable:
+    """Nouns as classes; the first half of those in ``wnids.txt`` trains, the others test.
+
+    The split of the archive is one for classification: its parts, as many as asked for, are merged. The halves are
+    this project's own, as no paper fixes them.
+
+    Args:
+        root: folder of the data set, or one that holds it under a usual name.
+        parts: of "train" (500 images a class) and "val" (50 a class); the archive's test images have no classes.
+        check_counts: insist on the published 200 classes with all images of each. False takes a subset, of which the
+            first half of the listed classes trains.
+
+    Raises:
+        ConfigError: a part is unknown or named twice.
+        DataError: a list or folder is missing or at fault, images are missing, or counts differ.
+
+    Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
+    """
+    merged = tuple(part for part in PARTS if part in parts)
+    if isinstance(parts, str) or not parts or len(merged) < len(parts):
+        shown = f"the text '{parts}'" if isinstance(parts, str) else ", ".join(parts) or "none"
+        raise ConfigError(
+            f"parts ({shown}) of tiny_imagenet must be a list of train, val or both; correct dataset.table.parts"
+        )
+    folder, layout = FOLDER.find(root)
+    listed = read_list(folder / "wnids.txt", ("wnid",))
+    listed.check_once("wnid")
+    wnids = listed.texts("wnid")
+    words = dict(read_list(folder / "words.txt", ("wnid", "words"), separator="\t").rows)
+    listed.check_known("wnid", words, "words.txt")
+    number_of = {wnid: number for number, wnid in enumerate(wnids)}
+    paths: list[str] = []
+    labels: list[int] = []
+    for part in merged:
+        for wnid, images in _images_of_part(folder, part, number_of).items():
+            paths += images
+            labels += [number_of[wnid]] * len(images)
+    listing = Listing(
+        name="tiny_imagenet",
+        root=folder,
+        layout=layout.description,
+        paths=paths,
+        labels=np.array(labels, dtype=np.int64),
+        class_names=[f"{wnid} {words[wnid]}" for wnid in wnids],  # words alone are not unique
+        role=halved_roles(np.array(labels, dtype=np.int64), len(wnids)),
+    )
+    return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged] if check_counts else None)
+
+
+def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
+    """wnid -> paths of its images, of one part of the archive."""
+    if not (folder / part).is_dir():
+        raise DataError(
+            f"Tiny-ImageNet in '{folder}' lacks the folder {part}; complete it or correct dataset.table.parts"
+        )
+    if part == "val" and (folder / "val" / "images").is_dir():
+        return _images_of_val_list(folder, number_of)
+    found = {}
+    for wnid in subfolders(folder / part):
+        if wnid not in number_of:
+            raise DataError(
+                f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; complete the list or move it away"
+            )
+        inner = "images" if (folder / part / wnid / "images").is_dir() else ""
+        prefix = "/".join(filter(None, (part, wnid, inner)))
+        found[wnid] = [f"{prefix}/{name}" for name in images_in(folder / prefix)]
+    return found
+
+
+def _images_of_val_list(folder: Path, number_of: Mapping[str, int]) -> dict[str, list[str]]:
+    """The validation images lie in one folder; a list has their classes (and boxes, which are not needed)."""
+    rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
+    rows.check_known("wnid", number_of, "wnids.txt")
+    found: dict[str, list[str]] = {}
+    for name, wnid in zip(rows.paths("file"), rows.texts("wnid"), strict=True):
+        found.setdefault(wnid, []).append(f"val/images/{name}")
+    return found

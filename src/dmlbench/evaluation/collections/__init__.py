@@ -1,0 +1,1 @@
+"""Rankings of every collection of fold models at once."""

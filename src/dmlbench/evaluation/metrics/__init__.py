@@ -1,0 +1,1 @@
+"""What is computed from a ranking or a whole set of embeddings."""

@@ -1,0 +1,141 @@
+"""Scores of a whole set of embeddings: how well k-means finds the classes, and how far apart images and classes lie."""
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
+from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+KMEANS_STEPS = 25  # faiss's own number; scikit-learn gets the same
+_CHUNK_ROWS = 4096  # unit rows held in float64 at once
+
+logger = logging.getLogger(__name__)
+
+
+class WholeSet:
+    """All items of an evaluation, each once: the queries, then the gallery's other ones.
+
+    pytorch-metric-learning clusters the queries alone; where there is no separate gallery, that is the same set.
+
+    Attributes:
+        rows: unit rows [N, D].
+        labels: [N].
+        kmeans_seed: decides where clusters begin.
+    """
+
+    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, kmeans_seed: int) -> None:
+        self.kmeans_seed = kmeans_seed
+        self.labels = labels_of(queries)
+        rows = queries.rows
+        if gallery is not None:
+            only = self_columns(ids_of(gallery), ids_of(queries)) < 0
+            rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
+            self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
+        self.rows = unit_rows(rows)
+
+    @cached_property
+    def mutual_information(self) -> dict[str, float]:
+        """nmi and ami of the classes and as many k-means clusters."""
+        clusters = kmeans(self.rows, len(np.unique(self.labels)), seed=self.kmeans_seed)
+        return mutual_information(self.labels, clusters)
+
+    @cached_property
+    def class_distances(self) -> tuple[float, float]:
+        """(intra, inter), see the function of this name."""
+        return class_distances(self.rows, self.labels)
+
+
+def kmeans_library() -> str:
+    """What ``kmeans`` runs on: faiss where it is installed, else scikit-learn. Their clusters differ."""
+    return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
+
+
+def kmeans(rows: FloatRows, num_clusters: int, *, seed: int) -> IntArray:
+    """Cluster [N] of each unit row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
+
+    All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
+    the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere.
+    """
+    logger.info("k-means: %d clusters, %s, seed %d", num_clusters, kmeans_library(), seed)
+    if kmeans_library() == "faiss":
+        import faiss
+
+        clustering = faiss.Kmeans(
+            rows.shape[1], num_clusters, niter=KMEANS_STEPS, seed=seed,
+            min_points_per_centroid=1, max_points_per_centroid=len(rows),
+        )  # fmt: skip
+        clustering.train(np.ascontiguousarray(rows))
+        return clustering.index.search(rows, 1)[1][:, 0].astype(np.int64)
+    from sklearn.cluster import KMeans
+
+    model = KMeans(num_clusters, init="random", n_init=1, max_iter=KMEANS_STEPS, random_state=seed)
+    return model.fit(rows).labels_.astype(np.int64)
+
+
+def mutual_information(labels: IntArray, clusters: IntArray) -> dict[str, float]:
+    """Normalized (nmi) and adjusted (ami) mutual information of two partitions [N], both by the arithmetic mean."""
+    from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
+
+    return {
+        "nmi": float(normalized_mutual_info_score(labels, clusters, average_method="arithmetic")),
+        "ami": float(adjusted_mutual_info_score(labels, clusters, average_method="arithmetic")),
+    }
+
+
+def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
+    """Mean cosine distance 1 - x.y within classes, and between the directions of class means.
+
+    With S the sum of a class's n unit vectors, its n (n - 1) ordered pairs have the mean distance
+    1 - (|S|^2 - sum_i |x_i|^2) / (n (n - 1)); *intra* is the mean of that over the classes with at least two items.
+    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)). Both are exact without a matrix
+    of pairs.
+
+    Args:
+        rows: unit vectors [N, D]; a row of zeros is at distance 1 from everything.
+        labels: [N].
+
+    Returns:
+        (intra, inter).
+
+    Raises:
+        RunError: there is one class only, or no class has two items.
+
+    Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
+    2020 (pi_intra, pi_inter), as their code computes them.
+    """
+    order = np.argsort(labels, kind="stable")
+    starts = np.flatnonzero(np.diff(labels[order], prepend=labels[order[0]] - 1))
+    intra: list[float] = []
+    directions, num_directions = np.zeros(rows.shape[1]), 0
+    for members in np.split(order, starts[1:]):
+        total, squares = np.zeros(rows.shape[1]), 0.0
+        for part in _float64_units(rows, members):
+            total += part.sum(axis=0)
+            squares += float((part * part).sum())
+        length, n = float(np.sqrt(total @ total)), len(members)
+        if n > 1:
+            intra.append(max(0.0, 1 - (length**2 - squares) / (n * (n - 1))))
+        directions += total / length if length > 0 else 0.0
+        num_directions += length > 0
+    if not intra or len(starts) < 2:
+        raise RunError(
+            f"{len(labels)} items of {len(starts)} classes: distances within and between classes need two classes, one "
+            f"of them with two items; leave intra_class_distance and inter_class_distance out of evaluation.metrics"
+        )
+    inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
+    return float(np.mean(intra)), inter
+
+
+def _float64_units(rows: FloatRows, members: IntArray) -> Iterator[NDArray[np.float64]]:
+    """Parts of ``rows[members]`` in float64, of unit length to float64's rounding (zero rows stay zero)."""
+    for start in range(0, len(members), _CHUNK_ROWS):
+        part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
+        norm = np.sqrt((part * part).sum(axis=1, keepdims=True))
+        yield part / np.where(norm == 0, 1.0, norm)

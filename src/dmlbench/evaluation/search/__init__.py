@@ -1,0 +1,1 @@
+"""Exact search, among unit vectors and by any distance."""

@@ -1,0 +1,133 @@
+"""The float32 passes of the search, none of which changes its results: faiss, numpy and torch on a device."""
+
+import importlib.util
+import logging
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.evaluation.search.candidates import Found, Keys, floor_below, narrow_on_device, pack
+from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.types import ConfigError, IntArray, RunError
+
+BackEnd = Literal["auto", "torch", "faiss"]
+
+logger = logging.getLogger(__name__)
+
+_FAISS_EXTRA = 8  # neighbors asked beyond k, so that near ties at rank k seldom need a second search
+
+
+def resolve_back_end(back_end: BackEnd) -> Literal["torch", "faiss"]:
+    """The float32 pass to use: "auto" is "torch", the fastest everywhere; on a CPU its products are numpy's.
+
+    Raises:
+        ConfigError: faiss is asked for and is not installed.
+    """
+    if back_end not in ("auto", "torch", "faiss"):
+        raise ConfigError(f"back_end '{back_end}' is unknown; known: auto, torch, faiss")
+    if back_end != "faiss":
+        return "torch"
+    if importlib.util.find_spec("faiss") is None:
+        raise ConfigError(
+            "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
+            "or use back_end=auto, which gives the same numbers without it"
+        )
+    return "faiss"
+
+
+def faiss_candidates(
+    query: FloatRows, gallery: FloatRows, own_column: IntArray, k: int, slack: float
+) -> tuple[Keys, NDArray[np.bool_]]:
+    """Candidates [T, C] by ``faiss.knn`` and, per query [T], whether they are known to be complete.
+
+    Faiss orders ties against the index and cuts them at its k, so a query is complete only if the last neighbor that
+    faiss returned lies below the floor.
+    """
+    import faiss
+
+    wanted = min(len(gallery), k + 1 + _FAISS_EXTRA)
+    value, column = faiss.knn(query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT)
+    other = column != own_column[:, None]
+    complete = np.full(len(query), wanted == len(gallery))
+    if not complete.all():
+        # without the query itself at least k of the k + 1 + extra neighbors are left, in descending order
+        place = np.argmax(np.cumsum(other, axis=1) == k, axis=1)[:, None]
+        complete |= (value[:, -1:] < floor_below(np.take_along_axis(value, place, axis=1), slack))[:, 0]
+    return Found(other.sum(axis=1), pack(value[other], column[other])).padded(), complete
+
+
+def exclude(similarity: FloatRows, own: IntArray) -> None:
+    """Put -inf at column ``own`` [T] of each row of ``similarity`` [T, W] that has such a column."""
+    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
+    similarity[held, own[held]] = -np.inf
+
+
+def product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows) -> Tensor:
+    """The product [T, W] on ``device``, in float32 whatever is set outside."""
+    left = torch.from_numpy(query).to(device)
+    gallery = right if isinstance(right, Tensor) else torch.from_numpy(right).to(device)
+    with strict_float32_products():
+        return left @ gallery.T
+
+
+def moved_to(device: torch.device, operand: FloatRows | None) -> Tensor | None:
+    """``operand`` on ``device``; None, where there is none or no memory for it: then it goes there tile by tile."""
+    try:
+        return None if operand is None else torch.from_numpy(operand).to(device)
+    except torch.OutOfMemoryError:
+        logger.warning("%s has no memory for the whole gallery; it is moved there tile by tile", device)
+        return None
+
+
+def narrowed_on(
+    device: torch.device,
+    query: FloatRows,
+    right: Tensor | FloatRows,
+    *,
+    own: IntArray,
+    k: int,
+    slack: float,
+    first_column: int,
+) -> Found:
+    """The ``narrow`` of a product on ``device``, column ``own`` [T] left out; halves the queries where memory is short.
+
+    Raises:
+        RunError: one query alone needs more memory than there is.
+    """
+    try:
+        return _narrowed(device, query, right, own=own, k=k, slack=slack, first_column=first_column)
+    except torch.OutOfMemoryError as error:
+        if len(query) == 1:
+            raise RunError(
+                f"{device} has no memory left for one query and {len(right)} gallery items; "
+                "lower tile_bytes, or evaluate on the CPU"
+            ) from error
+    logger.warning("%s is out of memory for a tile of %d queries; halving it", device, len(query))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    halves = [
+        narrowed_on(device, query[part], right, own=own[part], k=k, slack=slack, first_column=first_column)
+        for part in (slice(0, len(query) // 2), slice(len(query) // 2, None))
+    ]
+    return Found(*(np.concatenate([getattr(half, name) for half in halves]) for name in ("count", "keys")))
+
+
+def _narrowed(
+    device: torch.device,
+    query: FloatRows,
+    right: Tensor | FloatRows,
+    *,
+    own: IntArray,
+    k: int,
+    slack: float,
+    first_column: int,
+) -> Found:
+    """``narrowed_on`` at once; its own function, so that nothing of a tile is held while its halves are computed."""
+    similarity = product_on(device, query, right)
+    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
+    place = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
+    similarity[place] = -torch.inf
+    return narrow_on_device(similarity, k, slack=slack, first_column=first_column)

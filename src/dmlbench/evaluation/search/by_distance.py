@@ -1,0 +1,137 @@
+"""The ranking of an evaluation by a distance of its own: of the whole gallery or of a shortlist, resumable.
+
+Letters: Q queries, T of them in a tile, k places that matter.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from dmlbench.evaluation.metrics.table import of_queries, score_names
+from dmlbench.evaluation.partial import fingerprint_of
+from dmlbench.evaluation.resume import ResumableScores
+from dmlbench.evaluation.search.candidates import Keys, settle
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.evaluation.search.pairwise_search import pairwise_search
+from dmlbench.evaluation.search.rerank import reranked
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, nearest
+from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+Tiles = Iterator[tuple[IntArray, NDArray[np.bool_]]]
+
+
+def refuse_what_unit_vectors_have(spec: EvaluationSpec, distance: "BaseDistance") -> None:
+    """
+    Raises:
+        ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
+    """
+    name = type(distance).__name__
+    asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
+        )
+    if spec.back_end == "faiss" and spec.rerank is None:
+        raise ConfigError(
+            f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
+        )
+
+
+def nearest_by_distance(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet,
+    k: int,
+    *,
+    distance: "BaseDistance | None",
+    tile_bytes: int = TILE_BYTES,
+) -> Neighbors:
+    """As ``search.nearest``, by any distance; None, and one that ranks alike, is that of unit vectors.
+
+    Returns:
+        index [Q, k] int64 into the gallery and the distance's own values [Q, k] float64, both on the CPU.
+
+    Raises:
+        RunError: the sets cannot be searched, or the distance gives NaN.
+    """
+    if distance is None or ranks_like_unit_vectors(distance):
+        return nearest(queries, gallery, k, tile_bytes=tile_bytes)
+    search = pairwise_search(queries, gallery, distance, tile_bytes=tile_bytes)
+
+    def finish(part: IntArray, keys: Keys) -> IntArray:
+        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+
+    index = np.concatenate([column for _, column in search.ranked(k, finish, wanted=np.arange(len(queries)))])
+    value = search.exact(np.arange(len(queries)))(np.repeat(np.arange(len(queries)), k), index.reshape(-1))
+    nearer_is_larger = value.reshape(index.shape)
+    return Neighbors(
+        torch.from_numpy(index), torch.from_numpy(nearer_is_larger if distance.is_inverted else -nearer_is_larger)
+    )
+
+
+def rank_by_distance(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    task: RetrievalTask,
+    spec: EvaluationSpec,
+    distance: "BaseDistance",
+    *,
+    partial: Path | None,
+    progress: bool,
+) -> tuple[ResumableScores, Tiles]:
+    """The scores known so far, and the ranking of the queries that are left.
+
+    Args:
+        queries: rows [Q, D].
+        gallery: rows [N, D], or None: the queries are searched among themselves.
+        task: labels and depth.
+        spec: how to evaluate.
+        distance: larger is nearer if ``is_inverted``.
+        partial: file of an interrupted call, or None.
+        progress: whether to show a bar.
+
+    Returns:
+        Scores to be written to, and an iterator over (queries [T], relevance by rank [T, k or the gallery's size]).
+        After each, the scores of these queries must be written before the next one is asked for.
+    """
+    bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
+    search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
+    names = score_names(of_queries(spec.scores))
+    shape = None if spec.rerank is not None else search.halves_shape(task.k, len(task.valid))
+    order = f"rerank {spec.rerank}, blocks of {shape[0] if shape else None}"
+    known = ResumableScores(
+        partial,
+        names,
+        len(queries),
+        fingerprint=""
+        if partial is None
+        else fingerprint_of(
+            [[queries]], None if gallery is None else [[gallery]], names=[*names, order], distances=[[distance]]
+        ),
+    )
+
+    def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
+        return task.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
+
+    def tiles() -> Tiles:
+        with bar:
+            if spec.rerank is None:
+                bar.reset(search.num_pairs(task.k, len(task.valid), done=known.state.done))
+                yield from search.ranked(task.k, by_rank, wanted=task.valid, state=known.state)
+            else:
+                left = task.valid[known.state.done :]
+                bar.reset(len(left) * min(spec.rerank, search.num_gallery))
+                yield from reranked(
+                    search, queries, gallery, by_rank,
+                    wanted=left, num_items=spec.rerank, back_end=spec.back_end, state=known.state,
+                )  # fmt: skip
+
+    return known, tiles()

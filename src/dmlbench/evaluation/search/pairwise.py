@@ -1,0 +1,263 @@
+"""Pairs by any distance of pytorch-metric-learning: fast values with a known error, and exact ones that decide.
+
+What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDistance``:
+
+- ``is_symmetric``: True where d(x, y) and d(y, x) are the same number, bit for bit;
+- ``float32_error(queries, gallery) -> (relative, absolute)``: for rows of these two sets [Q, D] and [N, D], the matrix
+  of float32 rows differs from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02;
+  absolute may be infinite: then float64 decides all). ``pairwise_distance`` must then be the same function, and a copy
+  in float64 possible;
+- ``tiles(dtype, device)``: an object that computes the same matrices as the distance, and by ``pairs(x, y) -> [M]``
+  pairs, after preparing once what all of them need;
+- ``shortlist_rows(rows) -> Tensor``: rows [N, d] whose comparison as unit vectors is a cheap stand-in (``rerank``).
+
+Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs.
+"""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.evaluation.embeddings.sets import check_sets
+from dmlbench.evaluation.search.candidates import ExactSimilarity
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+logger = logging.getLogger(__name__)
+
+_PAIRS = 128  # compared exactly at a time; always as many, so that libraries take the same way through every pair
+_COLUMNS = 16  # likewise, of a matrix of one row
+
+
+def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
+    """Whether ``distance`` orders pairs as the Euclidean distance of unit vectors does: then the exact search serves.
+
+    Asked of the exact type: a subclass may compute anything.
+    """
+    from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+
+    if not distance.normalize_embeddings or distance.p != 2:
+        return False
+    if type(distance) is LpDistance:
+        return distance.power > 0
+    return type(distance) in (CosineSimilarity, DotProductSimilarity)
+
+
+def is_symmetric(distance: "BaseDistance") -> bool:
+    """Whether both sides of a pair see the same value; a distance that does not say so is not asked to."""
+    from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+
+    known = type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
+    return known or bool(getattr(distance, "is_symmetric", False))
+
+
+class PairwiseSimilarity:
+    """A distance between two sets, larger being nearer whatever its sign.
+
+    Its value of a pair is that of float64 arithmetic on the rows where the distance bounds its float32 error, and is
+    computed on the CPU, ``_PAIRS`` pairs at a time; tiles are in float32. Without such a bound the value is that of the
+    distance's matrix of one query and ``_COLUMNS`` gallery items in float64, or in the precision of the distance's own
+    parameters; tiles are in that precision too, and differ by rounding alone. Equal rows are the same item either way:
+    they get the same bits.
+
+    Args:
+        queries: rows [Q, D].
+        gallery: rows [N, D].
+        distance: larger is nearer if ``is_inverted``.
+
+    Attributes:
+        device: where tiles are computed: that of the distance's parameters, or of the queries if it has none.
+        relative: of a tile's value, this share of it may be error,
+        absolute: and this much.
+
+    Raises:
+        RunError: the sets cannot be searched.
+    """
+
+    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, distance: "BaseDistance") -> None:
+        check_sets(queries, gallery)
+        self.distance = distance
+        self.symmetric = is_symmetric(distance)
+        self._sign = 1.0 if distance.is_inverted else -1.0
+        self._sets = (queries.rows.detach(), gallery.rows.detach().to(queries.rows.device))
+        state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
+        self.device = state[0].device if state else queries.rows.device
+        self.relative = self.absolute = 0.0
+        self._bounded = hasattr(distance, "float32_error")
+        if self._bounded:
+            if any(x.dtype != torch.float32 for x in state):
+                distance = copy.deepcopy(distance).float()
+            self._sets = (self._sets[0].float(), self._sets[1].float())  # these define the values
+            dtype = torch.float32
+            self._tiles, self._exact = _prepared(distance, self.device)
+        else:
+            self._tiles = self._exact = distance
+            dtype = state[0].dtype if state else torch.float64
+        self._queries = self._sets[0].to(self.device, dtype)
+        self._gallery = self._queries if gallery is queries else self._sets[1].to(self.device, dtype)
+        if self._bounded:
+            self.relative, self.absolute = distance.float32_error(self._queries, self._gallery)
+            logger.debug("float32 values are right up to %.1e of them and %.1e", self.relative, self.absolute)
+        self._places = _places_of_content(self._sets[0], None if gallery is queries else self._sets[1])
+
+    @property
+    def bytes_per_pair(self) -> int:
+        """Memory that a pair of a tile takes: its values, and what the distance makes of it by itself.
+
+        One that bounds its error is taken to work in parts; any other but those of one matrix product may expand pairs.
+        """
+        from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+
+        expands = not self._bounded and type(self.distance) not in (LpDistance, CosineSimilarity, DotProductSimilarity)
+        width = int(self._queries.shape[1])
+        return 40 + (2 * self._queries.element_size() * width if expands else 0)
+
+    def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
+        """Similarities [T, W] float64, on the device, of the queries ``part`` [T] to the gallery items ``columns`` [W].
+
+        Raises:
+            RunError: the distance gives NaN or infinity, or a single query has no room on the device.
+        """
+        index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(self.device)
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+            value = self._matrix(self._queries[torch.from_numpy(part).to(self.device)], self._gallery[index])
+            return self._checked(value.to(torch.float64)) * self._sign
+
+    def __call__(self, part: IntArray, columns: slice | IntArray) -> NDArray[np.float64]:
+        """``tile`` on the CPU."""
+        return self.tile(part, columns).cpu().numpy()
+
+    def _matrix(self, left: Tensor, right: Tensor) -> Tensor:
+        """Values [T, W]; halves the queries where the device has no memory."""
+        try:
+            value: Tensor = self._tiles(left, right)
+            return value
+        except torch.OutOfMemoryError as error:
+            if len(left) == 1:
+                raise RunError(
+                    f"{self.device} has no memory left for one query and {len(right)} gallery items; "
+                    "lower tile_bytes, or evaluate on the CPU"
+                ) from error
+        logger.warning("%s is out of memory for a tile of %d queries; halving it", self.device, len(left))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(left) // 2
+        return torch.cat([self._matrix(left[:half], right), self._matrix(left[half:], right)])
+
+    def _checked(self, value: Tensor) -> Tensor:
+        if not bool(torch.isfinite(value).all()):
+            raise RunError(
+                f"{type(self.distance).__name__} gave NaN or infinity for finite embeddings; its state is damaged"
+            )
+        return value
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The values that decide, of pairs (place in ``part`` [T], gallery index)."""
+        return lambda rows, columns: self.exact_pairs(part[rows], columns)
+
+    def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
+        """The values [M] that decide, of the pairs (query [M], gallery item [M]).
+
+        Raises:
+            RunError: the distance gives NaN or infinity.
+        """
+        first, second = self._places[0][queries], self._places[1][columns]
+        if self.symmetric:
+            first, second = np.minimum(first, second), np.maximum(first, second)
+        size = sum(map(len, self._sets))
+        pairs, which = np.unique(first * size + second, return_inverse=True)
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            compare = self._by_pairs if self._bounded else self._by_rows
+            value = self._checked(compare(pairs // size, pairs % size).to("cpu", torch.float64)) * self._sign
+        return np.asarray(value.numpy()[which])
+
+    def _by_pairs(self, first: IntArray, second: IntArray) -> Tensor:
+        """Values [M] of pairs of places by the float64 copy."""
+        result = torch.empty(len(first), dtype=torch.float64)
+        for start in range(0, len(first), _PAIRS):
+            left, right = (self._rows_at(_filled(x[start : start + _PAIRS], _PAIRS)) for x in (first, second))
+            result[start : start + _PAIRS] = self._exact(left, right)[: len(first) - start]
+        return result
+
+    def _by_rows(self, first: IntArray, second: IntArray) -> Tensor:
+        """Values [M] of pairs of places, the first ones ascending, by matrices of one row."""
+        dtype = self._queries.dtype
+        result = torch.empty(len(first), dtype=dtype)
+        starts = np.flatnonzero(np.diff(first, prepend=-1))
+        for start, stop in zip(starts, [*starts[1:], len(first)], strict=True):
+            left = self._rows_at(first[start : start + 1]).to(self.device, dtype)
+            for at in range(start, stop, _COLUMNS):
+                chosen = second[at : min(at + _COLUMNS, stop)]
+                right = self._rows_at(_filled(chosen, _COLUMNS)).to(self.device, dtype)
+                result[at : at + len(chosen)] = self._exact(left, right)[0, : len(chosen)].cpu()
+        return result
+
+    def _rows_at(self, places: IntArray) -> Tensor:
+        """Rows [M, D] float64 on the CPU, of places among the queries and, behind them, the gallery."""
+        queries, gallery = self._sets
+        result = torch.empty(len(places), queries.shape[1], dtype=torch.float64)
+        behind = torch.from_numpy(places >= len(queries))
+        index, on_device = torch.from_numpy(places).to(queries.device), behind.to(queries.device)
+        result[~behind] = queries[index[~on_device]].to("cpu", torch.float64)
+        result[behind] = gallery[index[on_device] - len(queries)].to("cpu", torch.float64)
+        return result
+
+
+def _prepared(
+    distance: "BaseDistance", device: torch.device
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """Matrices in float32 on ``device``, and values of pairs in float64 on the CPU."""
+    if _offers_tiles(distance):
+        in_double = distance.tiles(dtype=torch.float64, device="cpu")
+        return distance.tiles(dtype=torch.float32, device=device), in_double.pairs
+    exact = copy.deepcopy(distance).double().cpu()
+
+    def pairs(left: Tensor, right: Tensor) -> Tensor:
+        value: Tensor = exact.pairwise_distance(exact.maybe_normalize(left), exact.maybe_normalize(right))
+        return value**exact.power
+
+    return distance, pairs
+
+
+def _offers_tiles(distance: "BaseDistance") -> bool:
+    """Whether ``tiles`` are those of the distance itself, not of a base whose matrices it computes otherwise."""
+    for owner in type(distance).__mro__:
+        if "tiles" in vars(owner):
+            return True
+        if {"compute_mat", "pairwise_distance", "forward"} & vars(owner).keys():
+            return False
+    return False
+
+
+def _filled(places: IntArray, count: int) -> IntArray:
+    """``places`` and its last one again, ``count`` in all."""
+    return np.pad(places, (0, count - len(places)), mode="edge")
+
+
+def _places_of_content(queries: Tensor, gallery: Tensor | None) -> tuple[IntArray, IntArray]:
+    """Of every row, the place of the first row with the same numbers, among the queries and, behind them, the gallery.
+
+    None searches the queries among themselves.
+    """
+    seen: dict[bytes, int] = {}
+
+    def places(rows: Tensor, offset: int) -> IntArray:
+        result = np.empty(len(rows), dtype=np.int64)
+        for start in range(0, len(rows), 1024):
+            part = np.ascontiguousarray(rows[start : start + 1024].to("cpu", torch.float64).numpy())
+            for place, row in enumerate(part, start=start):
+                digest = hashlib.blake2b(row.data, digest_size=16).digest()
+                result[place] = seen.setdefault(digest, place + offset)
+        return result
+
+    of_queries = places(queries, 0)
+    return of_queries, of_queries if gallery is None else places(gallery, len(queries))

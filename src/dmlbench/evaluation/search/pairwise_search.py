@@ -1,0 +1,225 @@
+"""Search by any distance of pytorch-metric-learning: tiles propose, exact values decide, as among unit vectors.
+
+A tile's values are compared on the scale f(s) = sign(s) log(1 + |s| / unit), which keeps their order and turns an error
+relative to the value into a constant one, so that the search of unit vectors' parts serve.
+
+Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, k places that matter.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dmlbench.evaluation.embeddings.sets import ids_of, self_columns
+from dmlbench.evaluation.search.back_ends import exclude
+from dmlbench.evaluation.search.candidates import (
+    LOWEST,
+    MAX_GALLERY,
+    ExactSimilarity,
+    Keys,
+    entries_above,
+    floor_below,
+    kth_bound,
+    narrow_keys,
+    pack,
+)
+from dmlbench.evaluation.search.halves import BYTES_PER_WAITING, HalvesState, ranked_by_halves
+from dmlbench.evaluation.search.pairwise import PairwiseSimilarity
+from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads
+from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.unit_vectors import BYTES_PER_CANDIDATE
+from dmlbench.runtime import single_threaded_torch
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+Result = TypeVar("Result")
+
+_BLOCKS = 256  # that a large set is taken in: what an interruption costs is about one of them
+_MIN_ROWS, _MAX_ROWS = 64, 256  # queries of a tile
+_TILE_ENTRIES = 2**22
+_LIMIT = 16.0  # of the scale; what lies beyond e^16 units is decided exactly
+_PROBE = 8
+
+_workspace = Workspace()
+
+
+@dataclass(frozen=True)
+class PairwiseSearch:
+    """Two sets, or one within itself, ready to be searched by a distance.
+
+    Attributes:
+        similarity: what compares them.
+        own_column: [Q] gallery index that a query must not find, or -1.
+        num_gallery: N.
+        within: whether the queries are the gallery.
+        unit: of the scale, in the distance's own numbers.
+        free_bytes: memory for tiles and candidates.
+        bar: counts pairs.
+    """
+
+    similarity: PairwiseSimilarity
+    own_column: IntArray
+    num_gallery: int
+    within: bool
+    unit: float
+    free_bytes: int
+    bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
+
+    @property
+    def slack(self) -> float:
+        """Twice the error of the float32 values on the scale: of the tile, and of rounding them."""
+        tile = max(self.similarity.relative, self.similarity.absolute / self.unit)
+        return 2 * 1.02 * (tile + _LIMIT * 2.0**-24)
+
+    @property
+    def threads(self) -> int:
+        return num_threads() if self.similarity.device.type == "cpu" else 1
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The values that decide, of pairs whose first member counts within ``part`` [T]."""
+        return self.similarity.exact(part)
+
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
+        """Values on the scale of the queries ``part`` [T] and gallery items start .. stop - 1 into ``out`` [T, W]."""
+        out[...] = self._scaled(part, slice(start, stop))
+
+    def keys_of(self, query: int, columns: IntArray) -> Keys:
+        """Keys [1, C] of one query and the gallery items ``columns`` [C]."""
+        return pack(self._scaled(np.array([query]), columns), columns[None])
+
+    def _scaled(self, part: IntArray, columns: slice | IntArray) -> FloatRows:
+        with torch.inference_mode():
+            value = self.similarity.tile(part, columns)
+            size = value.abs().div_(self.unit).log1p_().clamp_(max=_LIMIT)
+            result: FloatRows = size.copysign_(value).to(torch.float32).cpu().numpy()
+        with tqdm.get_lock():
+            self.bar.update(result.size)
+        return result
+
+    def ranked(
+        self,
+        k: int,
+        finish: Callable[[IntArray, Keys], Result],
+        *,
+        wanted: IntArray,
+        state: HalvesState | None = None,
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
+
+        A distance that is the same for both sides of a pair is computed once for them where the candidates of all
+        queries fit into memory.
+
+        Args:
+            k: places that matter.
+            finish: what to make of candidates.
+            wanted: queries, ascending.
+            state: where to go on from; kept up to date. ``done`` counts blocks, or queries where there are no halves.
+
+        Yields:
+            (queries [T], what ``finish`` gave), in the order of ``wanted``.
+        """
+        state = HalvesState() if state is None else state
+        threads, shape = self.threads, self.halves_shape(k, len(wanted))
+        with single_threaded_torch(), strict_float32_products():
+            if shape is None:
+                yield from self._by_queries(k, finish, wanted=wanted, state=state, threads=threads)
+            else:
+                yield from ranked_by_halves(self, k, finish, wanted=wanted, shape=shape, threads=threads, state=state)
+
+    def _entries(self, threads: int) -> int:
+        return max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self.similarity.bytes_per_pair)))
+
+    def halves_shape(self, k: int, num_wanted: int) -> tuple[int, int] | None:
+        """Rows of a block and columns of a tile for half of the pairs; None where all have to be compared."""
+        size, entries = self.num_gallery, self._entries(self.threads)
+        rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
+        pays = self.within and self.similarity.symmetric and 4 * num_wanted >= 3 * size and rows < size
+        if not pays or entries < rows or BYTES_PER_WAITING * k * size > self.free_bytes // 4:
+            return None
+        return rows, max(1, min(size, entries // rows))
+
+    def num_pairs(self, k: int, num_wanted: int, *, done: int = 0) -> int:
+        """Pairs that ``ranked`` compares behind the ``done`` of its state."""
+        shape = self.halves_shape(k, num_wanted)
+        if shape is None:
+            return (num_wanted - done) * self.num_gallery
+        starts = range(done * shape[0], self.num_gallery, shape[0])
+        return sum(min(shape[0], self.num_gallery - start) * (self.num_gallery - start) for start in starts)
+
+    def _by_queries(
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, state: HalvesState, threads: int
+    ) -> Iterator[tuple[IntArray, Result]]:
+        entries = self._entries(threads)
+        candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(self.num_gallery, k + k // 4 + 8))
+        rows = max(1, min(_MAX_ROWS, len(wanted), entries, candidates))
+        columns = max(1, min(self.num_gallery, entries // rows))
+        left = wanted[state.done :]
+        tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
+
+        def work(part: IntArray) -> tuple[IntArray, Result]:
+            return part, finish(part, self._candidates(part, k, columns))
+
+        for part, result in over_threads(work, tiles, threads=threads):
+            state.done += len(part)
+            yield part, result
+
+    def _candidates(self, part: IntArray, k: int, columns: int) -> Keys:
+        """Candidates [T, C] of the queries ``part`` [T], ``columns`` gallery items at a time."""
+        floor = np.full((len(part), 1), LOWEST)
+        kept = np.empty((len(part), 0), dtype=np.uint64)
+        for start in range(0, self.num_gallery, columns):
+            stop = min(start + columns, self.num_gallery)
+            value = _workspace.array("similarity", (len(part), stop - start), np.float32)
+            self.similarities(part, start, stop, out=value)
+            exclude(value, self.own_column[part] - start)
+            if (floor == LOWEST).any():
+                floor = np.maximum(floor, floor_below(kth_bound(value, k), self.slack))
+            kept = np.concatenate([kept, entries_above(value, floor, first_column=start).padded()], axis=1)
+            if stop < self.num_gallery and kept.shape[1] >= 2 * k:
+                kept, floor = narrow_keys(kept, k, slack=self.slack)
+        return kept
+
+
+def pairwise_search(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    distance: "BaseDistance",
+    *,
+    tile_bytes: int,
+    bar: tqdm | None = None,
+) -> PairwiseSearch:
+    """Check two sets (or one, searched within itself); tiles are computed where the distance's parameters lie.
+
+    Raises:
+        RunError: the sets cannot be searched, or the distance gives NaN.
+    """
+    reference = queries if gallery is None else gallery
+    similarity = PairwiseSimilarity(queries, reference, distance)
+    if len(reference) > MAX_GALLERY:
+        raise RunError(f"the gallery has {len(reference)} rows, more than {MAX_GALLERY}; search it in parts")
+    own = self_columns(ids_of(queries), ids_of(reference))
+    return PairwiseSearch(
+        similarity,
+        own,
+        len(reference),
+        gallery is None,
+        _unit(similarity, len(queries), len(reference)),
+        tile_bytes,
+        tqdm(disable=True) if bar is None else bar,
+    )
+
+
+def _unit(similarity: PairwiseSimilarity, num_queries: int, num_gallery: int) -> float:
+    """Of the scale: where the error's absolute part equals its relative one, and else a usual value; any is right."""
+    if similarity.absolute and similarity.relative:
+        return similarity.absolute / similarity.relative
+    some = [np.linspace(0, size - 1, min(size, _PROBE)).astype(np.int64) for size in (num_queries, num_gallery)]
+    value: Tensor = similarity.tile(some[0], some[1]).abs()
+    return float(value.median()) or float(value.max()) or 1.0

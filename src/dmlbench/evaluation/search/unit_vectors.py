@@ -1,0 +1,302 @@
+"""Exact nearest-neighbor search among unit vectors, with results that no back end, tile or thread count can change.
+
+Rows are compared by ``similarity.exact_similarities``; equal values are ordered by gallery index. A float32 matrix
+product does almost all of the work: what it separates by more than twice its proven rounding error is decided, and only
+what is nearer is computed again.
+
+Letters: Q queries, N gallery items, D dimensions, k items wanted, T queries and W gallery items of a tile.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
+from dmlbench.evaluation.search.back_ends import (
+    BackEnd,
+    exclude,
+    faiss_candidates,
+    moved_to,
+    narrowed_on,
+    product_on,
+    resolve_back_end,
+)
+from dmlbench.evaluation.search.candidates import (
+    LOWEST,
+    MAX_GALLERY,
+    PADDING,
+    ExactSimilarity,
+    Found,
+    Keys,
+    entries_above,
+    floor_below,
+    kth_bound,
+    narrow_keys,
+    settle,
+)
+from dmlbench.evaluation.search.halves import halves_pay, ranked_by_halves
+from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.search.similarity import (
+    FastProduct,
+    FloatRows,
+    UnitRows,
+    exact_similarities,
+    fast_product,
+    hold_unit_rows,
+)
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
+
+Result = TypeVar("Result")
+
+TILE_BYTES = 512 * 2**20
+MIN_TILE_BYTES = 4096
+_TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones make numpy arrange the gallery more often
+_BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
+BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
+_WIDE = 8192  # galleries up to here are one tile wide
+_MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow the gallery tile instead
+
+logger = logging.getLogger(__name__)
+_workspace = Workspace()
+
+
+def _tile_shape(num_queries: int, num_gallery: int, entries: int) -> tuple[int, int]:
+    """Rows and columns of a tile of at most ``entries``: the gallery's width where that leaves enough rows."""
+    if num_gallery <= _WIDE and entries // num_gallery >= min(_MIN_TILE_ROWS, num_queries):
+        return max(1, min(num_queries, entries // num_gallery)), num_gallery
+    rows = max(1, min(num_queries, isqrt(entries)))
+    return rows, max(1, min(num_gallery, entries // rows))
+
+
+def check_tile_bytes(tile_bytes: int) -> None:
+    """Raises ConfigError for a tile memory that holds next to nothing."""
+    if tile_bytes < MIN_TILE_BYTES:
+        raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
+
+
+@dataclass(frozen=True)
+class UnitSearch:
+    """Unit rows of queries and gallery, ready to be searched.
+
+    Attributes:
+        query: Q unit rows.
+        gallery: N unit rows; may be the same object.
+        own_column: [Q] gallery index that a query must not find, or -1.
+        product: float32 product that ranks as the unit rows do.
+        operand: [N, D] or [N, D + 1] the product's right side, or None: made anew for every tile.
+        factor: [N] what the product's columns are multiplied by, or None: by nothing.
+        device: where the float32 products run.
+        on_host: whether numpy multiplies, tile by tile on one thread each; else torch does on ``device``.
+        back_end: which float32 pass.
+        free_bytes: memory for tiles and candidates.
+    """
+
+    query: UnitRows
+    gallery: UnitRows
+    own_column: IntArray
+    product: FastProduct
+    operand: FloatRows | None
+    factor: FloatRows | None
+    device: torch.device
+    on_host: bool
+    back_end: Literal["torch", "faiss"]
+    free_bytes: int
+
+    @property
+    def slack(self) -> float:
+        """Float32 similarities further apart than this are in the right order."""
+        return 2 * self.product.error
+
+    def halves_pay(self, k: int, num_wanted: int) -> bool:
+        """Whether a set within itself is searched by half of its products; with a mean they tell of the query only."""
+        is_symmetric = self.gallery is self.query and self.product.mean is None
+        if not (is_symmetric and self.on_host and self.back_end == "torch"):
+            return False
+        size, width = len(self.gallery), self.gallery.width
+        return halves_pay(k, num_wanted, size=size, width=width, free_bytes=self.free_bytes, threads=num_threads())
+
+    def ranked(
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
+
+        Yields:
+            (queries [T], what ``finish`` gave), in the order of ``wanted`` (ascending).
+        """
+        if self.halves_pay(k, len(wanted)):
+            yield from ranked_by_halves(self, k, finish, wanted=wanted)
+            return
+        threads = num_threads() if self.on_host and self.back_end != "faiss" else 1
+        rows, columns = self._tile_shape(len(wanted), k, threads)
+        tiles = [wanted[start : start + rows] for start in range(0, len(wanted), rows)]
+        right = None if self.on_host else moved_to(self.device, self.operand)
+
+        def work(part: IntArray) -> tuple[IntArray, Result]:
+            keys = (
+                self._by_faiss(part, k, columns) if self.back_end == "faiss" else self._dense(part, k, columns, right)
+            )
+            return part, finish(part, keys)
+
+        with single_threaded_products():
+            yield from over_threads(work, tiles, threads=threads)
+
+    def _tile_shape(self, num_queries: int, k: int, threads: int) -> tuple[int, int]:
+        num_gallery = len(self.gallery)
+        free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
+        entries = max(1, free // _BYTES_PER_ENTRY)
+        rows, columns = _tile_shape(num_queries, num_gallery, min(entries, _TILE_ENTRIES) if self.on_host else entries)
+        return max(1, min(rows, free // (BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
+
+    def _by_faiss(self, part: IntArray, k: int, columns: int) -> Keys:
+        """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by ``_dense``."""
+        assert self.operand is not None  # ``unit_search`` chose this back end only then
+        query = self.product.query(self.query.take(part))
+        keys, complete = faiss_candidates(query, self.operand, self.own_column[part], k, self.slack)
+        if complete.all():
+            return keys
+        logger.debug("%d of %d queries have many near ties; searching them densely", (~complete).sum(), len(part))
+        dense = self._dense(part[~complete], k, columns, None)
+        result = np.full((len(part), max(keys.shape[1], dense.shape[1])), PADDING)
+        result[complete, : keys.shape[1]] = keys[complete]
+        result[~complete, : dense.shape[1]] = dense
+        return result
+
+    def _dense(self, part: IntArray, k: int, columns: int, right: Tensor | None) -> Keys:
+        """Candidates [T, C] of the queries ``part`` [T] by a matrix product with one gallery tile after the other."""
+        query = self.product.query(self.query.take(part))
+        floor = np.full((len(part), 1), LOWEST)
+        kept = np.empty((len(part), 0), dtype=np.uint64)
+        for start in range(0, len(self.gallery), columns):
+            stop = min(start + columns, len(self.gallery))
+            own = self.own_column[part] - start
+            if self.on_host:
+                found = self._on_host(query, start, stop, own=own, k=k, floor=floor)
+            else:
+                tile = self._right(start, stop) if right is None else right[start:stop]
+                found = narrowed_on(self.device, query, tile, own=own, k=k, slack=self.slack, first_column=start)
+            kept = np.concatenate([kept, found.padded()], axis=1) if start else found.padded()
+            if stop < len(self.gallery) and kept.shape[1] >= 2 * k:
+                kept, floor = narrow_keys(kept, k, slack=self.slack)
+        return kept
+
+    def _right(self, start: int, stop: int) -> FloatRows:
+        """The product's right side of gallery items start .. stop - 1."""
+        if self.operand is not None:
+            return self.operand[start:stop]
+        return self.product.gallery(self.gallery.part(start, stop))
+
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
+        """Float32 similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
+        self._multiply(self.product.query(self.query.take(part)), start, stop, out=out)
+
+    def _multiply(self, query: FloatRows, start: int, stop: int, *, out: FloatRows) -> None:
+        if self.on_host:
+            np.matmul(query, self._right(start, stop).T, out=out)
+        else:
+            out[...] = product_on(self.device, query, self._right(start, stop)).cpu().numpy()
+        if self.factor is not None:
+            out *= self.factor[start:stop]
+
+    def _on_host(self, query: FloatRows, start: int, stop: int, *, own: IntArray, k: int, floor: FloatRows) -> Found:
+        similarity = _workspace.array("similarity", (len(query), stop - start), np.float32)
+        self._multiply(query, start, stop, out=similarity)
+        exclude(similarity, own)
+        if (floor == LOWEST).any():
+            floor = np.maximum(floor, floor_below(kth_bound(similarity, k), self.slack))
+        return entries_above(similarity, floor, first_column=start)
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
+        return lambda rows, columns: exact_similarities(self.query, self.gallery, part[rows], columns)
+
+
+def unit_search(
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, *, back_end: BackEnd = "auto", tile_bytes: int = TILE_BYTES
+) -> UnitSearch:
+    """Check and normalize two sets (or one, searched within itself); products run where ``queries.rows`` lies.
+
+    Unit rows are held where they take at most a quarter of ``tile_bytes``. Else the product uses the rows as given
+    where it can, and unit rows made anew for every tile where it cannot.
+
+    Raises:
+        RunError: empty sets, widths that differ, NaN, an id twice in the gallery.
+        ConfigError: faiss is asked for and missing; too small a tile memory.
+    """
+    check_tile_bytes(tile_bytes)
+    check_sets(queries, queries if gallery is None else gallery)
+    own = self_columns(ids_of(queries), ids_of(queries if gallery is None else gallery))
+    device = queries.rows.device
+    chosen = resolve_back_end(back_end)
+    free = tile_bytes
+
+    def hold(rows: Tensor) -> UnitRows:
+        nonlocal free
+        unit = hold_unit_rows(rows, within_bytes=free - 3 * tile_bytes // 4)
+        free -= 0 if unit.held is None else unit.held.nbytes
+        return unit
+
+    unit_gallery = hold(queries.rows if gallery is None else gallery.rows)
+    unit_query = unit_gallery if gallery is None else hold(queries.rows)
+    if len(unit_gallery) > MAX_GALLERY:
+        raise RunError(f"the gallery has {len(unit_gallery)} rows, more than {MAX_GALLERY}; search it in parts")
+    product = fast_product(unit_query, unit_gallery)
+    operand, factor = unit_gallery.held, None
+    if product.mean is not None:
+        size = 4 * len(unit_gallery) * (unit_gallery.width + 1)
+        operand = product.gallery(operand) if operand is not None and free - size >= tile_bytes // 4 else None
+        free -= 0 if operand is None else size
+    elif operand is None and device.type == "cpu":
+        operand, factor = unit_gallery.as_given() or (None, None)
+    if (operand is None or factor is not None) and chosen == "faiss":
+        logger.info("the gallery does not fit into tile_bytes (%d) at once; searching without faiss", tile_bytes)
+        chosen = "torch"
+    on_host = device.type == "cpu"
+    return UnitSearch(unit_query, unit_gallery, own, product, operand, factor, device, on_host, chosen, free)
+
+
+def nearest(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    k: int,
+    *,
+    back_end: BackEnd = "auto",
+    tile_bytes: int = TILE_BYTES,
+) -> Neighbors:
+    """The k nearest gallery items of every query by Euclidean distance of unit vectors, ties by gallery index.
+
+    Args:
+        queries: rows to look for, of any length (they are normalized).
+        gallery: rows to search; None searches the queries. A query never finds the item with its own row id.
+        k: neighbors per query, in [1, items that every query may find].
+        back_end: float32 pass; every choice gives the same result.
+        tile_bytes: bound of the memory taken beyond the sets and the result.
+
+    Returns:
+        index [Q, k] int64 into the gallery and distance [Q, k] float64, sqrt(2 - 2 s), both on the CPU.
+
+    Raises:
+        ConfigError: k out of range, or the back end is missing.
+        RunError: the sets cannot be searched (see ``unit_search``).
+    """
+    search = unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
+    available = len(search.gallery) - int((search.own_column >= 0).any())
+    if not 1 <= k <= available:
+        raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")
+    index = np.empty((len(search.query), k), dtype=np.int64)
+    similarity = np.empty((len(search.query), k))
+
+    def finish(part: IntArray, keys: Keys) -> IntArray:
+        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+
+    for part, column in search.ranked(k, finish, wanted=np.arange(len(search.query))):
+        index[part] = column
+        pairs = search.exact(part)(np.repeat(np.arange(len(part)), k), column.reshape(-1))
+        similarity[part] = pairs.reshape(len(part), k)
+    distance = np.sqrt(np.maximum(0.0, 2.0 - 2.0 * similarity))
+    return Neighbors(torch.from_numpy(index), torch.from_numpy(distance))

@@ -1,0 +1,272 @@
+"""The samplers: what a batch and an epoch hold, and that their state is enough to go on."""
+
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dmlbench.data.batches.samplers import (
+    ClassBalancedBatchSampler,
+    IndependentClassBatchSampler,
+    IndexBatch,
+    RandomBatchSampler,
+    RandomClassBatchSampler,
+    RotatingClassBatchSampler,
+)
+from dmlbench.types import ConfigError, IntArray, RunError
+
+SIZES = [1, 3, 4, 9, 17, 20, 20, 21]  # images of each class
+
+
+def labels_of(sizes: list[int], *, seed: int = 0) -> IntArray:
+    labels = np.repeat(10 * np.arange(len(sizes)) + 5, sizes)  # not contiguous on purpose
+    return np.random.default_rng(seed).permutation(labels)
+
+
+def sampler_of(sizes: list[int], p: int, k: int, *, seed: int = 0) -> ClassBalancedBatchSampler:
+    return ClassBalancedBatchSampler(labels_of(sizes), classes_per_batch=p, images_per_class=k, seed=seed)
+
+
+def epoch_of(sampler: ClassBalancedBatchSampler, epoch: int) -> list[IndexBatch]:
+    """Batches of one epoch of a sampler that stands at the beginning of epoch 0."""
+    batches = []
+    for batch in sampler:
+        if batch.epoch > epoch:
+            return batches
+        if batch.epoch == epoch:
+            batches.append(batch)
+    raise AssertionError("the sampler does not end")
+
+
+@pytest.mark.parametrize(("p", "k"), [(2, 4), (3, 2), (8, 1), (1, 5), (5, 30)])
+def test_a_batch_has_p_distinct_classes_of_k_images_side_by_side(p: int, k: int) -> None:
+    sampler = sampler_of(SIZES, p, k)
+    for batch in islice(sampler, 50):
+        classes = sampler.labels[batch.rows].reshape(p, k)
+        assert (classes == classes[:, :1]).all()
+        assert len(set(classes[:, 0])) == p
+        assert batch.rows.dtype == np.int64
+
+
+@pytest.mark.parametrize(("p", "k"), [(2, 4), (3, 2), (8, 1), (1, 5)])
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_images_and_groups_come_without_replacement_until_they_are_used_up(p: int, k: int, epoch: int) -> None:
+    sampler = sampler_of(SIZES, p, k)
+    batches = epoch_of(sampler, epoch)
+    assert [b.index for b in batches] == list(range(len(batches)))
+    rows = np.concatenate([b.rows for b in batches])
+    groups = Counter((sampler.labels[rows].reshape(-1, k)[:, 0]).tolist())
+    times = Counter(rows.tolist())
+    left = []
+    for number, size in enumerate(SIZES):
+        label = 10 * number + 5
+        available = max(size // k, 1)
+        assert groups[label] <= available
+        left += [label] * (groups[label] < available)
+        images = np.flatnonzero(sampler.labels == label)
+        most = max(times[int(i)] for i in images)
+        assert most <= 1 if size >= k else most <= -(-k // size)
+    assert len(left) < p  # the epoch ends only when too few classes have groups left
+
+
+def test_a_pass_goes_once_through_every_class_that_has_groups() -> None:
+    sampler = sampler_of([8] * 6, 3, 2)
+    batches = epoch_of(sampler, 0)
+    assert len(batches) == len(sampler) == 8  # 6 classes x 4 groups / 3
+    for first, second in zip(batches[0::2], batches[1::2], strict=True):
+        assert len(set(sampler.labels[np.concatenate([first.rows, second.rows])])) == 6
+
+
+def test_classes_that_a_pass_left_over_come_first_in_the_next() -> None:
+    sampler = sampler_of([4] * 5, 3, 2)
+    first, second = (set(sampler.labels[batch.rows].tolist()) for batch in islice(sampler, 2))
+    assert set(np.unique(sampler.labels)) - first <= second
+
+
+def test_a_small_class_is_filled_from_its_own_images_evenly() -> None:
+    sampler = sampler_of([3, 10], 2, 8)
+    batch = next(sampler)
+    small = [int(r) for r in batch.rows if sampler.labels[r] == 5]
+    assert sorted(Counter(small).values()) == [2, 3, 3]
+
+
+def test_the_remainder_that_sits_out_changes_from_epoch_to_epoch() -> None:
+    sampler = sampler_of([5, 5], 2, 4)
+    seen: set[int] = set()
+    for batch in islice(sampler, 12):
+        seen |= set(batch.rows.tolist())
+    assert len(seen) == 10
+
+
+def test_an_epoch_depends_on_the_seed_and_its_number_only() -> None:
+    def rows(seed: int, count: int) -> list[list[int]]:
+        return [b.rows.tolist() for b in islice(sampler_of(SIZES, 3, 2, seed=seed), count)]
+
+    assert rows(0, 60) == rows(0, 60)
+    assert rows(0, 10) != rows(1, 10)
+    jumped = sampler_of(SIZES, 3, 2)
+    jumped.load_state_dict({**jumped.state_dict(), "epoch": 3, "index": 0})
+    expected = [b.rows.tolist() for b in epoch_of(sampler_of(SIZES, 3, 2), 3)]
+    assert [b.rows.tolist() for b in islice(jumped, len(expected))] == expected
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 200])
+def test_a_resumed_sampler_goes_on_with_the_very_batches(taken: int) -> None:
+    whole = [b.rows.tolist() for b in islice(sampler_of(SIZES, 3, 2), taken + 40)]
+    first = sampler_of(SIZES, 3, 2)
+    for _ in range(taken):
+        next(first)
+    second = sampler_of(SIZES, 3, 2)
+    second.load_state_dict(first.state_dict())
+    assert [b.rows.tolist() for b in islice(second, 40)] == whole[taken:]
+
+
+def test_the_state_after_a_batch_is_known_however_many_were_taken_since() -> None:
+    sampler = sampler_of(SIZES, 3, 2)
+    kept = []
+    for batch in islice(sampler, 30):
+        assert sampler.state_after(batch) == sampler.state_dict()
+        kept.append((batch, sampler.state_dict()))
+    assert all(sampler.state_after(batch) == state for batch, state in kept)
+
+
+def test_the_state_of_another_run_is_refused_with_both_values() -> None:
+    state = sampler_of(SIZES, 3, 2, seed=7).state_dict()
+    for other, message in [
+        (sampler_of(SIZES, 3, 2, seed=8), "seed = 7, this run has 8"),
+        (sampler_of(SIZES, 4, 2, seed=7), "classes_per_batch = 3, this run has 4"),
+        (sampler_of(SIZES, 3, 1, seed=7), "images_per_class = 2, this run has 1"),
+        (sampler_of([*SIZES, 2], 3, 2, seed=7), "fingerprint = "),
+    ]:
+        with pytest.raises(RunError, match=message):
+            other.load_state_dict(state)
+    with pytest.raises(RunError, match="batch 999 of epoch 0"):
+        sampler_of(SIZES, 3, 2, seed=7).load_state_dict({**state, "index": 999})
+
+
+def test_more_classes_than_there_are_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"classes_per_batch \(9\) exceeds the 8 training classes; lower"):
+        sampler_of(SIZES, 9, 1)
+    with pytest.raises(ConfigError, match=r"images_per_class \(0\)"):
+        sampler_of(SIZES, 2, 0)
+
+
+KINDS = {
+    "class_balanced": lambda labels, seed=0: ClassBalancedBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "rotating": lambda labels, seed=0: RotatingClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "independent": lambda labels, seed=0: IndependentClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "random_class": lambda labels, seed=0: RandomClassBatchSampler(
+        labels, classes_per_batch=3, batch_size=6, seed=seed
+    ),
+    "random": lambda labels, seed=0: RandomBatchSampler(labels, batch_size=6, seed=seed),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taken", [0, 5, 33])
+def test_every_kind_resumes_with_the_very_batches_and_depends_on_its_seed(kind: str, taken: int) -> None:
+    make = KINDS[kind]
+    whole = [b.rows.tolist() for b in islice(make(labels_of(SIZES)), taken + 40)]
+    assert all(len(rows) == 6 for rows in whole)
+    first = make(labels_of(SIZES))
+    for _ in range(taken):
+        next(first)
+    second = make(labels_of(SIZES))
+    second.load_state_dict(first.state_dict())
+    assert [b.rows.tolist() for b in islice(second, 40)] == whole[taken:]
+    assert [b.rows.tolist() for b in islice(make(labels_of(SIZES), 1), taken + 40)] != whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_another_kind_is_refused(kind: str) -> None:
+    sampler = KINDS[kind](labels_of(SIZES))
+    for other, make in KINDS.items():
+        if other != kind:
+            with pytest.raises(RunError, match="kind = "):
+                make(labels_of(SIZES)).load_state_dict(sampler.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["rotating", "independent"])
+def test_balanced_kinds_draw_every_class_equally_often_whatever_its_size(kind: str) -> None:
+    sampler = KINDS[kind](labels_of(SIZES))
+    counts: Counter[int] = Counter()
+    batches = 2000
+    for batch in islice(sampler, batches):
+        classes = sampler.labels[batch.rows].reshape(3, 2)
+        assert (classes == classes[:, :1]).all()
+        assert len(set(classes[:, 0].tolist())) == 3
+        counts.update(classes[:, 0].tolist())
+    expected = batches * 3 / len(SIZES)
+    # Draws without replacement within a batch vary less than independent ones: chi-square with 7 degrees, 0.1 %.
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 24.3
+
+
+def test_rotating_takes_the_images_of_a_class_without_replacement_until_too_few_are_left() -> None:
+    sampler = RotatingClassBatchSampler(labels_of([7] * 6), classes_per_batch=2, images_per_class=2, seed=3)
+    rounds: dict[int, list[int]] = {}
+    for batch in epoch_of(sampler, 0):
+        for label, pair in zip(
+            sampler.labels[batch.rows][::2].tolist(), batch.rows.reshape(2, 2).tolist(), strict=True
+        ):
+            rounds.setdefault(label, []).extend(pair)
+    assert max(len(rows) for rows in rounds.values()) > 3  # some class was drawn more than once
+    for rows in rounds.values():
+        for start in range(0, len(rows), 6):  # three pairs of seven images, then a new shuffle
+            assert len(set(rows[start : start + 6])) == len(rows[start : start + 6])
+
+
+def test_rotating_has_as_many_batches_as_the_public_code() -> None:
+    for images in (24, 25, 23):  # while the number of images taken plus a batch is below N
+        sampler = RotatingClassBatchSampler(
+            labels_of([images - 20, 10, 10]), classes_per_batch=2, images_per_class=2, seed=0
+        )
+        taken, batches = 0, 0
+        while taken + 4 < images:
+            taken, batches = taken + 4, batches + 1
+        assert len(sampler) == batches
+
+
+def test_independent_draws_images_with_replacement_and_uniformly() -> None:
+    sampler = IndependentClassBatchSampler(labels_of([4] * 3), classes_per_batch=3, images_per_class=3, seed=0)
+    rows = np.concatenate([b.rows for b in islice(sampler, 1500)])
+    counts = np.bincount(rows, minlength=12)
+    assert ((counts - len(rows) / 12) ** 2 / (len(rows) / 12)).sum() < 31.3  # chi-square, 11 degrees, 0.1 %
+    assert any(len(set(b.rows.tolist())) < 9 for b in islice(sampler, 20))
+
+
+def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
+    sampler = RandomClassBatchSampler(labels_of([9] * 10), classes_per_batch=4, batch_size=12, seed=0)
+    kinds = [len(set(sampler.labels[b.rows].tolist())) for b in islice(sampler, 200)]
+    assert max(kinds) == 4
+    assert min(kinds) >= 2
+    shares = {tuple(sorted(Counter(sampler.labels[b.rows].tolist()).values())) for b in islice(sampler, 50)}
+    assert len(shares) > 5
+
+
+def test_random_batches_hold_every_image_once_an_epoch_but_for_the_incomplete_last_batch() -> None:
+    sampler = RandomBatchSampler(labels_of([50, 3]), batch_size=10, seed=0)
+    for epoch in range(2):
+        batches = epoch_of(KINDS["random"](labels_of([50, 3])), epoch)
+        rows = np.concatenate([b.rows for b in batches])
+        assert len(set(rows.tolist())) == len(rows) == 48
+    assert len(sampler) == 5
+
+
+@pytest.mark.parametrize("kind", ["rotating", "independent", "random_class", "random"])
+def test_a_batch_larger_than_the_training_set_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.\w+ \(\d\).* exceeds the 5 training images; lower it"):
+        KINDS[kind](labels_of([2, 2, 1]))
+
+
+def test_small_and_single_classes_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    sampler_of([1, 1, 3, 9], 2, 4)
+    (record,) = caplog.records
+    assert "3 of 4 training classes have fewer than images_per_class (4)" in record.message
+    assert "2 have a single image" in record.message

@@ -1,0 +1,234 @@
+"""The built-in data sets: which letters, what stays equal, and what the pixels are."""
+
+import math
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.ft2font import FT2Font
+from PIL import Image, ImageDraw, ImageFont
+
+from dmlbench.data.readers import glyphs as module
+from dmlbench.data.readers.glyphs import glyphs, glyphs_collage, nuisance_pools
+from dmlbench.data.readers.letters import FACE_NAMES, common_characters, distinct_letters, face_files, master_glyphs
+from dmlbench.types import ConfigError, ImageTable
+
+SMALL = {"num_classes": 8, "images_per_class": 3}
+
+
+def drawn(code: int, file: Path) -> bytes:
+    """A character drawn by another way than the code under test: on a page, then cut to its ink."""
+    font = ImageFont.truetype(str(file), 96, layout_engine=ImageFont.Layout.BASIC)
+    page = Image.new("L", (400, 400))
+    ImageDraw.Draw(page).text((120, 120), chr(code), font=font, fill=255)
+    box = page.getbbox()
+    assert box is not None, f"{code:#x} has no ink in {file.name}"
+    return str(page.crop(box).size).encode() + page.crop(box).tobytes()
+
+
+def test_the_faces_are_the_twelve_text_faces() -> None:
+    assert len(face_files()) == len(set(FACE_NAMES)) == 12
+    assert not any("Display" in name for name in FACE_NAMES)
+
+
+def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> None:
+    codes = distinct_letters(200)
+    assert len(codes) == 200
+    assert list(codes) == sorted(codes)
+    assert "".join(map(chr, codes[:54])) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyzªµ"
+    assert all(unicodedata.category(chr(code)).startswith("L") for code in codes)
+    for file in face_files():
+        assert set(codes) <= set(FT2Font(str(file)).get_charmap())
+    # Whatever was skipped below the last letter is a twin of a letter before it in every face.
+    letters = [c for c in common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
+    skipped = sorted(set(letters) - set(codes))
+    assert [chr(c) for c in skipped] == ["Đ"]  # looks like Ð
+    for code in skipped:
+        assert any(all(drawn(code, f) == drawn(twin, f) for f in face_files()) for twin in codes if twin < code)
+
+
+def test_twins_of_other_alphabets_are_not_classes_of_their_own() -> None:
+    codes = distinct_letters(720)
+    assert ord("A") in codes
+    assert not {0x0391, 0x0395, 0x039F, 0x0412, 0x0415, 0x043E} & set(codes)  # Greek Α Ε Ο, Cyrillic В Е о
+    assert ord("Ж") in codes
+    assert ord("Ψ") in codes
+
+
+@pytest.mark.slow
+def test_no_two_of_many_classes_look_alike_in_every_face() -> None:
+    codes = distinct_letters(600)
+    looks = {tuple(drawn(code, file) for file in face_files()) for code in codes}
+    assert len(looks) == len(codes)
+
+
+def test_nuisance_symbols_are_common_not_letters_and_apart_for_train_and_test() -> None:
+    train, test = nuisance_pools()
+    assert not set(train) & set(test)
+    assert abs(len(train) - len(test)) <= 1
+    assert len(train) >= 40
+    everything = train + test
+    assert len(set(everything)) == len(everything)
+    assert {ord(c) for c in everything} <= set(common_characters())
+    assert not any(unicodedata.category(c).startswith("L") for c in everything)
+    inks = master_glyphs(tuple(map(ord, everything)), 32)
+    assert (inks > 127).sum(axis=(2, 3)).min() >= 25
+
+
+@pytest.mark.parametrize("data_set", [glyphs, glyphs_collage])
+def test_the_table_is_what_its_arguments_say(data_set: type[ImageTable], tmp_path: Path) -> None:
+    table = data_set(cache_dir=tmp_path, **SMALL)
+    assert table.pixels is not None
+    assert table.pixels.shape == (24, 64, 64)
+    assert table.pixels.dtype == np.uint8
+    assert table.class_names[0] == "U+0041 LATIN CAPITAL LETTER A"
+    assert table.labels.tolist() == sorted(list(range(8)) * 3)
+    assert set(table.role[table.labels < 4]) == {"train"}
+    assert set(table.role[table.labels >= 4]) == {"test"}
+    assert all(image.std() > 5 for image in table.pixels)
+    assert len({image.tobytes() for image in table.pixels}) == 24
+
+
+@pytest.mark.parametrize("data_set", [glyphs, glyphs_collage])
+def test_seed_and_style_decide_the_pixels_and_the_cache_does_not(data_set: type[ImageTable], tmp_path: Path) -> None:
+    first = data_set(cache_dir=tmp_path / "a", **SMALL)
+    again = data_set(cache_dir=tmp_path / "b", **SMALL)
+    cached = data_set(cache_dir=tmp_path / "a", **SMALL)
+    np.testing.assert_array_equal(first.pixels, again.pixels)
+    np.testing.assert_array_equal(first.pixels, cached.pixels)
+    assert first.fingerprint == again.fingerprint == cached.fingerprint
+    for change in ({"seed": 1}, {"noise_range": [0.3, 0.3]}, {"rotation_degrees": 90.0}):
+        other = data_set(cache_dir=tmp_path / "a", **SMALL, **change)
+        assert other.fingerprint != first.fingerprint
+
+
+def test_an_image_does_not_depend_on_how_many_are_asked_for(tmp_path: Path) -> None:
+    few = glyphs(cache_dir=tmp_path, num_classes=4, images_per_class=2).pixels
+    more = glyphs(cache_dir=tmp_path, num_classes=9, images_per_class=5).pixels
+    assert few is not None
+    assert more is not None
+    np.testing.assert_array_equal(few.reshape(4, 2, 64, 64), more.reshape(9, 5, 64, 64)[:4, :2])
+
+
+def test_an_image_does_not_depend_on_the_chunk_it_is_rendered_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = glyphs_collage(cache_dir=tmp_path / "a", **SMALL)
+    monkeypatch.setattr(module, "_CHUNK", 5)
+    np.testing.assert_array_equal(whole.pixels, glyphs_collage(cache_dir=tmp_path / "b", **SMALL).pixels)
+
+
+def test_warping_equals_a_naive_loop_over_pixels() -> None:
+    masters = master_glyphs((ord("R"), ord("g")), 40)
+    edge, side = masters.shape[-1], 32
+    places = [
+        module._Place(which=0, face=3, size=0.9, angle=0.3, right=0.1, down=-0.05),
+        module._Place(which=1, face=9, size=1.3, angle=-2.0, right=0.0, down=0.2),
+    ]
+    warped = module._warp(masters, 40, places, side=side)
+    for place, image in zip(places, warped, strict=True):
+        master = masters[place.which, place.face].astype(float)
+        scale = 40 / (place.size * side)
+        expected = np.zeros((side, side))
+        for row in range(side):
+            for column in range(side):
+                x = column - (side - 1) / 2 - round(2 * place.right * side) / 2
+                y = row - (side - 1) / 2 - round(2 * place.down * side) / 2
+                u = (edge - 1) / 2 + scale * (math.cos(place.angle) * x + math.sin(place.angle) * y)
+                v = (edge - 1) / 2 + scale * (-math.sin(place.angle) * x + math.cos(place.angle) * y)
+                i, j = math.floor(v), math.floor(u)
+                if 0 <= i < edge - 1 and 0 <= j < edge - 1:
+                    a, b = v - i, u - j
+                    patch = master[i : i + 2, j : j + 2]
+                    expected[row, column] = [1 - a, a] @ patch @ [1 - b, b]
+        assert expected.max() > 200
+        assert np.abs(image - expected).max() <= 4  # weights have 7 bits
+
+
+def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
+    table = glyphs(
+        cache_dir=tmp_path,
+        num_classes=2,
+        images_per_class=4,
+        size_range=(0.7, 0.7),
+        rotation_degrees=0,
+        shift=0,
+        background_range=(0.2, 0.2),
+        contrast_range=(0.6, 0.6),
+        noise_range=(0, 0),
+    )
+    assert table.pixels is not None
+    for image in table.pixels:
+        assert (image.min(), image.max()) == (51, 51 + 153)
+        rows, columns = np.nonzero(image > 51)
+        assert abs(rows.min() + rows.max() - 63) <= 2
+        assert abs(columns.min() + columns.max() - 63) <= 2
+
+
+def test_noise_has_the_standard_deviation_that_was_asked_for(tmp_path: Path) -> None:
+    noise = glyphs(
+        cache_dir=tmp_path,
+        num_classes=2,
+        images_per_class=2,
+        contrast_range=(0, 0),
+        background_range=(0.5, 0.5),
+        noise_range=(0.1, 0.1),
+    ).pixels
+    assert noise is not None
+    assert np.std(noise) == pytest.approx(25.5, rel=0.03)
+    assert np.mean(noise) == pytest.approx(127.5, abs=1)
+
+
+def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    warp = module._warp
+
+    def spy(masters: np.ndarray, em: int, places: list[module._Place], *, side: int) -> np.ndarray:
+        seen.extend(tuple(p.which for p in places[i : i + 4]) for i in range(0, len(places), 4))
+        return warp(masters, em, places, side=side)
+
+    monkeypatch.setattr(module, "_warp", spy)
+    glyphs_collage(cache_dir=tmp_path, num_classes=6, images_per_class=20)
+    train, test = nuisance_pools()
+    quadrants = set()
+    for i, cells in enumerate(seen):
+        label = i // 20
+        assert cells.count(label) == 1
+        quadrants.add(cells.index(label))
+        symbols = [c - 6 for c in cells if c != label]
+        assert len(set(symbols)) == 3
+        in_train = [0 <= s < len(train) for s in symbols]
+        assert all(in_train) if label < 3 else not any(in_train)
+        assert max(symbols) < len(train) + len(test)
+    assert quadrants == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_classes": 1}, "num_classes"),
+        ({"images_per_class": 0}, "images_per_class"),
+        ({"image_size": 4}, "image_size"),
+        ({"size_range": (0.9, 0.5)}, "size_range"),
+        ({"noise_range": (0.0, 2.0)}, "noise_range"),
+        ({"shift": 0.7}, "shift"),
+        ({"rotation_degrees": -1}, "rotation_degrees"),
+    ],
+)
+def test_arguments_out_of_range_are_named(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        glyphs(cache_dir=tmp_path, **arguments)
+
+
+@pytest.mark.slow
+def test_more_classes_than_letters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exceeds the 1[0-9]{3} letters"):
+        glyphs(cache_dir=tmp_path, num_classes=100_000)
+
+
+def test_an_odd_collage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be even"):
+        glyphs_collage(cache_dir=tmp_path, image_size=63)

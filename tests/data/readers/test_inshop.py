@@ -1,0 +1,171 @@
+"""In-shop Clothes Retrieval in every layout."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.inshop import inshop
+from dmlbench.types import DataError
+
+HEADER = "image_name item_id evaluation_status"
+ROWS = (
+    ("img/WOMEN/Dresses/id_00000002/02_1_front.jpg", "id_00000002", "train"),
+    ("img/WOMEN/Dresses/id_00000002/02_2_side.jpg", "id_00000002", "train"),
+    ("img/MEN/Denim/id_00000001/01_1_front.jpg", "id_00000001", "query"),
+    ("img/MEN/Denim/id_00000001/01_2_séance.jpg", "id_00000001", "gallery"),
+    ("img/WOMEN/Denim/id_00000007/01_1_front.jpg", "id_00000007", "query"),
+    ("img/WOMEN/Denim/id_00000007/01_2_side.jpg", "id_00000007", "gallery"),
+)
+
+
+def write_list(file: Path, rows: tuple[tuple[str, str, str], ...] = ROWS, *, count: int | None = None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{path:<60} {item:<12} {status}   " for path, item, status in rows]
+    text = "\r\n".join([str(len(rows) if count is None else count), f"{HEADER}  ", *lines, ""])
+    file.write_bytes("\ufeff".encode() + text.encode())
+
+
+def write(root: Path, *, listed: str = "Eval", images: str = "Img/img") -> None:
+    write_list(root / listed / "list_eval_partition.txt")
+    for path, _, _ in ROWS:
+        file = root / images / path.removeprefix("img/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+@pytest.mark.parametrize(
+    ("place", "listed", "images"),
+    [
+        ("", "", "img"),
+        ("In-shop Clothes Retrieval Benchmark", "Eval", "Img/img"),
+        ("inshop", "Eval", "img"),
+        ("in_shop", "Anno", "img_highres"),
+        ("In-shop", "Eval", "Img/img_highres"),
+        ("DeepFashion/In-shop Clothes Retrieval Benchmark", "Eval", "Img/img_highres/img_highres"),
+        ("archive/deepfashion", "", "img/img"),
+        ("Inshop_Clothes", "Eval", "Img"),
+    ],
+)
+def test_every_layout_gives_the_same_table(tmp_path: Path, place: str, listed: str, images: str) -> None:
+    write(tmp_path / place, listed=listed, images=images)
+    write(tmp_path / "reference")
+    reference = inshop(tmp_path / "reference", check_counts=False)
+    for root in (tmp_path, tmp_path / place):
+        table = inshop(root, check_counts=False)
+        assert table.class_names == ("id_00000001", "id_00000002", "id_00000007")
+        found = zip(
+            table.paths.tolist(), (table.class_names[c] for c in table.labels), table.role.tolist(), strict=True
+        )
+        assert {(f"img/{path}", item, role) for path, item, role in found} == set(ROWS)
+        assert table.super_labels is not None
+        categories = ["MEN/Denim", "WOMEN/Denim", "WOMEN/Dresses"]
+        assert [categories[s] for s in table.super_labels] == ["/".join(p.split("/")[:2]) for p in table.paths]
+        assert (file_sizes(table.root, table.paths, name="inshop") == 0).all()
+        assert table.fingerprint == reference.fingerprint
+
+
+def test_the_images_of_the_papers_come_before_the_large_ones_and_the_layout_says_which(tmp_path: Path) -> None:
+    write(tmp_path, images="Img/img_highres")
+    assert inshop(tmp_path, check_counts=False).layout.endswith("images of Img/img_highres")
+    write(tmp_path, images="Img/img")
+    assert inshop(tmp_path, check_counts=False).layout.endswith("images of Img/img")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            ("img/MEN/Denim/id_9/x.jpg", "id_9", "test"),
+            r"line 9 of '.*' has the evaluation_status 'test', expected train",
+        ),
+        (
+            ("img/MEN/Denim/id_9/x.jpg", "id_9", ""),
+            r"line 9 of '.*partition\.txt' has 2 columns, expected 3 \(image_na",
+        ),
+        (("img/../../x/y.jpg", "id_9", "train"), r"line 9 of '.*' names 'img/\.\./\.\./x/y\.jpg', which lies outside"),
+        (("/img/MEN/x/y.jpg", "id_9", "train"), r"line 9 of '.*' names '/img/MEN/x/y\.jpg', which lies outside"),
+        (
+            ("MEN/Denim/id_9/x.jpg", "id_9", "train"),
+            r"line 9 of '.*' names the image 'MEN.*', expected img/<gender>/<ca",
+        ),
+        (("img/MEN/x.jpg", "id_9", "train"), r"line 9 of '.*' names the image 'img/MEN/x\.jpg', expected img/<gender>"),
+        (("img/MEN/Denim/id_9/x.jpg", "id_9", "train"), r"lacks 1 of 7 images .*: MEN/Denim/id_9/x\.jpg"),
+        (("img/WOMEN/Denim/id_00000007/01_2_side.jpg", "id_9", "train"), "lists images twice: WOMEN/Denim/id_00000007"),
+        (("img/MEN/Denim/id_9/x.jpg", "id_00000007", "train"), "1 classes both to train and to test on: id_00000007"),
+    ],
+)
+def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:
+    write(tmp_path)
+    write_list(tmp_path / "Eval/list_eval_partition.txt", (*ROWS, row))
+    with pytest.raises(DataError, match=message):
+        inshop(tmp_path, check_counts=False)
+
+
+def test_a_list_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_list(tmp_path / "Eval/list_eval_partition.txt", ROWS[:-1], count=6)
+    with pytest.raises(DataError, match="says in line 1 that it has 6 rows, but has 5; put the original file there"):
+        inshop(tmp_path, check_counts=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("2\nimage_name evaluation_status\n", "line 2 of '.*' is 'image_name evaluation_status', expected the header"),
+        (f"{HEADER}\n", "line 1 of '.*' is 'image_name item_id evaluation_status', expected the number of rows"),
+    ],
+)
+def test_a_wrong_header_says_what_was_found(tmp_path: Path, content: str, message: str) -> None:
+    write(tmp_path)
+    (tmp_path / "Eval/list_eval_partition.txt").write_text(content)
+    with pytest.raises(DataError, match=message):
+        inshop(tmp_path, check_counts=False)
+
+
+def test_missing_list_and_missing_images_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "lists")
+    (tmp_path / "lists/Eval/list_eval_partition.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"which lacks Eval/list_eval_partition\.txt or Anno/list_eval_partition\.txt or"
+    ):
+        inshop(tmp_path / "lists")
+    write_list(tmp_path / "images/Eval/list_eval_partition.txt")
+    with pytest.raises(DataError, match=r"which lacks img/\*MEN or Img/img/\*MEN .*unpacked img\.zip there"):
+        inshop(tmp_path / "images")
+
+
+def full_size_rows() -> list[tuple[str, str, str]]:
+    """As many as published: 25,882 of 3,997 items to train, 14,218 queries and 12,612 gallery images of 3,985."""
+    rows = []
+    for status, images, first, count in (
+        ("train", 25_882, 1, 3_997),
+        ("query", 14_218, 3_998, 3_985),
+        ("gallery", 12_612, 3_998, 3_985),
+    ):
+        for i in range(images):
+            item = f"id_{first + i % count:08d}"
+            rows.append((f"img/WOMEN/Tees/{item}/{status}_{i}.jpg", item, status))
+    return rows
+
+
+def test_a_list_of_full_size_passes_and_one_row_less_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
+    write(tmp_path)
+    rows = full_size_rows()
+    write_list(tmp_path / "Eval/list_eval_partition.txt", tuple(rows))
+    table = inshop(tmp_path)
+    assert (len(table), table.num_classes) == (52_712, 7_982)
+    assert [int((table.role == role).sum()) for role in ("train", "query", "gallery")] == [25_882, 14_218, 12_612]
+    write_list(tmp_path / "Eval/list_eval_partition.txt", tuple(rows[:-1]))
+    message = (
+        r"query 14,218 images of 3,985 classes, gallery 12,611 images of 3,985 classes; published are train 25,882 "
+        r"images of 3,997 classes, query 14,218 .*, gallery 12,612 images of 3,985 classes; .*check_counts=false"
+    )
+    with pytest.raises(DataError, match=message):
+        inshop(tmp_path)

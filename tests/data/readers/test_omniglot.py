@@ -1,0 +1,166 @@
+"""Omniglot from archives: a synthetic one for the rules, the published one for the counts."""
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.data.readers import omniglot as module
+from dmlbench.data.readers.omniglot import omniglot
+from dmlbench.types import ConfigError, DataError, ImageTable
+
+
+def write_archive(file: Path, characters: list[str], *, images: int = 3) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{file.stem}/", "")
+        archive.writestr(f"__MACOSX/{characters[0]}/._0001_01.png", b"junk")
+        for number, character in enumerate(characters):
+            for image in range(images):
+                drawing = np.full((105, 105), 255, dtype=np.uint8)
+                drawing[10 : 40 + image, 20 + number : 60] = 0
+                buffer = io.BytesIO()
+                Image.fromarray(drawing).convert("1").save(buffer, "png")
+                archive.writestr(f"{file.stem}/{character}/{number:04d}_{image + 1:02d}.png", buffer.getvalue())
+
+
+def subset(root: Path, **arguments: Any) -> ImageTable:
+    return omniglot(root, check_counts=False, **arguments)
+
+
+BACKGROUND = [f"Greek/character{i:02d}" for i in (2, 1, 3)] + ["Balinese/character01"]
+
+
+def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    table = subset(tmp_path, cache_dir=tmp_path / "cache", image_size=35)
+    assert table.class_names == tuple(sorted(BACKGROUND))
+    assert table.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert table.role.tolist() == ["train"] * 6 + ["test"] * 6
+    assert table.super_labels is not None
+    assert table.super_labels.tolist() == [0] * 3 + [1] * 9
+    assert table.pixels is not None
+    assert table.pixels.shape == (12, 35, 35)
+    # Ink is white; 105 to 35 pixels is a mean over 3 x 3.
+    assert table.pixels[0, 8, 15] == 255
+    assert table.pixels[0, 0, 0] == 0
+
+
+def test_with_evaluation_the_archives_are_the_halves(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])
+    table = subset(tmp_path, cache_dir=tmp_path)
+    assert table.class_names == (*sorted(BACKGROUND), "Angelic/character01", "Zulu/character01")
+    assert table.role.tolist() == ["train"] * 12 + ["test"] * 6
+    only = subset(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
+    assert only.role.tolist() == ["train"] * 3 + ["test"] * 3
+
+
+def test_small_archives_are_joined_and_left_out_beside_the_full_one(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background_small1.zip", BACKGROUND[:3])
+    write_archive(tmp_path / "images_background_small2.zip", [BACKGROUND[0], "Latin/character01"])
+    joined = subset(tmp_path, cache_dir=tmp_path)
+    assert len(joined) == 12  # the character of both counts once
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    assert "Latin/character01" not in subset(tmp_path, cache_dir=tmp_path).class_names
+
+
+def test_archives_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background_small1.zip", ["A/character01", "A/character02"])
+    write_archive(tmp_path / "images_background_small2.zip", ["B/character01", "A/character01"])
+    with zipfile.ZipFile(tmp_path / "images_background_small2.zip", "a") as archive:
+        archive.writestr("images_background_small2/A/character01/0000_01.png", b"something else")
+    with pytest.raises(DataError, match="differs between"):
+        subset(tmp_path, cache_dir=tmp_path)
+
+
+def test_a_wrong_folder_says_what_was_looked_for_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Omniglot is not in .*; download images_background\.zip"):
+        subset(tmp_path, cache_dir=tmp_path)
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    with pytest.raises(DataError, match=r"'images_evaluation\.zip' is not in"):
+        subset(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
+    with pytest.raises(ConfigError, match=r"did you mean 'images_evaluation\.zip'"):
+        subset(tmp_path, cache_dir=tmp_path, archives=["image_evaluation.zip"])
+
+
+@pytest.mark.parametrize("keep", [100, 0])
+def test_a_truncated_archive_is_named(tmp_path: Path, keep: int) -> None:
+    file = tmp_path / "images_background.zip"
+    write_archive(file, BACKGROUND)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"images_background\.zip.*damaged"):
+        subset(tmp_path, cache_dir=tmp_path)
+
+
+def test_a_damaged_drawing_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "images_background.zip"
+    write_archive(file, BACKGROUND)
+    content = bytearray(file.read_bytes())
+    content[content.index(b"IDAT") + 8] ^= 255
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"\.png' in '.*cannot be read"):
+        subset(tmp_path, cache_dir=tmp_path)
+
+
+def test_unpacked_folders_are_the_same_data(tmp_path: Path) -> None:
+    for name, characters in (("images_background", BACKGROUND), ("images_evaluation", ["Zulu/character01"])):
+        write_archive(tmp_path / f"{name}.zip", characters)
+    packed = subset(tmp_path, cache_dir=tmp_path / "cache")
+    unpacked = tmp_path / "data" / "omniglot-py"
+    for name in ("images_background", "images_evaluation"):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip") as archive:
+            archive.extractall(unpacked)
+    assert subset(tmp_path / "data", cache_dir=tmp_path / "cache").fingerprint == packed.fingerprint
+    one = subset(tmp_path / "data", cache_dir=tmp_path / "cache", archives=["images_evaluation.zip"])
+    assert one.class_names == ("Zulu/character01",)
+    (unpacked / "images_background" / "Greek" / "notes").mkdir()
+    with pytest.raises(DataError, match=r"Greek/notes' is no character"):
+        subset(tmp_path / "data", cache_dir=tmp_path / "cache")
+
+
+def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_evaluation.zip", BACKGROUND)
+    with pytest.raises(DataError, match=r"has 12 drawings of 4 characters; published are 13,180 of 659.*check_counts"):
+        omniglot(tmp_path, cache_dir=tmp_path)
+
+
+def test_the_second_small_archive_must_have_five_alphabets_of_whole_characters(tmp_path: Path) -> None:
+    file = tmp_path / "images_background_small2.zip"
+    characters = [f"{alphabet}/character01" for alphabet in "ABCDE"]
+    write_archive(file, characters, images=20)
+    assert len(omniglot(tmp_path, cache_dir=tmp_path)) == 100
+    for wrong, images in ((characters[:4], 20), (characters, 3)):
+        write_archive(file, wrong, images=images)
+        with pytest.raises(DataError, match="published are 20 of each character of 5 alphabets"):
+            omniglot(tmp_path, cache_dir=tmp_path)
+
+
+def test_an_archive_may_be_unpacked_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    with zipfile.ZipFile(tmp_path / "images_background.zip") as archive:
+        archive.extractall(tmp_path / "data" / "images_background")
+    assert len(subset(tmp_path / "data", cache_dir=tmp_path)) == 12
+
+
+def test_a_drawing_that_claims_too_much_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    monkeypatch.setattr(module, "_MAX_DRAWING_BYTES", 10)
+    with pytest.raises(DataError, match=r"claims \d+ bytes for one drawing"):
+        subset(tmp_path, cache_dir=tmp_path)
+
+
+@pytest.mark.data
+def test_the_published_small_archive_has_136_characters_of_5_alphabets(shared_dir: Path, tmp_path: Path) -> None:
+    table = omniglot(shared_dir / "data" / "omniglot", cache_dir=tmp_path)
+    assert len(table) == 2720
+    assert table.num_classes == 136
+    assert (np.bincount(table.labels) == 20).all()
+    assert table.super_labels is not None
+    assert len(np.unique(table.super_labels)) == 5
+    assert int((table.role == "train").sum()) == 1360
+    assert table.pixels is not None
+    assert 0.03 < (table.pixels > 127).mean() < 0.15

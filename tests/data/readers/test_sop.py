@@ -1,0 +1,183 @@
+"""Stanford Online Products in every layout."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.sop import sop
+from dmlbench.types import DataError
+
+HEADER = "image_id class_id super_class_id path"
+TRAIN = ["1 1 1 bicycle_final/11_0.JPG", "2 1 1 bicycle_final/11_1.JPG", "3 2 5 fan_final/12_0.JPG"]
+TEST = ["4 3 1 bicycle_final/13_0.JPG", "5 3 1 bicycle_final/13_1.JPG", "6 4 5 fan_final/ventilateur_é.JPG"]
+
+
+def write_lists(folder: Path, *, train: list[str] = TRAIN, test: list[str] = TEST, header: str = HEADER) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("Ebay_train.txt", train), ("Ebay_test.txt", test)):
+        (folder / name).write_bytes("\r\n".join([header, *lines, ""]).encode())
+
+
+def touch(root: Path) -> None:
+    for line in (*TRAIN, *TEST):
+        file = root / line.split()[3]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def write_original(root: Path) -> None:
+    write_lists(root)
+    touch(root)
+
+
+def write_info_files(root: Path) -> None:
+    write_lists(root / "Info_Files")
+    touch(root / "images")
+
+
+LAYOUTS: dict[str, Callable[[Path], None]] = {
+    "Stanford_Online_Products": write_original,
+    "archive/stanford-online-products/Stanford_Online_Products": write_original,
+    "sop": write_info_files,
+    "online_products": lambda root: (write_lists(root), touch(root / "images"))[0],
+    "SOP": lambda root: (write_lists(root / "Info_Files"), touch(root))[0],
+}
+
+
+@pytest.mark.parametrize("place", LAYOUTS)
+def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
+    LAYOUTS[place](tmp_path / place)
+    write_original(tmp_path / "reference")
+    reference = sop(tmp_path / "reference", check_counts=False)
+    for root in (tmp_path, tmp_path / place):
+        table = sop(root, check_counts=False)
+        assert dict(zip(table.paths.tolist(), table.labels.tolist(), strict=True)) == {
+            line.split()[3]: int(line.split()[1]) - 1 for line in (*TRAIN, *TEST)
+        }
+        assert table.class_names == ("1", "2", "3", "4")
+        assert table.role.tolist() == [("train", "train", "test", "test")[c] for c in table.labels]
+        assert table.super_labels is not None
+        assert table.super_labels.tolist() == [4 * path.startswith("fan") for path in table.paths]
+        assert (file_sizes(table.root, table.paths, name="sop") == 0).all()
+        assert table.fingerprint == reference.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["1 1 1 a.JPG extra"], r"line 2 of '.*Ebay_train\.txt' has 5 columns, expected 4 \(image_id class_id super"),
+        (["1 1 1"], r"line 2 of '.*Ebay_train\.txt' has 3 columns"),
+        ([TRAIN[0], "2 0 1 x.JPG"], r"line 3 of '.*' has the class_id 0, but ids count from 1"),
+        (["0 1 1 x.JPG"], r"line 2 of '.*' has the image_id 0, but ids count from 1"),
+        (["1 1 0 x.JPG"], r"line 2 of '.*' has the super_class_id 0, but ids count from 1"),
+        ([TRAIN[0], "1 1 1 x.JPG"], r"line 3 of '.*' repeats the image_id 1 of line 2"),
+        (["one 1 1 x.JPG"], r"line 2 of '.*' has the image_id 'one', expected a whole number"),
+        (["1 1 1 /etc/x.JPG"], r"line 2 of '.*' names '/etc/x\.JPG', which lies outside"),
+        (["1 1 1 fan_final/../../x.JPG"], r"line 2 of '.*' names 'fan_final/\.\./\.\./x\.JPG', which lies outside"),
+        (["1 3 1 bicycle_final/11_0.JPG"], "share 1 classes: 3; metric learning tests on unseen classes"),
+        (["1 1 1 bicycle_final/13_0.JPG"], r"lists images twice: bicycle_final/13_0\.JPG"),
+        (["1 1 1 fan_final/gone.JPG"], r"lacks 1 of 4 images .*: fan_final/gone\.JPG; missing by folder: fan_final 1"),
+        ([], r"Ebay_train\.txt' lists nothing"),
+    ],
+)
+def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
+    write_original(tmp_path)
+    write_lists(tmp_path, train=lines)
+    with pytest.raises(DataError, match=message):
+        sop(tmp_path, check_counts=False)
+
+
+def test_a_wrong_header_says_what_was_found(tmp_path: Path) -> None:
+    write_original(tmp_path)
+    write_lists(tmp_path, header="image_id class_id path")
+    with pytest.raises(
+        DataError, match=r"line 1 of '.*Ebay_train\.txt' is 'image_id class_id path', expected the head"
+    ):
+        sop(tmp_path, check_counts=False)
+
+
+def test_a_missing_list_is_named(tmp_path: Path) -> None:
+    write_original(tmp_path / "sop")
+    (tmp_path / "sop/Ebay_test.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"nearest is '.*sop' .*which lacks Ebay_test\.txt; .*unpack Stanford_Online_Pro"
+    ):
+        sop(tmp_path, check_counts=False)
+
+
+def full_size_lines() -> Iterator[tuple[str, list[str]]]:
+    """As many rows as published: 59,551 of classes 1 to 11,318, 60,502 of 11,319 to 22,634."""
+    number = 0
+    for role, images, first, last in (("train", 59_551, 1, 11_318), ("test", 60_502, 11_319, 22_634)):
+        classes = np.sort(np.resize(np.arange(first, last + 1), images)).tolist()
+        lines = [f"{i} {c} {c % 12 + 1} {c % 12 + 1}_final/{i}.JPG" for i, c in enumerate(classes, number + 1)]
+        number += images
+        yield role, lines
+
+
+def check_full_size(root: Path) -> None:
+    table = sop(root)
+    assert (len(table), table.num_classes) == (120_053, 22_634)
+    assert table.super_labels is not None
+    assert len(np.unique(table.super_labels)) == 12
+    is_train = table.role == "train"
+    assert (int(is_train.sum()), int((~is_train).sum())) == (59_551, 60_502)
+    assert set(table.labels[is_train]) == set(range(11_318))
+
+
+@pytest.fixture
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists only: every image counts as there."""
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
+
+
+@pytest.mark.usefixtures("without_files")
+def test_lists_of_full_size_pass_and_one_row_less_or_another_numbering_is_refused(tmp_path: Path) -> None:
+    lines = dict(full_size_lines())
+    write_lists(tmp_path, **lines)
+    check_full_size(tmp_path)
+    write_lists(tmp_path, train=lines["train"][:-1], test=lines["test"])
+    message = (
+        r"has train 59,550 images of 11,318 classes, test 60,502 images of 11,316 classes; published are train 59,551 "
+        r"images of 11,318 classes, test 60,502 images of 11,316 classes; .*check_counts=false"
+    )
+    with pytest.raises(DataError, match=message):
+        sop(tmp_path)
+    shifted = [line.replace(" 22634 ", " 22635 ") for line in lines["test"]]
+    write_lists(tmp_path, train=lines["train"], test=shifted)
+    with pytest.raises(DataError, match=r"name classes up to 22,635, published are 1 to 22,634"):
+        sop(tmp_path)
+
+
+@pytest.mark.slow
+def test_120_053_files_load_from_the_lists_of_full_size(tmp_path: Path) -> None:
+    lines = dict(full_size_lines())
+    root = tmp_path / "Stanford_Online_Products"
+    write_lists(root, **lines)
+    for role in lines:  # file systems allow some 65,000 names a file
+        (root / role).touch()
+        for path in (line.split()[3] for line in lines[role]):
+            (root / path).parent.mkdir(exist_ok=True)
+            os.link(root / role, root / path)
+    try:
+        check_full_size(tmp_path)
+    finally:
+        shutil.rmtree(root)
+
+
+@pytest.mark.data
+def test_real_lists_in_the_format_load_with_their_counts(shared_dir: Path, tmp_path: Path, without_files: None) -> None:
+    (tmp_path / "Info_Files").symlink_to(shared_dir / "data/sop_format_lists/Info_Files")
+    table = sop(tmp_path, check_counts=False)
+    is_train = table.role == "train"
+    assert (int(is_train.sum()), int((~is_train).sum())) == (9_131, 9_091)
+    assert (len(np.unique(table.labels[is_train])), table.num_classes) == (2_051, 2_051 + 2_050)
+    with pytest.raises(DataError, match="train 9,131 images of 2,051 classes, test 9,091 images of 2,050 classes"):
+        sop(tmp_path)
