@@ -34,6 +34,8 @@ def options(group: str) -> list[str]:
 def choose(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with what it cannot do without."""
     rest = {key: other for key, other in LEVELS.items() if (group, option) in OF_LEVELS and key != group}
+    if group == "head":  # any of them finds there the maps that it asks for
+        rest.setdefault("backbone", LEVELS["backbone"])
     return [f"{key}={value}" for key, value in {group: option, **rest}.items()]
 
 

@@ -13,7 +13,7 @@ from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_cell, is_current, read_aggregate
+from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table
 from dmlbench.types import ConfigError, RunError
@@ -68,9 +68,10 @@ def find_cells(
             raise RunError(
                 f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
             )
-        summary = aggregate_cell(
-            runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
-        )
+        if not has_scores(summary, spec):
+            summary = aggregate_cell(
+                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
+            )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")

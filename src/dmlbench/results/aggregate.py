@@ -9,7 +9,7 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import of_queries
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.results.rules import AggregationRule, CellRuns, rule_named
+from dmlbench.results.rules import CellRuns, rule_named
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
 from dmlbench.results.store import RESULT, RunInfo, read_result
 from dmlbench.runtime import atomic_write
@@ -70,7 +70,7 @@ def aggregate_cell(
     known = None if force else read_aggregate(cell)
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
         known = None
-    if known and _has(known, spec, rule):
+    if known and has_scores(known, spec):
         log.info("%s is up to date", cell / AGGREGATE)
         return known
 
@@ -105,10 +105,12 @@ def aggregate_cell(
     return summary
 
 
-def _has(summary: Mapping[str, Any], spec: EvaluationSpec, rule: AggregationRule) -> bool:
+def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
     """Whether a summary has all that can be summed up of what ``spec`` asks for."""
-    if rule.scored_on == "val":
-        return True  # of validation there is no more than the runs have
+    if summary["scored_on"] == "validation":
+        return True  # there is no more than the runs have
+    if spec.rerank is not None and summary["search"] != spec.search:
+        return False
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
     if clustered and summary.get("kmeans", spec.kmeans) != spec.kmeans:
         return False

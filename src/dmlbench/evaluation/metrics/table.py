@@ -172,7 +172,8 @@ def score_named(name: str) -> Score:
     family, _, k = name.rpartition("_at_")
     metric = METRICS.get(f"{family}_at_k")
     if metric is None or not re.fullmatch("[1-9][0-9]{0,8}", k):
-        raise ConfigError(f"'{name}' is no score: {closest(name, list(METRICS))} (with a number for k)")
+        hint = closest(name, list(METRICS))
+        raise ConfigError(f"'{name}' is no score: {hint}; _at_k stands for a number, as in recall_at_10")
     return Score(metric, int(k))
 
 
@@ -192,10 +193,7 @@ def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECA
     found: set[Score] = set()
     for name in metrics:
         metric = METRICS.get(name)
-        try:
-            found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
-        except ConfigError as error:
-            raise ConfigError(f"metrics has {error}") from None
+        found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
     return tuple(sorted(found, key=_order))
 
 
