@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from dmlbench.data.readers.cub_editions import CLASS_FOLDER, OF_2011, Listed, listed_in_folders
 from dmlbench.data.readers.layouts import first_match
 from dmlbench.data.readers.lists import read_list
-from dmlbench.types import ImageTable
+from dmlbench.types import ImageTable, Originals
 
 FOLDER = OF_2011
 PUBLISHED = OF_2011.published
@@ -46,9 +48,23 @@ def _of_lists(folder: Path) -> Listed:
     class_by_image = dict(zip(labels.texts("image_id"), class_ids, strict=True))
     images.check_known("image_id", class_by_image, labels.file.name)
     is_beside = first_match(folder, f"images/{CLASS_FOLDER}") is None and first_match(folder, CLASS_FOLDER) is not None
-    return (
+    return Listed(
         folder if is_beside else folder / "images",
         images.paths("path"),
         [class_by_image[image] for image in images.texts("image_id")],
         dict(zip(classes.numbers("class_id").tolist(), classes.texts("name"), strict=True)),
+        _originals(folder / "bounding_boxes.txt", images.texts("image_id")),
     )
+
+
+def _originals(file: Path, image_ids: list[str]) -> Originals:
+    """The boxes, where their list is there; nothing but the check of the images needs it."""
+    if not file.is_file():
+        return Originals()
+    rows = read_list(file, ("image_id", "x", "y", "width", "height"))
+    rows.check_once("image_id")
+    left, top, width, height = (rows.decimals(column) for column in ("x", "y", "width", "height"))
+    boxes = np.stack([left, top, left + width, top + height], axis=1)
+    by_image = dict(zip(rows.texts("image_id"), boxes, strict=True))
+    none = np.full(4, np.nan)
+    return Originals(boxes=np.stack([by_image.get(image, none) for image in image_ids]), boxes_from=file.name)

@@ -5,14 +5,14 @@ is not known); 2011 numbers its images anew, with six digits at most. No image f
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published, table_of_files
 from dmlbench.data.readers.layouts import SPLIT_FOLDERS, DataFolder, Layout, images_by_folder, images_in, subfolders
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError, ImageTable, Originals
 
 NUM_TRAIN_CLASSES = 100
 NUM_CLASSES = 200
@@ -21,8 +21,16 @@ LISTS = ("images.txt", "image_class_labels.txt", "classes.txt")  # of 2011
 _ID = re.compile(r"_[0-9]{4}_([0-9]+|xxx)\.[A-Za-z]+", re.ASCII)
 _LONGEST_ID_OF_2011 = 6  # digits
 
-Listed = tuple[Path, list[str], list[int], dict[int, str]]
-"""Folder of the images, paths below it, published class of each, name of each class."""
+
+@dataclass(frozen=True)
+class Listed:
+    """What lists or folders name: paths below ``root``, the published class of each, and the name of each class."""
+
+    root: Path
+    paths: list[str]
+    class_of: list[int]
+    names: dict[int, str]
+    originals: Originals = field(default_factory=Originals)
 
 
 @dataclass(frozen=True)
@@ -68,19 +76,19 @@ class Edition(DataFolder):
             DataError: file names, or the number of images, are those of the other edition, there are images of both,
                 images are missing, or counts differ from the published ones and ``check_counts`` insists on these.
         """
-        root, paths, class_of, names = listed
-        self._check(root, paths)
-        ids = sorted(names)
+        self._check(listed.root, listed.paths)
+        ids = sorted(listed.names)
         listing = Listing(
             name=self.name,
-            root=root,
+            root=listed.root,
             layout=layout.description,
-            paths=paths,
-            labels=np.searchsorted(ids, class_of).astype(np.int64),
-            class_names=[names[i] for i in ids],
-            role=np.where(np.array(class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
+            paths=listed.paths,
+            labels=np.searchsorted(ids, listed.class_of).astype(np.int64),
+            class_names=[listed.names[i] for i in ids],
+            role=np.where(np.array(listed.class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
+            originals=listed.originals,
         )
-        return table_of_files(listing, published=self.published if check_counts else None)
+        return table_of_files(listing, published=self.published, check_counts=check_counts)
 
     def _check(self, root: Path, paths: list[str]) -> None:
         other = _other(self)
@@ -119,7 +127,7 @@ def listed_in_folders(folder: Path, layout: Layout, edition: Edition) -> Listed:
                     raise DataError(f"'{path}' lies in '{root}' a second time as '{other}'; keep one of them")
                 paths.append(path)
                 class_of.append(class_id)
-    return root, paths, class_of, names
+    return Listed(root, paths, class_of, names)
 
 
 def year_of(path: str) -> int | None:
