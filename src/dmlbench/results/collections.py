@@ -19,7 +19,7 @@ import torch
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.collections.members import Distances, Members
+from dmlbench.evaluation.collections.models import ModelDistances as Distances, ModelEmbeddings as Members
 from dmlbench.evaluation.metrics.scores import DEFAULT_RECALL_AT, METRICS, score_names
 from dmlbench.evaluation.partial import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
