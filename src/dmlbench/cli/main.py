@@ -1,11 +1,11 @@
-"""The console script ``dmlbench``: hands the command line to the sub-command's module."""
+"""The console script ``dmlbench``: hands the command line to the sub-command's ``main`` or Hydra ``task``."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
 from dmlbench import __version__
-from dmlbench.cli.front import guarded
+from dmlbench.cli.front import guarded, run_hydra
 from dmlbench.types import ConfigError, closest
 
 COMMANDS = {
@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, *rest = arguments
         if name not in COMMANDS:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
-        importlib.import_module(f"dmlbench.cli.{name}").main(rest)
+        command = importlib.import_module(f"dmlbench.cli.{name}")
+        if hasattr(command, "main"):
+            command.main(rest)
+        else:
+            run_hydra(name, command.task, rest)
 
     sys.exit(guarded(action))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -65,7 +66,7 @@ class ContrastiveC1(nn.Module):
         rows = normalize(embeddings)
         references = rows if ref_emb is None else normalize(ref_emb)
         if indices_tuple is not None:
-            anchor, positive, other, negative = _as_pairs(indices_tuple)
+            anchor, positive, other, negative = convert_to_pairs(indices_tuple, labels, ref_labels)
             s = rows @ references.T
             return self._reduce(s[anchor, positive], s[other, negative], len(rows))
         same = labels[:, None] == (labels if ref_labels is None else ref_labels)[None, :]  # [B, R]
@@ -119,11 +120,3 @@ class ContrastiveC1(nn.Module):
 def _as_bytes(compare: Callable[..., Tensor], s: Tensor, bound: float) -> Tensor:
     """The comparison as int8 zeros and ones, which a CPU makes and turns into floats several times faster than bool."""
     return compare(s, bound, out=torch.empty_like(s, dtype=torch.int8))
-
-
-def _as_pairs(indices_tuple: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if len(indices_tuple) == 3:
-        anchor, positive, negative = indices_tuple
-        return anchor, positive, anchor, negative
-    anchor, positive, other, negative = indices_tuple
-    return anchor, positive, other, negative

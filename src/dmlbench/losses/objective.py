@@ -61,7 +61,8 @@ class Objective(nn.Module):
                 f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
                 f"({type(miner).__name__}) chooses pairs of images; set miner=null"
             )
-        if isinstance(miner, SwitchedNegatives) and _looks_pairs_up_in_a_matrix(loss):
+        looks_pairs_up_in_a_matrix = isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
+        if isinstance(miner, SwitchedNegatives) and looks_pairs_up_in_a_matrix:
             raise ConfigError(
                 f"{type(loss).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
                 "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
@@ -70,7 +71,6 @@ class Objective(nn.Module):
         self.miner = miner
         self._num_classes = _num_classes(loss)
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))
-        self._has_regularizers = bool(regularizers)
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
         if mixing == "convex" and total >= 1:
@@ -110,7 +110,7 @@ class Objective(nn.Module):
             loss.observe(embeddings, labels, step=step)
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
         dml = loss(embeddings, labels, indices_tuple)
-        if not self._has_regularizers:
+        if not self.regularizers:
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
         share, extra = 1.0, []
@@ -153,10 +153,6 @@ class Objective(nn.Module):
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
     return isinstance(loss, WeightRegularizerMixin) or getattr(loss, "has_proxies", False)
-
-
-def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:
-    return isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
 
 
 def _num_classes(loss: nn.Module) -> int | None:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
-class ProxyAnchor(nn.Module):
+class ProxyAnchor(WholeBatchLoss):
     """Pull each proxy's hardest images of its class and push away the hardest of the other classes.
 
     With s_bc the cosine of image b and the proxy of class c, C classes, of which C+ are in the batch:
@@ -51,18 +52,7 @@ class ProxyAnchor(nn.Module):
         self.proxies = nn.Parameter(torch.empty(num_classes, embedding_size))
         nn.init.kaiming_normal_(self.proxies, mode="fan_out")
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B] in [0, num_classes).
-            indices_tuple: None; every proxy is compared with every image.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("ProxyAnchor compares images with proxies and takes no pairs of a miner; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         evaluate = partial(_evaluate, labels=labels, offset=self.alpha * self.margin)
         return loss_of_cosines(self.alpha * normalize(embeddings), self.proxies, evaluate)
 

@@ -5,6 +5,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -79,14 +80,8 @@ class AvslHead(LevelsHead):
             )
         check_choice("reliability", reliability, get_args(Reliability))
         self.reliability = reliability
-        self._distance = {
-            "num_levels": num_levels,
-            "level_size": level_size,
-            "top_k": top_k,
-            "momentum": momentum,
-            "inference": inference,
-            "variant": variant,
-        }
+        options = {"top_k": top_k, "momentum": momentum, "inference": inference, "variant": variant}
+        self._new_distance = partial(AvslDistance, num_levels, level_size, **options)  # type: ignore[arg-type]
         self.make_distance()  # checks what it is given
         self.variant = variant
         self.level_size = level_size
@@ -107,7 +102,7 @@ class AvslHead(LevelsHead):
 
     def make_distance(self) -> AvslDistance:
         """A new distance of the rows that this head makes, without edges."""
-        return AvslDistance(**self._distance)  # type: ignore[arg-type]
+        return self._new_distance()
 
     def embedding_size(self, pooling: Pooling | None) -> int:
         """2 L r, the numbers of a row."""

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmlbench.models.timm_weights import cached_file, missing_weights, reachable
 from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import ConfigError, DataError, check_choice
 
 BatchNormFreezing = Literal["none", "stats", "all"]
 
@@ -125,9 +125,7 @@ class Backbone(nn.Module):
         Raises:
             ConfigError: an unknown choice.
         """
-        known = get_args(BatchNormFreezing)
-        if batch_norm not in known:
-            raise ConfigError(f"batch_norm '{batch_norm}' is unknown; choose one of {', '.join(known)}")
+        check_choice("batch_norm", batch_norm, get_args(BatchNormFreezing))
         self._batch_norm = batch_norm
         for layer in self._batch_norms():
             for parameter in layer.parameters(recurse=False):

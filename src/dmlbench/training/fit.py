@@ -81,18 +81,9 @@ class FitSettings:
     keep: Literal["best", "last", "both", "none"] = "best"
 
     def __post_init__(self) -> None:
-        least = {
-            "max_steps": 0,
-            "validate_every": 1,
-            "patience": 1,
-            "warmup_steps": 0,
-            "accumulate": 1,
-            "forward_batch": 1,
-            "checkpoint_every": 1,
-            "log_every": 1,
-        }
-        for name, limit in least.items():
-            value = getattr(self, name)
+        positive = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
+        for name in ("max_steps", "warmup_steps", *positive):
+            value, limit = getattr(self, name), int(name in positive)
             if value is not None and value < limit:
                 raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
         for name in ("clip_norm", "clip_value"):
@@ -199,9 +190,8 @@ def fit(
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
             state.step = step
-            scalars = (
-                {f"train/{name}": value for name, value in values.items()} if step % settings.log_every == 0 else {}
-            )
+            logged = values if step % settings.log_every == 0 else {}
+            scalars = {f"train/{name}": value for name, value in logged.items()}
             is_better = False
             last_step = step == settings.max_steps
             if last_step:

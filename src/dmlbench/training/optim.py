@@ -14,14 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
 
-GROUPS = (
-    "backbone",
-    "pooling",
-    "head",
-    "distance",
-    "loss",
-    "regularizer",
-)  # every parameter that is trained belongs to one
+# Every parameter that is trained belongs to one.
+GROUPS = ("backbone", "pooling", "head", "distance", "loss", "regularizer")
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 

@@ -16,6 +16,7 @@ from dmlbench.models.pooling.spatial import (
     check_variant,
     check_width,
     convolve,
+    reduced_width,
     shares,
     start_glorot,
 )
@@ -81,12 +82,7 @@ class Gsop(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
-        self,
-        embedding_size: int,
-        map_size: tuple[int, int],
-        *,
-        attention_dim: int = 128,
-        variant: Variant = "official",
+        self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
     ) -> None:
         """
         Args:
@@ -209,15 +205,9 @@ class Solar(Pooling):
             ConfigError: a size that is not positive, a reduction that leaves no channel, or an unknown variant.
         """
         super().__init__()
-        check_positive("solar", num_channels=num_channels, channel_reduction=channel_reduction)
         check_variant(variant, pooling="solar")
-        if channel_reduction > num_channels:
-            raise ConfigError(
-                f"channel_reduction ({channel_reduction}) of solar exceeds the {num_channels} channels of the map; "
-                "lower it"
-            )
         self.num_channels = num_channels
-        width = num_channels // channel_reduction
+        width = reduced_width(num_channels, channel_reduction, pooling="solar")
         self.query = nn.Conv2d(num_channels, width, 1)
         self.query_norm = _BatchNorm(width)
         self.key = nn.Conv2d(num_channels, width, 1)

@@ -10,7 +10,7 @@ from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, c
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import check_width
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Position = Literal["none", "sine"]
 
@@ -129,10 +129,7 @@ class Transformer(Pooling):
                 f"width ({width}) of transformer must be at least 1"
             )
         check_heads(width, num_heads, owner="transformer")
-        if position not in get_args(Position):
-            raise ConfigError(
-                f"position '{position}' of transformer is unknown; choose {' or '.join(get_args(Position))}"
-            )
+        check_choice("position", position, get_args(Position))
         if position == "sine":
             sine_positions(1, 1, width)
         self.embedding_size = embedding_size
