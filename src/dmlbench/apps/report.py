@@ -55,7 +55,6 @@ def draw_report(
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
     top: Any = figure
-    bottom: Any = None
     if shown:
         top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=[bars_height, grid_height])))
     axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
@@ -66,7 +65,7 @@ def draw_report(
     if named_below:
         named = [Patch(color=COLORS[i % len(COLORS)], label=cell.label) for i, cell in enumerate(cells)]
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
-    if bottom is not None:
+    if shown:
         table = _table(shown[0])
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):

@@ -23,17 +23,11 @@ COMMANDS = {
 
 def usage() -> str:
     """The overview that ``dmlbench --help`` prints."""
-    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Compare deep metric learning methods under the protocols of the papers.",
-            "",
-            "usage: dmlbench COMMAND [--help] [key=value ...]",
-            "",
-            *lines,
-            "",
-            "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2",
-        ]
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    return (
+        "Compare deep metric learning methods under the protocols of the papers.\n\n"
+        f"usage: dmlbench COMMAND [--help] [key=value ...]\n\n{commands}\n\n"
+        "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2"
     )
 
 

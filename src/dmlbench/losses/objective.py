@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
@@ -83,7 +83,7 @@ class Objective(nn.Module):
     @property
     def requires(self) -> dict[str, tuple[str, ...]]:
         """Side outputs that each regularizer reads."""
-        return {name: _regularizer(module).requires for name, module in self.regularizers.items()}
+        return {name: cast("Regularizer", module).requires for name, module in self.regularizers.items()}
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
         """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
@@ -115,7 +115,7 @@ class Objective(nn.Module):
         parts = {"dml": dml}
         share, extra = 1.0, []
         for name, module in self.regularizers.items():
-            regularizer = _regularizer(module)
+            regularizer = cast("Regularizer", module)
             if all(side in output.side for side in regularizer.requires):
                 parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
@@ -168,8 +168,3 @@ def _num_classes(loss: nn.Module) -> int | None:
         return beta.numel()
     number = getattr(inner, "num_classes", None)
     return None if number is None else int(number)
-
-
-def _regularizer(module: nn.Module) -> Regularizer:
-    assert isinstance(module, Regularizer)
-    return module

@@ -92,9 +92,8 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float) -> tuple[Tenso
     same = labels[:, None] == labels[None, :]  # [B, B]
     exponents = offset - logits
     zero = logits.new_zeros(())
-    terms = (
-        exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf).logsumexp(1).logaddexp(zero)
-    )  # of b's class
+    of_class = exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf)  # [B, B], those of b's class
+    terms = of_class.logsumexp(1).logaddexp(zero)
     share = same.sum(1).to(logits.dtype).reciprocal_()  # a class has one term, however many images
     num_classes = share.sum()
     return (share * terms).sum() / num_classes, (exponents - terms).exp_().neg_() / num_classes

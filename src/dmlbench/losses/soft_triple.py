@@ -74,10 +74,7 @@ class SoftTriple(WholeBatchLoss):
         shifted = s.scatter_add(1, labels[:, None], s.new_full((len(s), 1), -self.margin))
         value = cross_entropy(self.la * shifted, labels)
         if self.tau and self._pairs.shape[1]:
-            value = value + self.tau * self._spread(centers)
+            gram = centers @ centers.transpose(1, 2)  # [C, K, K]
+            between = gram[:, self._pairs[0], self._pairs[1]].clamp(max=1)
+            value = value + self.tau * ((2 + 1e-5 - 2 * between).sqrt().mean() / 2)
         return value
-
-    def _spread(self, centers: Tensor) -> Tensor:
-        gram = centers @ centers.transpose(1, 2)  # [C, K, K]
-        between = gram[:, self._pairs[0], self._pairs[1]].clamp(max=1)
-        return (2 + 1e-5 - 2 * between).sqrt().mean() / 2

@@ -47,12 +47,9 @@ def zero_shot_loss(
     """
     first, second = halves
     targets = label_embeddings[labels]  # [B, D]
-    predicted = torch.cat(
-        [
-            ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge),
-            ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge),
-        ]
-    )
+    in_first = ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge)
+    in_second = ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge)
+    predicted = torch.cat([in_first, in_second])
     logits = softmax_scale * predicted @ label_embeddings.T  # [B, C]
     losses = F.cross_entropy(logits, torch.cat([labels[first], labels[second]]), reduction="none")
     return losses.mean() if reduction == "batch" else losses[: len(first)].mean() + losses[len(first) :].mean()

@@ -128,9 +128,8 @@ class AvslHead(LevelsHead):
             raise ConfigError(f"{len(maps)} maps for {self.num_levels} levels")
         with torch.autocast(maps[0].device.type, enabled=False):
             floats = [x.to(self.weights[0].dtype) for x in maps]
-            embeddings = torch.stack(
-                [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)], 1
-            )
+            units = [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)]
+            embeddings = torch.stack(units, 1)
             with torch.no_grad():
                 activations = [self._activation(x, level) for level, x in enumerate(floats)]
                 side = {}

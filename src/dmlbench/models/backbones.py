@@ -217,11 +217,8 @@ class TimmBackbone(Backbone):
             output = features(self.model, images, name=self._name)
             maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
-            maps = tuple(
-                self.model.forward_intermediates(
-                    images, indices=self._out_indices, norm=True, intermediates_only=True, output_fmt="NCHW"
-                )
-            )
+            options = {"norm": True, "intermediates_only": True, "output_fmt": "NCHW"}
+            maps = tuple(self.model.forward_intermediates(images, indices=self._out_indices, **options))
         for level, channels in zip(maps, self.channels, strict=True):
             if level.ndim != 4 or level.shape[1] != channels:
                 raise ConfigError(

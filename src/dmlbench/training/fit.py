@@ -58,7 +58,7 @@ class FitSettings:
         clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
         channels_last: memory format of the images and the network.
-        checkpoint_every: steps between checkpoints, beside those at validations; None saves at validations only.
+        checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
         log_every: steps between logged training losses.
         keep: which checkpoints stay when the run is complete.
     """
@@ -269,8 +269,7 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run "
-            "from its beginning"
+            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
         ) from error
     if state.best_step == state.step:  # best.ckpt may not have been written any more
         _save_best(run_dir, state, saved)

@@ -74,7 +74,7 @@ class WandbLogger:
 
     Args:
         run_dir: run directory; its path names the run.
-        mode: "offline" writes beside the run and needs no account or network, "online" sends.
+        mode: "offline" writes into the run directory and needs no account or network, "online" sends.
         project: project name.
     """
 

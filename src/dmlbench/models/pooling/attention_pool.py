@@ -107,9 +107,8 @@ class AttentionPool(Pooling):
         check_channels(x, self.num_channels, pooling="attention_pool")
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
-            pooled, log_weights = attend(
-                self.queries[None], self.key(pixels), self.value(pixels), num_heads=self.num_heads
-            )  # [B, Q, C]
+            keys, values = self.key(pixels), self.value(pixels)
+            pooled, log_weights = attend(self.queries[None], keys, values, num_heads=self.num_heads)  # [B, Q, C]
             weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
         if self.merge == "mean":
             return Pooled(project(pooled.mean(dim=1)), {"weights": weights})

@@ -114,7 +114,12 @@ class Gsop(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        self._check(features)
+        check_width(features, self.embedding_size, pooling="gsop")
+        if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
+            raise ConfigError(
+                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
+                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
+            )
         with torch.autocast(x.device.type, enabled=False):
             positive = F.relu(features)
             channels = self._channel_attention(positive)  # [B, D]
@@ -142,14 +147,6 @@ class Gsop(Pooling):
         rows = _resize(reduced, self.map_size).flatten(2).transpose(1, 2)  # [B, n, A]
         weights = self.pixel_head(_covariance(rows)).view(-1, *self.map_size)
         return _resize(weights, (size[0], size[1]))
-
-    def _check(self, features: Tensor) -> None:
-        check_width(features, self.embedding_size, pooling="gsop")
-        if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
-            raise ConfigError(
-                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
-                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
-            )
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
