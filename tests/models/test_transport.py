@@ -243,7 +243,7 @@ def test_exact_solver_equals_ten_thousand_iterations(ratio: float, smoothing: fl
 
 def transport_plan(cost, *, transport_ratio, smoothing, solver="exact", iterations=100):
     """pi [B, m, n]: pi_ij = softmax_i(-epsilon c_ij) sigma_j / n, from the weights sigma_j / (n transport_ratio)."""
-    if solver == "fixed_point":
+    if solver == "fixed_point" and transport_ratio < 1:
         return _fixed_point(cost, transport_ratio=transport_ratio, smoothing=smoothing, iterations=iterations)[1]
     weights = transport_weights(cost, transport_ratio=transport_ratio, smoothing=smoothing).weights
     return torch.softmax(-smoothing * cost, dim=1) * (transport_ratio * weights)[:, None, :]
