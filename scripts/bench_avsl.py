@@ -4,9 +4,8 @@ python scripts/bench_avsl.py [--part time memory ranking] [--queries 256] [--gal
     [--threads 1 2] [--rounds 3] [--ranking-rows 1200] [--out tiles.md]
 
   plain        as public code evaluates: a slice of queries against the whole gallery, every step a new [slice, N, r]
-  tiles        AvslTiles, torch's threads within a chunk; with compiled steps where numba is installed
+  tiles        AvslTiles, torch's threads within a chunk
   tiles, own   AvslTiles, parts of the queries shared out to as many threads, one torch thread each
-  bf16         AvslTiles of precision bf16
   products     the L - 1 products [P, r] x [r, r] of all pairs alone, on arrays that stay in the cache, best of some P
 
 Contenders take turns, the least of the rounds counts. Seconds of one thread are processor seconds (those of the wall on
@@ -23,14 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dmlbench import machine_code
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
 
 SETS = {"CUB": 5924, "Cars": 8131, "SOP": 60502}  # test images
@@ -123,22 +119,15 @@ def least_seconds(contenders: dict[str, Action], rounds: int, threads: int) -> d
     return least
 
 
-def without_numba(distance: AvslDistance) -> AvslTiles:
-    with mock.patch.object(machine_code, "load", return_value=None):
-        return distance.tiles()
-
-
 def bench_time(options: argparse.Namespace, report: Report) -> None:
     distance = make_distance(options)
     queries, gallery = (make_rows(distance, n, seed=n)[0] for n in (options.queries, options.gallery))
     total = len(queries) * len(gallery)
-    tiles, rounded = distance.tiles(), distance.tiles(precision="bf16")
-    slower = without_numba(distance)
+    tiles = distance.tiles()
     exact = distance.tiles(dtype=torch.float64)(queries[:8], gallery)
     off = {
         "plain": plain(distance, queries[:8], gallery, rows=8),
         "tiles": tiles(queries[:8], gallery),
-        "bf16": rounded(queries[:8], gallery),
     }
     report(f"{len(queries)} x {len(gallery)} pairs, {distance.num_levels} levels of {distance.level_size} nodes:\n")
     report("| threads | contender | seconds | microseconds per pair | ratio to plain | products' share | error |")
@@ -149,8 +138,7 @@ def bench_time(options: argparse.Namespace, report: Report) -> None:
         contenders: dict[str, Action] = {
             f"plain, slices of {n}": partial(plain, distance, queries, gallery, rows=n) for n in options.slices
         }
-        contenders |= {"tiles": partial(tiles, queries, gallery), "bf16": partial(rounded, queries, gallery)}
-        contenders["tiles, without numba"] = partial(slower, queries, gallery)
+        contenders["tiles"] = partial(tiles, queries, gallery)
         contenders |= {f"products {n}": products(distance, pairs=n, total=total) for n in PRODUCT_PAIRS}
         if threads > 1:
             parts = queries.split(-(-len(queries) // (4 * threads)))
@@ -189,8 +177,8 @@ def measure_memory(work: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     distance = make_distance(options)
     queries, gallery = (make_rows(distance, n)[0] for n in (MEMORY_QUERIES, MEMORY_GALLERY))
-    tiles = {"tiles": distance.tiles, "bf16": lambda: distance.tiles(precision="bf16")}.get(work, distance.tiles)()
-    distance.tiles(precision=tiles.precision)(queries[:2], gallery[:300])  # the libraries' own memory is there before
+    tiles = distance.tiles()
+    distance.tiles()(queries[:2], gallery[:300])  # the libraries' own memory is there before
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is forgotten
     before = memory_value("VmRSS")
@@ -204,7 +192,7 @@ def measure_memory(work: str, options: argparse.Namespace) -> None:
 def bench_memory(options: argparse.Namespace, report: Report) -> None:
     report("| 32k pairs, one thread | extra peak MiB | arrays MiB |")
     report("|---|---|---|")
-    for work in ("plain", "tiles", "bf16"):
+    for work in ("plain", "tiles"):
         command = [sys.executable, __file__, "--child", work, "--size", str(options.size), "--levels"]
         done = subprocess.run([*command, str(options.levels)], capture_output=True, text=True, check=True)
         extra, arrays = (int(value) / 2**20 for value in done.stdout.split())
@@ -231,13 +219,12 @@ def bench_ranking(options: argparse.Namespace, report: Report) -> None:
     report(f"Rankings of {len(rows)} rows of {classes} classes, against float64 tiles:\n")
     report("| tiles | P@1 | MAP@R | queries whose P@1 differs | queries whose MAP@R differs | MAP@R, mean change |")
     report("|---|---|---|---|---|---|")
-    for name, precision in (("float32", "full"), ("bf16", "bf16")):
-        found = ranking_scores(distance.tiles(precision=precision)(rows, rows), labels)
-        changed = [float((a != b).double().mean()) for a, b in zip(found, exact, strict=True)]
-        report(
-            f"| {name} | {100 * float(found[0].mean()):.2f} | {100 * float(found[1].mean()):.3f} | {changed[0]:.2%} "
-            f"| {changed[1]:.1%} | {100 * float((found[1] - exact[1]).mean()):+.4f} |"
-        )
+    found = ranking_scores(distance.tiles()(rows, rows), labels)
+    changed = [float((a != b).double().mean()) for a, b in zip(found, exact, strict=True)]
+    report(
+        f"| float32 | {100 * float(found[0].mean()):.2f} | {100 * float(found[1].mean()):.3f} | {changed[0]:.2%} "
+        f"| {changed[1]:.1%} | {100 * float((found[1] - exact[1]).mean()):+.4f} |"
+    )
     report()
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -37,18 +37,9 @@ def compiled(function: Function) -> Function:
     Raises:
         ImportError: numba is missing or does not fit the other libraries.
     """
-    return _compiled(function)
-
-
-def compiled_fused(function: Function) -> Function:
-    """As ``compiled``, but products may be added unrounded and divisors are not looked at, as vector units like it."""
-    return _compiled(function, fastmath={"contract"}, error_model="numpy")
-
-
-def _compiled(function: Function, **options: Any) -> Function:
     import numba
 
     try:
-        return cast(Function, numba.njit(cache=True, nogil=True, **options)(function))
+        return cast(Function, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError:  # numba finds no folder that can be written to
-        return cast(Function, numba.njit(nogil=True, **options)(function))
+        return cast(Function, numba.njit(nogil=True)(function))

@@ -6,7 +6,7 @@ import os
 import platform
 import random
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -49,13 +49,7 @@ def random_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
-        "numpy": [
-            name,
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), int(position), int(has_gauss), float(gauss)],
         "python": [version, torch.tensor(internal, dtype=torch.int64), gauss_next],
     }
 
@@ -116,11 +110,9 @@ def single_threaded_torch() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def autocast(device: torch.device, precision: Precision) -> Iterator[None]:
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """bf16 autocast for the backbone; parts that need float32 (distances, transport) leave it by themselves."""
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-        yield
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
@@ -130,17 +122,15 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
         OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -150,12 +140,6 @@ def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def package_versions() -> dict[str, str]:

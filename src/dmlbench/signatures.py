@@ -16,6 +16,8 @@ _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
 _SET_BY_BUILD = ("in_features", "in_channels", "map_sizes", "distance", "run_dir", "optimizer", "labels", "seed")
 
+_WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: str, Path: str}  # YAML's values
+
 
 def check_components(node: Any, path: str = "") -> None:
     """Check every node with a ``_target_`` within ``node``, which stands at ``path``.
@@ -113,14 +115,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return value in arguments
     if annotation in (None, type(None)):
         return value is None
-    if annotation is bool:
-        return isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation in (str, Path):
-        return isinstance(value, str)
+    if inspect.isclass(annotation) and annotation in _WRITTEN_AS:
+        return isinstance(value, _WRITTEN_AS[annotation]) and (annotation is bool or not isinstance(value, bool))
     if origin in (tuple, list, Sequence):
         if not isinstance(value, list):
             return False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmlbench.models.transport import _solve_logits, clip_norm, prototype_cost, transport_plan, transport_weights
+from dmlbench.models.transport import _fixed_point, _solve_logits, clip_norm, prototype_cost, transport_weights
 from dmlbench.types import ConfigError
 
 LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
@@ -239,6 +239,14 @@ def test_exact_solver_equals_ten_thousand_iterations(ratio: float, smoothing: fl
     assert (exact.weights - weights).abs().max() < 1e-12
     histogram = (torch.softmax(-smoothing * cost, dim=1) * weights[:, None]).sum(dim=2)
     assert (exact.histogram - histogram).abs().max() < 1e-12
+
+
+def transport_plan(cost, *, transport_ratio, smoothing, solver="exact", iterations=100):
+    """pi [B, m, n]: pi_ij = softmax_i(-epsilon c_ij) sigma_j / n, from the weights sigma_j / (n transport_ratio)."""
+    if solver == "fixed_point" and transport_ratio < 1:
+        return _fixed_point(cost, transport_ratio=transport_ratio, smoothing=smoothing, iterations=iterations)[1]
+    weights = transport_weights(cost, transport_ratio=transport_ratio, smoothing=smoothing).weights
+    return torch.softmax(-smoothing * cost, dim=1) * (transport_ratio * weights)[:, None, :]
 
 
 @pytest.mark.parametrize("solver", ["exact", "fixed_point"])

@@ -14,7 +14,7 @@ import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
 from dmlbench.evaluation import partial
-from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.collections import concatenated, models
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
@@ -57,7 +57,7 @@ def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "compiled":
         pytest.importorskip("numba", reason="extra fast")
     else:
-        monkeypatch.setattr(concatenated, "fused_scorer", lambda: None)
+        monkeypatch.setattr(concatenated, "compiled_ranking", lambda: None)
     return str(request.param)
 
 
@@ -103,7 +103,7 @@ def ties(folds: Sequence[int], size: int, *, classes: int, gallery: bool) -> lis
 def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
     ranked_by: str, folds: tuple[int, ...], with_gallery: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(concatenated, "_TILE_COLUMNS", 17)  # several gallery tiles
+    monkeypatch.setattr(models, "_COLUMNS", 17)  # several gallery tiles
     members = ties(folds, 40, classes=6, gallery=False)
     galleries = ties(folds, 53, classes=6, gallery=True) if with_gallery else None
     spec = EvaluationSpec((1, 3, 60), tile_bytes=200_000)  # more places than there are items

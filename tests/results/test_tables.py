@@ -5,6 +5,7 @@ import pytest
 
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.tables import cell_labels, make_table, to_csv, to_latex, to_markdown, to_text
+from dmlbench.types import ConfigError
 
 
 def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
@@ -81,7 +82,7 @@ def test_what_the_data_are_not_is_printed_under_the_table() -> None:
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="known: map_at_r, p_at_1"):
+    with pytest.raises(ConfigError, match="known: map_at_r, p_at_1"):
         make_table("t", [_summary(0.5, None)], ["a"], ["mapr"])
 
 

@@ -58,19 +58,17 @@ def compare_cells(
         raise RunError(f"cells are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
         _require_same(cells, runs[0][key], runs[1][key])
-    scores = [
-        {key: _scores(path, key, results[key], spec) for key in common}
-        for path, results in zip(cells, runs, strict=True)
-    ]
+    pairs = zip(cells, runs, strict=True)
+    scores = [{key: _scores(path, key, results[key], spec) for key in common} for path, results in pairs]
     metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
     for metric in metrics:
         if metric not in known:
             raise ConfigError(f"metric '{metric}' is not in all of these results: {closest(metric, known)}")
-    differences = {
-        metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
-        for metric in metrics
-    }
+    differences = {}
+    for metric in metrics:
+        first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
+        differences[metric] = paired_difference(first, second)
     return Comparison(cells[0], cells[1], differences, left_out)
 
 

@@ -1,6 +1,6 @@
 """Pictures of what a trained pooling looks at: its weights, and its prototypes, laid over the images."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +26,18 @@ _NUM_COLORS = 20
 
 @dataclass(frozen=True)
 class Explained:
-    """One run's view of images: its name, uint8 images [B, 3, H, W], weights and prototypes at the same size or None.
+    """One run's view of images.
 
     Attributes:
         label: what the column is called.
-        images: as the network saw them.
+        images: [B, 3, H, W] uint8, as the network saw them.
         weights: [B, H, W] contribution of each place relative to a uniform one, so that 1 is average pooling.
-        prototypes: [B, H, W] index of the dominant prototype.
+        prototypes: [B, H, W] index of the dominant prototype; None for poolings without.
     """
 
     label: str
     images: NDArray[np.uint8]
-    weights: NDArray[np.float32] | None
+    weights: NDArray[np.float32]
     prototypes: IntArray | None
 
 
@@ -66,14 +66,9 @@ def explain_runs(
     rows = _rows(runs[0], images, num_images)
     if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
-    names = [run_dir.resolve() for run_dir in run_dirs]
-    explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
+    explained = [_explain(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
     draw(explained, captions, path)
-
-
-def _label(run: Setup, run_dir: Path) -> str:
-    return f"{run.choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
 
 
 def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> IntArray:
@@ -82,16 +77,14 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
         return np.array([row_of(table, image) for image in images], dtype=np.int64)
     part = run.data.split.test or run.data.split.val
     assert part is not None  # a protocol looks at one of them
-    chosen = generator("explain", len(part.query)).choice(
-        len(part.query), size=min(num_images, len(part.query)), replace=False
-    )
+    count = len(part.query)
+    chosen = generator("explain", count).choice(count, size=min(num_images, count), replace=False)
     return np.asarray(part.query[np.sort(chosen)])
 
 
-def _explain(run: Setup, rows: IntArray, label: str) -> Explained:
-    batches = run.batches(rows)
+def _explain(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
     images, weights, prototypes = [], [], []
-    for batch in batches:
+    for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)
         if shares is None:
             name = run.choices.get("pooling", "its pooling")
@@ -100,9 +93,9 @@ def _explain(run: Setup, rows: IntArray, label: str) -> Explained:
         weights.append(_enlarged(shares.float() * shares[0].numel(), images[-1].shape[2:], "bilinear"))
         if nearest is not None:
             prototypes.append(_enlarged(nearest.float(), images[-1].shape[2:], "nearest").astype(np.int64))
-    return Explained(
-        label, np.concatenate(images), np.concatenate(weights), np.concatenate(prototypes) if prototypes else None
-    )
+    label = f"{run.choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
+    indices = np.concatenate(prototypes) if prototypes else None
+    return Explained(label, np.concatenate(images), np.concatenate(weights), indices)
 
 
 def _enlarged(maps: torch.Tensor, size: tuple[int, ...], mode: str) -> NDArray[np.float32]:
@@ -122,37 +115,26 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) ->
     figure, axes = plt.subplots(
         rows, columns, figsize=(_INCHES * columns + 1.3, _INCHES * rows + 0.5), squeeze=False, layout="constrained"
     )
-    most = max(
-        2.0,
-        float(
-            np.percentile(np.concatenate([one.weights.ravel() for one in explained if one.weights is not None]), 99.5)
-        ),
-    )
+    most = max(2.0, float(np.percentile(np.concatenate([one.weights.ravel() for one in explained]), 99.5)))
     scale = matplotlib.colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
     for row, caption in enumerate(captions):
-        _show(axes[row, 0], explained[0].images[row], title="image" if row == 0 else "")
+        remaining = iter(axes[row])
+        _axis(remaining, "image", row).imshow(np.moveaxis(explained[0].images[row], 0, -1))
         axes[row, 0].set_ylabel(_short(caption), fontsize=7)
-        column = 1
         for one in explained:
-            assert one.weights is not None
             grey = one.images[row].mean(axis=0) / 255
-            axis = axes[row, column]
-            _show(axis, one.images[row], title=one.label if row == 0 else "")
+            axis = _axis(remaining, one.label, row)
             axis.imshow(0.35 + 0.65 * grey, cmap="gray", vmin=0, vmax=1)
             axis.imshow(one.weights[row], cmap="RdBu_r", norm=scale, alpha=0.65)
-            column += 1
             if one.prototypes is not None:
-                axis = axes[row, column]
-                _show(axis, one.images[row], title="prototypes" if row == 0 else "")
                 colors = colormaps["tab20"](one.prototypes[row] % _NUM_COLORS)[..., :3]
                 strength = np.clip(one.weights[row] / most, 0.0, 1.0)[..., None]
-                axis.imshow((1 - strength) * grey[..., None] * 0.6 + strength * colors)
-                column += 1
-    colors = figure.colorbar(
-        matplotlib.cm.ScalarMappable(scale, "RdBu_r"), ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02
-    )
-    colors.set_label("weight over that of average pooling", fontsize=8)
-    colors.ax.tick_params(labelsize=7)
+                faded = (1 - strength) * grey[..., None] * 0.6 + strength * colors
+                _axis(remaining, "prototypes", row).imshow(faded)
+    mappable = matplotlib.cm.ScalarMappable(scale, "RdBu_r")
+    bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
+    bar.set_label("weight over that of average pooling", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
@@ -162,11 +144,12 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) ->
         plt.close(figure)
 
 
-def _show(axis: Axes, image: NDArray[np.uint8], *, title: str) -> None:
-    axis.imshow(np.moveaxis(image, 0, -1), vmin=0, vmax=255)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_title(title, fontsize=8)
+def _axis(remaining: Iterator[Axes], title: str, row: int) -> Axes:
+    """The next of a row's axes, without ticks; the first row has titles."""
+    axis = next(remaining)
+    axis.set(xticks=[], yticks=[])
+    axis.set_title(title if row == 0 else "", fontsize=8)
+    return axis
 
 
 def _short(text: str, limit: int = 20) -> str:

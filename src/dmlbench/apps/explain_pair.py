@@ -104,45 +104,40 @@ class PairExplanation:
             "decomposition": [self._inference_json(one) for one in self.inferences],
         }
 
+    @property
+    def _values(self) -> dict[str, Floats]:
+        """What there is of every node [L, r], by its name in the JSON file."""
+        return {
+            "delta": self.nodes,
+            "reliability": self.reliabilities,
+            "rectified": self.rectified,
+            "sensitivity": self.sensitivities,
+            "contribution": self.contributions,
+        }
+
+    def of_node(self, level: int, node: int) -> dict[str, float]:
+        """The numbers of one node, by their names in the JSON file."""
+        return {name: float(values[level, node]) for name, values in self._values.items()}
+
     def _level_json(self, level: int) -> dict[str, Any]:
         shares = self.shares
         return {
             "level": level + 1,
             "contribution": float(self.contributions[level].sum()),
             "share": None if shares is None else float(shares[level]),
-            "nodes": {
-                "delta": self.nodes[level].tolist(),
-                "reliability": self.reliabilities[level].tolist(),
-                "rectified": self.rectified[level].tolist(),
-                "sensitivity": self.sensitivities[level].tolist(),
-                "contribution": self.contributions[level].tolist(),
-            },
+            "nodes": {name: values[level].tolist() for name, values in self._values.items()},
             "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
             "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
         }
 
     def _node_json(self, level: int, node: int) -> dict[str, Any]:
-        return {
-            "node": node,
-            "embeddings": self.embeddings[:, level, node].tolist(),
-            "delta": float(self.nodes[level, node]),
-            "reliability": float(self.reliabilities[level, node]),
-            "rectified": float(self.rectified[level, node]),
-            "sensitivity": float(self.sensitivities[level, node]),
-            "contribution": float(self.contributions[level, node]),
-        }
+        return {"node": node, "embeddings": self.embeddings[:, level, node].tolist(), **self.of_node(level, node)}
 
     def _inference_json(self, one: Inference) -> dict[str, Any]:
-        below = [
-            {"weight": float(weight), **self._node_json(one.level - 1, int(node))}
-            for node, weight in zip(one.below, one.weights, strict=True)
-        ]
-        return {
-            "level": one.level + 1,
-            **self._node_json(one.level, one.node),
-            "inferred": one.inferred,
-            "inferred_from": below,
-        }
+        edges = zip(one.below, one.weights, strict=True)
+        below = [{"weight": float(weight), **self._node_json(one.level - 1, int(node))} for node, weight in edges]
+        node = {"level": one.level + 1, **self._node_json(one.level, one.node)}
+        return node | {"inferred": one.inferred, "inferred_from": below}
 
 
 def explain_pair(

@@ -64,9 +64,8 @@ class Evaluated:
         """What a reader of the scores must know."""
         result, n = [], self.evaluation
         if n.n_skipped_queries:
-            result.append(
-                f"{n.n_skipped_queries} of {n.n_query} queries have no positive and are left out of the means"
-            )
+            skipped = f"{n.n_skipped_queries} of {n.n_query} queries"
+            result.append(f"{skipped} have no positive and are left out of the means")
         parts = {"query": self.queries} | ({} if self.gallery is None else {"gallery": self.gallery})
         for name, part in parts.items():
             zeros = zero_rows(part)
@@ -146,9 +145,7 @@ def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
 
 def _evaluate_file(cfg: DictConfig) -> Evaluated:
     spec: EvaluationSpec = build.component(cfg.evaluation)
-    stored = read_embeddings(
-        cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels
-    )  # fmt: skip
+    stored = read_embeddings(cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels)
     evaluation = evaluate(stored.queries, stored.gallery, spec)
     return Evaluated(str(cfg.embeddings), stored.queries, stored.gallery, spec, evaluation)
 

@@ -18,6 +18,7 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
 from dmlbench.types import ImageTable, RunError
 
@@ -26,7 +27,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-RIGHT, WRONG = "#1a9850", "#d73027"
+_FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
+"""Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
@@ -45,11 +47,7 @@ def draw_report(
         num_nearest: retrieved images a query.
     """
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
-    kinds = [
-        kind
-        for kind in ("separated", "concatenated", "best", "mean")
-        if any(kind in c.summary["scores"] for c in cells)
-    ]
+    kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
     named_below = any(len(cell.label) > _LONGEST_NAME for cell in cells)
     bars_height = 3.0 + 0.2 * len(cells) * named_below
@@ -57,7 +55,6 @@ def draw_report(
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
     top: Any = figure
-    bottom: Any = None
     if shown:
         top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=[bars_height, grid_height])))
     axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
@@ -68,7 +65,7 @@ def draw_report(
     if named_below:
         named = [Patch(color=COLORS[i % len(COLORS)], label=cell.label) for i, cell in enumerate(cells)]
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
-    if bottom is not None:
+    if shown:
         table = _table(shown[0])
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
@@ -82,13 +79,11 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     scores = [cell.summary["scores"].get(kind, {}).get(metric) for cell in cells]
     values = [100 * score["mean"] if score else 0.0 for score in scores]
     deviations = [100 * (score["std"] or 0.0) if score else 0.0 for score in scores]
-    colors = [COLORS[i % len(COLORS)] for i in range(len(cells))]
-    axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=colors)
+    axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=COLORS)
     for x, (value, deviation) in enumerate(zip(values, deviations, strict=True)):
         axis.text(x, value + deviation, f"{value:.1f}", ha="center", va="bottom", fontsize=9)
-    axis.set_xticks(
-        range(len(cells)), [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells], fontsize=8
-    )
+    names = [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells]
+    axis.set_xticks(range(len(cells)), names, fontsize=8)
     axis.set_ylim(0, 1.15 * max(v + d for v, d in zip(values, deviations, strict=True)) or 1)
     size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
     axis.set_title(f"{score_named(metric).label}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
@@ -100,9 +95,8 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
 def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num_nearest: int) -> None:
     stored = load_embeddings(_first_run(cell) / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
-    chosen = np.sort(
-        generator("report", len(queries)).choice(len(queries), size=min(num_queries, len(queries)), replace=False)
-    )
+    count = len(queries)
+    chosen = np.sort(generator("report", count).choice(count, size=min(num_queries, count), replace=False))
     some = type(queries)(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
     distance = distance_of_run(_first_run(cell))
     neighbors = nearest_by_distance(some, searched, min(num_nearest, len(searched) - 1), distance=distance)
@@ -116,15 +110,9 @@ def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num
         for axis, image_id, is_right in zip(line, ids, right, strict=True):
             pixels = _pixels(table, image_id)
             axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)
-            axis.set_xticks([])
-            axis.set_yticks([])
-            color = "black" if is_right is None else RIGHT if is_right else WRONG
-            for spine in axis.spines.values():
-                spine.set(
-                    color=color,
-                    linewidth=1.0 if is_right is None else 3.5,
-                    linestyle="--" if is_right is False else "-",
-                )
+            axis.set(xticks=[], yticks=[])
+            color, linewidth, linestyle = _FRAMES[is_right]
+            axis.spines[:].set(color=color, linewidth=linewidth, linestyle=linestyle)
 
 
 def _pixels(table: ImageTable, row: int) -> NDArray[np.uint8]:

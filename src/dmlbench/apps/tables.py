@@ -16,7 +16,7 @@ from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +97,10 @@ def build_tables(
         RunError: as ``find_cells``.
         ConfigError: a metric or a fact is unknown.
     """
-    tables = {}
+    tables, metrics = {}, asked_columns(spec)
     for (dataset, protocol), cells in find_cells(output_dir, pattern, spec, allow_partial=allow_partial).items():
-        title = f"{dataset} under {protocol}"
-        try:
-            tables[dataset, protocol] = make_table(
-                title, [c.summary for c in cells], [c.label for c in cells], asked_columns(spec), facts
-            )
-        except KeyError as error:
-            raise ConfigError(str(error.args[0])) from None
+        summaries, labels = [cell.summary for cell in cells], [cell.label for cell in cells]
+        tables[dataset, protocol] = make_table(f"{dataset} under {protocol}", summaries, labels, metrics, facts)
     return tables
 
 

@@ -117,10 +117,9 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
         DataError: the file is no image.
     """
     table = run.data.table
-    is_file = isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file()
-    if is_file:
-        return NamedImage(str(image)), _file(run, Path(str(image)).expanduser())
     if isinstance(image, str) and image not in table.paths:
+        if Path(image).expanduser().is_file():
+            return NamedImage(image), _file(run, Path(image).expanduser())
         raise ConfigError(
             f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
         )

@@ -1,11 +1,8 @@
 """``dmlbench aggregate``: the runs of each cell to one summary."""
 
 import sys
-from collections.abc import Sequence
 
 from omegaconf import DictConfig
-
-from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
@@ -44,7 +41,3 @@ def task(cfg: DictConfig) -> None:
     if failures:  # every cell that can be summarized is; then the first reason why one could not
         others = f" (and {len(failures) - 1} more cells)" if len(failures) > 1 else ""
         raise RunError(f"{failures[0]}{others}")
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("aggregate", task, arguments)

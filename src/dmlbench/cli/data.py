@@ -144,19 +144,18 @@ def _described(table: ImageTable) -> list[str]:
     from dmlbench.data.getting.verify import counts_by_role
 
     per_class = np.bincount(table.labels, minlength=table.num_classes)
+    facts = {
+        "images per class": f"{per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}",
+        "super-classes": table.super_labels is not None and len(np.unique(table.super_labels)),
+        "root": table.root,
+        "layout": table.layout,
+        "held as one array": table.pixels is not None and f"{' x '.join(map(str, table.pixels.shape[1:]))} pixels",
+        "not as published": "; ".join(table.notes),
+        "fingerprint": table.fingerprint,
+    }
     lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
     lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts_by_role(table).items()]
-    lines += [f"  images per class: {per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}"]
-    if table.super_labels is not None:
-        lines += [f"  super-classes: {len(np.unique(table.super_labels))}"]
-    if table.root:
-        lines += [f"  root: {table.root}"]
-    if table.layout:
-        lines += [f"  layout: {table.layout}"]
-    if table.pixels is not None:
-        lines += [f"  held as one array: {' x '.join(map(str, table.pixels.shape[1:]))} pixels"]
-    lines += [f"  not as published: {note}" for note in table.notes]
-    return [*lines, f"  fingerprint: {table.fingerprint}"]
+    return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
 
 
 # ---- verify
@@ -179,13 +178,9 @@ def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> No
         print(f"  published: {expected}" + ("" if is_benchmark else " (not what is here)"))
     sys.stdout.flush()
     if decode:
-        bar = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
-
-        def watch(count: int) -> None:
-            bar.update(count)
-
+        bar: Any = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
         with bar:
-            report = verify(table, num_threads=jobs or available_cores(), watch=watch)
+            report = verify(table, num_threads=jobs or available_cores(), watch=bar.update)
     else:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))

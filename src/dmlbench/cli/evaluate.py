@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from dmlbench.cli.front import run_hydra
-
 if TYPE_CHECKING:
     from dmlbench.evaluation.analysis import HardQuery
     from dmlbench.types import ImageTable
@@ -47,7 +45,3 @@ def _print_hardest(queries: "Sequence[HardQuery]", metric: str, table: "ImageTab
     for query in queries:
         print(f"{query.score:.4f}  {name(query.id, query.label)}  <- {query.distance:.4f} ->  "
               f"{name(query.nearest_id, query.nearest_label)}")  # fmt: skip
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("evaluate", task, arguments)

@@ -43,9 +43,7 @@ def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
     pair = _listed(cfg.pair)
     path = Path(cfg.output) if cfg.output is not None else runs[0] / f"{pair_stem(pair)}.png"
     check_output(path)  # before the work rather than after it
-    explanation = explain_pair(
-        runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device
-    )  # fmt: skip
+    explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
     numbers = write_pair(explanation, path)
     print(f"distance: {explanation.distance:.6g}")
     print(f"written: {path}, {numbers}")

@@ -33,7 +33,7 @@ def config_folder() -> Path:
     for folder in (package / "conf", package.parents[1] / "conf"):
         if (folder / "train.yaml").is_file():
             return folder
-    raise ConfigError(f"no configuration folder beside {package}; install dmlbench again")
+    raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
 
 
 def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
 
 
 def guarded(action: Callable[[], None]) -> int:
-    """Run ``action``; what a user can mend becomes one message and an exit code, a defect keeps its traceback."""
+    """Run ``action``; what a user can fix becomes one message and an exit code, a defect keeps its traceback."""
     try:
         action()
     except ConfigError as error:

@@ -1,11 +1,11 @@
-"""The console script ``dmlbench``: hands the command line to the sub-command's module."""
+"""The console script ``dmlbench``: hands the command line to the sub-command's ``main`` or Hydra ``task``."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
 from dmlbench import __version__
-from dmlbench.cli.front import guarded
+from dmlbench.cli.front import guarded, run_hydra
 from dmlbench.types import ConfigError, closest
 
 COMMANDS = {
@@ -23,17 +23,11 @@ COMMANDS = {
 
 def usage() -> str:
     """The overview that ``dmlbench --help`` prints."""
-    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Compare deep metric learning methods under the protocols of the papers.",
-            "",
-            "usage: dmlbench COMMAND [--help] [key=value ...]",
-            "",
-            *lines,
-            "",
-            "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2",
-        ]
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    return (
+        "Compare deep metric learning methods under the protocols of the papers.\n\n"
+        f"usage: dmlbench COMMAND [--help] [key=value ...]\n\n{commands}\n\n"
+        "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2"
     )
 
 
@@ -51,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, *rest = arguments
         if name not in COMMANDS:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
-        importlib.import_module(f"dmlbench.cli.{name}").main(rest)
+        command = importlib.import_module(f"dmlbench.cli.{name}")
+        if hasattr(command, "main"):
+            command.main(rest)
+        else:
+            run_hydra(name, command.task, rest)
 
     sys.exit(guarded(action))
 

@@ -34,11 +34,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
         for run, state in states.items():
             if state != "done":
-                reason = ""
-                if state == "failed":
-                    lines = (run.path / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                    reason = f": {lines[-1]}" if lines else ""
+                error = (run.path / ERROR).read_text(encoding="utf-8", errors="replace") if state == "failed" else ""
+                reason = "".join(f": {line}" for line in error.strip().splitlines()[-1:])
                 print(f"  {state:<8} {run.path.name}{reason}")
-    print(
-        f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in ("done", "running", "failed", "stale"))
-    )
+    order = ("done", "running", "failed", "stale")
+    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in order))

@@ -1,11 +1,8 @@
 """``dmlbench table``: aggregated cells side by side."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
-
-from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
@@ -31,7 +28,3 @@ def task(cfg: DictConfig) -> None:
         for suffix, render in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
             atomic_write(folder / f"{name}.{suffix}", render(table).encode())
         print(f"written: {folder / name}.md, .csv, .tex\n")
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("table", task, arguments)

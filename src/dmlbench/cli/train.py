@@ -1,13 +1,10 @@
 """``dmlbench train``: one run, or a sweep with ``-m``."""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-
-from dmlbench.cli.front import run_hydra
 
 log = logging.getLogger(__name__)
 
@@ -16,12 +13,7 @@ def task(cfg: DictConfig) -> str:
     """Run the composed configuration; returns the run directory as a string for sweepers."""
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
-    with_choices(cfg)
-    return str(run(cfg))
-
-
-def with_choices(cfg: DictConfig) -> DictConfig:
-    """Record which option of each group was chosen (a cell's name is made of it) and which tuned files took part."""
+    # Which option of each group was chosen (a cell's name is made of it), and which tuned files took part.
     runtime = HydraConfig.get().runtime
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
@@ -32,8 +24,4 @@ def with_choices(cfg: DictConfig) -> DictConfig:
     OmegaConf.update(cfg, "runtime.tuned", tuned)
     if tuned:
         log.info("settings of papers: %s", ", ".join(tuned))
-    return cfg
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("train", task, arguments)
+    return str(run(cfg))

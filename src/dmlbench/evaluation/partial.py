@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.members import Distances, Members
+from dmlbench.evaluation.collections.models import ModelDistances as Distances
+from dmlbench.evaluation.collections.models import ModelEmbeddings as Members
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError
 

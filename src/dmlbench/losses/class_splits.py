@@ -59,21 +59,18 @@ class ClassSplits(nn.Module):
         on_host = labels.cpu().numpy()
         classes, class_of = np.unique(on_host, return_inverse=True)
         if len(classes) < 2:
-            self._warn(len(on_host))
+            if not self._has_warned:
+                logger.warning(
+                    "a batch of %d images holds a single class and has no class-disjoint halves: its cross-batch "
+                    "regularizers are 0; raise sampler.classes_per_batch if that is the rule (said once)",
+                    len(on_host),
+                )
+            self._has_warned = True
             return []
         return [
             (torch.from_numpy(first).to(labels.device), torch.from_numpy(second).to(labels.device))
             for first, second in (_halves(class_of, len(classes), rng) for _ in range(self.num_splits))
         ]
-
-    def _warn(self, size: int) -> None:
-        if not self._has_warned:
-            logger.warning(
-                "a batch of %d images holds a single class and has no class-disjoint halves: its cross-batch "
-                "regularizers are 0; raise sampler.classes_per_batch if that is the rule (said once)",
-                size,
-            )
-        self._has_warned = True
 
 
 def _halves(class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -65,9 +66,12 @@ class ContrastiveC1(nn.Module):
         rows = normalize(embeddings)
         references = rows if ref_emb is None else normalize(ref_emb)
         if indices_tuple is not None:
-            anchor, positive, other, negative = _as_pairs(indices_tuple)
+            anchor, positive, other, negative = convert_to_pairs(indices_tuple, labels, ref_labels)
             s = rows @ references.T
-            return self._reduce(s[anchor, positive], s[other, negative], len(rows))
+            near, far = s[anchor, positive], s[other, negative]
+            pulled, pushed = near < 1 - self.tolerance, far > self.neg_margin
+            total = (far * pushed).sum() - (near * pulled).sum()
+            return (total + self._constant(pulled, pushed)) / len(rows)
         same = labels[:, None] == (labels if ref_labels is None else ref_labels)[None, :]  # [B, R]
         different = ~same
         if ref_emb is None:
@@ -95,18 +99,13 @@ class ContrastiveC1(nn.Module):
         return ((pull * rows).sum() + constant) / len(rows)
 
     def _sums(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of slope * reference over the active pairs of each row [B, D], and what they add to the loss besides."""
+        """Sum of slope * reference over the active pairs of each row [B, D], and what else they add to the loss."""
         with torch.no_grad():
             s = rows @ references.T  # [B, R]
             near = _as_bytes(torch.lt, s, 1 - self.tolerance).bitwise_and_(positive.view(torch.int8))
             far = _as_bytes(torch.gt, s, self.neg_margin).bitwise_and_(negative.view(torch.int8))
             slope = (far - near).to(s.dtype)
         return slope @ references, self._constant(near, far)
-
-    def _reduce(self, s_positive: Tensor, s_negative: Tensor, batch: int) -> Tensor:
-        positive, negative = s_positive < 1 - self.tolerance, s_negative > self.neg_margin
-        total = (s_negative * negative).sum() - (s_positive * positive).sum()
-        return (total + self._constant(positive, negative)) / batch
 
     def _constant(self, positive: Tensor, negative: Tensor) -> Tensor:
         """What the active pairs add to the sum of slope * s."""
@@ -119,11 +118,3 @@ class ContrastiveC1(nn.Module):
 def _as_bytes(compare: Callable[..., Tensor], s: Tensor, bound: float) -> Tensor:
     """The comparison as int8 zeros and ones, which a CPU makes and turns into floats several times faster than bool."""
     return compare(s, bound, out=torch.empty_like(s, dtype=torch.int8))
-
-
-def _as_pairs(indices_tuple: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if len(indices_tuple) == 3:
-        anchor, positive, negative = indices_tuple
-        return anchor, positive, anchor, negative
-    anchor, positive, other, negative = indices_tuple
-    return anchor, positive, other, negative

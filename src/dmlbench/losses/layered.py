@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
@@ -85,7 +86,7 @@ class LayeredLoss(nn.Module):
         return total
 
 
-class LayeredProxyAnchor(nn.Module):
+class LayeredProxyAnchor(WholeBatchLoss):
     """ProxyAnchor on AVSL's distances: level by level to proxies of the level, and on the distance inferred from all.
 
     A class has one proxy at each level. In the inferred distance, a proxy's certainty is one number per level, the mean
@@ -145,18 +146,8 @@ class LayeredProxyAnchor(nn.Module):
         scale = math.sqrt(1 / 3 / distance.level_size)
         self.proxies = nn.Parameter(scale * torch.randn(num_classes, distance.num_levels, distance.level_size))
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: rows [B, 2 L r].
-            labels: [B] in [0, C).
-            indices_tuple: None; proxies are compared with every image.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("LayeredProxyAnchor compares images with proxies and takes no pairs; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Of rows [B, 2 L r]."""
         (distance,) = self._distance
         classes = torch.arange(len(self.proxies), device=labels.device)
         if len(classes) > self.max_classes:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
@@ -61,7 +61,8 @@ class Objective(nn.Module):
                 f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
                 f"({type(miner).__name__}) chooses pairs of images; set miner=null"
             )
-        if isinstance(miner, SwitchedNegatives) and _looks_pairs_up_in_a_matrix(loss):
+        looks_pairs_up_in_a_matrix = isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
+        if isinstance(miner, SwitchedNegatives) and looks_pairs_up_in_a_matrix:
             raise ConfigError(
                 f"{type(loss).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
                 "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
@@ -70,7 +71,6 @@ class Objective(nn.Module):
         self.miner = miner
         self._num_classes = _num_classes(loss)
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))
-        self._has_regularizers = bool(regularizers)
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
         if mixing == "convex" and total >= 1:
@@ -83,7 +83,7 @@ class Objective(nn.Module):
     @property
     def requires(self) -> dict[str, tuple[str, ...]]:
         """Side outputs that each regularizer reads."""
-        return {name: _regularizer(module).requires for name, module in self.regularizers.items()}
+        return {name: cast("Regularizer", module).requires for name, module in self.regularizers.items()}
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
         """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
@@ -110,12 +110,12 @@ class Objective(nn.Module):
             loss.observe(embeddings, labels, step=step)
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
         dml = loss(embeddings, labels, indices_tuple)
-        if not self._has_regularizers:
+        if not self.regularizers:
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
         share, extra = 1.0, []
         for name, module in self.regularizers.items():
-            regularizer = _regularizer(module)
+            regularizer = cast("Regularizer", module)
             if all(side in output.side for side in regularizer.requires):
                 parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
@@ -155,10 +155,6 @@ def compares_with_classes(loss: nn.Module) -> bool:
     return isinstance(loss, WeightRegularizerMixin) or getattr(loss, "has_proxies", False)
 
 
-def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:
-    return isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
-
-
 def _num_classes(loss: nn.Module) -> int | None:
     """How many classes a loss has vectors or boundaries for; None where it knows of none."""
     inner = loss.loss if isinstance(loss, CrossBatchMemory) else loss
@@ -172,8 +168,3 @@ def _num_classes(loss: nn.Module) -> int | None:
         return beta.numel()
     number = getattr(inner, "num_classes", None)
     return None if number is None else int(number)
-
-
-def _regularizer(module: nn.Module) -> Regularizer:
-    assert isinstance(module, Regularizer)
-    return module

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
-class ProxyAnchor(nn.Module):
+class ProxyAnchor(WholeBatchLoss):
     """Pull each proxy's hardest images of its class and push away the hardest of the other classes.
 
     With s_bc the cosine of image b and the proxy of class c, C classes, of which C+ are in the batch:
@@ -51,18 +52,7 @@ class ProxyAnchor(nn.Module):
         self.proxies = nn.Parameter(torch.empty(num_classes, embedding_size))
         nn.init.kaiming_normal_(self.proxies, mode="fan_out")
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B] in [0, num_classes).
-            indices_tuple: None; every proxy is compared with every image.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("ProxyAnchor compares images with proxies and takes no pairs of a miner; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         evaluate = partial(_evaluate, labels=labels, offset=self.alpha * self.margin)
         return loss_of_cosines(self.alpha * normalize(embeddings), self.proxies, evaluate)
 
@@ -102,9 +92,8 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float) -> tuple[Tenso
     same = labels[:, None] == labels[None, :]  # [B, B]
     exponents = offset - logits
     zero = logits.new_zeros(())
-    terms = (
-        exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf).logsumexp(1).logaddexp(zero)
-    )  # of b's class
+    of_class = exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf)  # [B, B], those of b's class
+    terms = of_class.logsumexp(1).logaddexp(zero)
     share = same.sum(1).to(logits.dtype).reciprocal_()  # a class has one term, however many images
     num_classes = share.sum()
     return (share * terms).sum() / num_classes, (exponents - terms).exp_().neg_() / num_classes

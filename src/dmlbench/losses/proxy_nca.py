@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
-class ProxyNca(nn.Module):
+class ProxyNca(WholeBatchLoss):
     """Cross entropy of a softmax over squared distances to one proxy per class.
 
     With unit vectors x and p_c and d^2 = |x - p_c|^2 = 2 - 2 cos:
@@ -55,18 +56,7 @@ class ProxyNca(nn.Module):
         self.assignment_probability = assignment_probability
         self.proxies = nn.Parameter(torch.randn(num_classes, embedding_size) * proxy_std)
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B] in [0, num_classes).
-            indices_tuple: None; every image is compared with every proxy.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("ProxyNCA compares images with proxies and takes no pairs of a miner; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         # -scale (2 - 2 cos); the constant cancels between the two parts.
         scaled = 2 * self.softmax_scale * normalize(embeddings)
         evaluate = partial(_evaluate, labels=labels, count_right=self.assignment_probability)

@@ -1,15 +1,17 @@
 """A differentiable stand-in for recall at k."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
-class RecallAtKSurrogate(nn.Module):
+class RecallAtKSurrogate(WholeBatchLoss):
     """One minus recall at k with both of its steps replaced by sigmoids, averaged over several k and all queries.
 
     Every row of the batch is a query q; P are the other rows of its class. With cosines s:
@@ -26,6 +28,8 @@ class RecallAtKSurrogate(nn.Module):
     Source: Patel, Tolias and Matas 2022, "Recall@k surrogate loss with large batches and similarity mixup"; code
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
     """
+
+    compares: ClassVar[str] = "ranks the whole batch"
 
     def __init__(
         self,
@@ -57,18 +61,7 @@ class RecallAtKSurrogate(nn.Module):
         self.rank_temperature = rank_temperature
         self.count_query = count_query
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B].
-            indices_tuple: None; ranks are taken in the whole batch.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("the recall@k surrogate ranks the whole batch, not pairs of a miner; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         batch = len(labels)
         rows = normalize(embeddings)
         s = rows @ rows.T  # [B, B]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, solve_gram
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Penalty = Literal["reconstruction", "dml"]
 
@@ -84,8 +84,7 @@ class RecursiveRegularizer(Regularizer):
             )
         if not 0 < forgetting <= 1:
             raise ConfigError(f"forgetting ({forgetting}) must be above 0 and at most 1, which forgets nothing")
-        if penalty not in get_args(Penalty):
-            raise ConfigError(f"penalty '{penalty}' is unknown; choose one of {', '.join(get_args(Penalty))}")
+        check_choice("penalty", penalty, get_args(Penalty))
         check_ridge(ridge)
         self.forgetting = forgetting
         self.ridge = ridge

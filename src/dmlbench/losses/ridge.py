@@ -46,7 +46,7 @@ def ridge_predict(inputs: Tensor, targets: Tensor, queries: Tensor, *, ridge: fl
 def solve_gram(gram: Tensor, right: Tensor, *, ridge: float) -> Tensor:
     """(gram + ridge I)^-1 right by Cholesky; NaN where the sum is not positive definite in the given precision.
 
-    Give float64: a Gram matrix squares the condition of its rows, and the ridge has to show beside its largest entry.
+    Give float64: a Gram matrix squares the condition of its rows, and the ridge has to count next to its largest entry.
 
     Args:
         gram: [n, n], symmetric and positive semidefinite.

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
 
-class SoftTriple(nn.Module):
+class SoftTriple(WholeBatchLoss):
     """Softmax over soft similarities to classes that have several centers, plus a part that merges centers.
 
     With unit vectors x and w_ck, s_c = sum over k of softmax_k(x.w_ck / gamma) x.w_ck, and y the class of x:
@@ -22,6 +23,7 @@ class SoftTriple(nn.Module):
     """
 
     has_proxies: ClassVar[bool] = True
+    compares: ClassVar[str] = "compares images with classes"
 
     def __init__(
         self,
@@ -65,28 +67,14 @@ class SoftTriple(nn.Module):
 
     _pairs: Tensor
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B] in [0, num_classes).
-            indices_tuple: None; every image is compared with every class.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
-        if indices_tuple is not None:
-            raise ConfigError("SoftTriple compares images with classes and takes no pairs of a miner; set miner=null")
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         centers = normalize(self.centers, dim=2)  # [C, K, D]
         s = (normalize(embeddings) @ centers.flatten(0, 1).T).unflatten(1, centers.shape[:2])  # [B, C, K]
         s = ((s / self.gamma).softmax(2) * s).sum(2)  # [B, C]
         shifted = s.scatter_add(1, labels[:, None], s.new_full((len(s), 1), -self.margin))
         value = cross_entropy(self.la * shifted, labels)
         if self.tau and self._pairs.shape[1]:
-            value = value + self.tau * self._spread(centers)
+            gram = centers @ centers.transpose(1, 2)  # [C, K, K]
+            between = gram[:, self._pairs[0], self._pairs[1]].clamp(max=1)
+            value = value + self.tau * ((2 + 1e-5 - 2 * between).sqrt().mean() / 2)
         return value
-
-    def _spread(self, centers: Tensor) -> Tensor:
-        gram = centers @ centers.transpose(1, 2)  # [C, K, K]
-        between = gram[:, self._pairs[0], self._pairs[1]].clamp(max=1)
-        return (2 + 1e-5 - 2 * between).sqrt().mean() / 2

@@ -164,23 +164,18 @@ class CrossBatchMemory(nn.Module):
             raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
         rows, memory_labels = self.rows[: self._filled], self.labels[: self._filled]  # [F, D], [F]
         if self.memory_miner is not None:
-            mined = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
-            return self._of(embeddings, labels, mined, rows, memory_labels)
-        positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
-        # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
-        torch.eq(labels[:, None].int(), memory_labels[None, :].int(), out=positive)
-        positive = positive.view(torch.bool)
-        negative = ~positive
-        positive[torch.arange(len(own), device=own.device), own] = False
-        if self.normalize_rows and isinstance(self.loss, TakesMasks):
-            return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
-        pairs = (*torch.where(positive), *torch.where(negative))
-        return self._of(embeddings, labels, pairs, rows, memory_labels)
-
-    def _of(
-        self, embeddings: Tensor, labels: Tensor, indices: tuple[Tensor, ...], rows: Tensor, row_labels: Tensor
-    ) -> Tensor:
-        value: Tensor = self.loss(embeddings, labels, indices, ref_emb=rows, ref_labels=row_labels)
+            pairs = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
+        else:
+            positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
+            # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
+            torch.eq(labels[:, None].int(), memory_labels[None, :].int(), out=positive)
+            positive = positive.view(torch.bool)
+            negative = ~positive
+            positive[torch.arange(len(own), device=own.device), own] = False
+            if self.normalize_rows and isinstance(self.loss, TakesMasks):
+                return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
+            pairs = (*torch.where(positive), *torch.where(negative))
+        value: Tensor = self.loss(embeddings, labels, pairs, ref_emb=rows, ref_labels=memory_labels)
         return value
 
 

@@ -1,7 +1,7 @@
 """Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Reduction = Literal["batch", "halves"]
 
@@ -47,12 +47,9 @@ def zero_shot_loss(
     """
     first, second = halves
     targets = label_embeddings[labels]  # [B, D]
-    predicted = torch.cat(
-        [
-            ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge),
-            ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge),
-        ]
-    )
+    in_first = ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge)
+    in_second = ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge)
+    predicted = torch.cat([in_first, in_second])
     logits = softmax_scale * predicted @ label_embeddings.T  # [B, C]
     losses = F.cross_entropy(logits, torch.cat([labels[first], labels[second]]), reduction="none")
     return losses.mean() if reduction == "batch" else losses[: len(first)].mean() + losses[len(first) :].mean()
@@ -100,8 +97,7 @@ class ZeroShotRegularizer(Regularizer):
             raise ConfigError(f"num_classes ({num_classes}) and embedding_size ({embedding_size}) must be positive")
         if not softmax_scale > 0:
             raise ConfigError(f"softmax_scale ({softmax_scale}) must be above 0; the authors' code has 9.5")
-        if reduction not in get_args(Reduction):
-            raise ConfigError(f"reduction '{reduction}' is unknown; choose one of {', '.join(get_args(Reduction))}")
+        check_choice("reduction", reduction, get_args(Reduction))
         check_ridge(ridge)
         self.ridge = ridge
         self.softmax_scale = softmax_scale
@@ -125,16 +121,6 @@ class ZeroShotRegularizer(Regularizer):
 
     def loss(self, histogram: Tensor, labels: Tensor, splits: Sequence[Halves]) -> Tensor:
         """The regularizer for given splits; 0, with zero gradients, for none."""
-        values = [
-            zero_shot_loss(
-                histogram,
-                labels,
-                self.label_embeddings,
-                halves,
-                ridge=self.ridge,
-                softmax_scale=self.softmax_scale,
-                reduction=self.reduction,
-            )
-            for halves in splits
-        ]
+        settings: Any = {"ridge": self.ridge, "softmax_scale": self.softmax_scale, "reduction": self.reduction}
+        values = [zero_shot_loss(histogram, labels, self.label_embeddings, halves, **settings) for halves in splits]
         return torch.stack(values).mean() if values else 0.0 * histogram.sum()

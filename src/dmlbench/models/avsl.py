@@ -5,6 +5,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -79,14 +80,8 @@ class AvslHead(LevelsHead):
             )
         check_choice("reliability", reliability, get_args(Reliability))
         self.reliability = reliability
-        self._distance = {
-            "num_levels": num_levels,
-            "level_size": level_size,
-            "top_k": top_k,
-            "momentum": momentum,
-            "inference": inference,
-            "variant": variant,
-        }
+        options = {"top_k": top_k, "momentum": momentum, "inference": inference, "variant": variant}
+        self._new_distance = partial(AvslDistance, num_levels, level_size, **options)  # type: ignore[arg-type]
         self.make_distance()  # checks what it is given
         self.variant = variant
         self.level_size = level_size
@@ -107,7 +102,7 @@ class AvslHead(LevelsHead):
 
     def make_distance(self) -> AvslDistance:
         """A new distance of the rows that this head makes, without edges."""
-        return AvslDistance(**self._distance)  # type: ignore[arg-type]
+        return self._new_distance()
 
     def embedding_size(self, pooling: Pooling | None) -> int:
         """2 L r, the numbers of a row."""
@@ -133,9 +128,8 @@ class AvslHead(LevelsHead):
             raise ConfigError(f"{len(maps)} maps for {self.num_levels} levels")
         with torch.autocast(maps[0].device.type, enabled=False):
             floats = [x.to(self.weights[0].dtype) for x in maps]
-            embeddings = torch.stack(
-                [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)], 1
-            )
+            units = [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)]
+            embeddings = torch.stack(units, 1)
             with torch.no_grad():
                 activations = [self._activation(x, level) for level, x in enumerate(floats)]
                 side = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.models.avsl_rounding import float32_error
-from dmlbench.models.avsl_tiles import AvslTiles, TilePrecision, distance_matrix
+from dmlbench.models.avsl_tiles import AvslTiles, distance_matrix
 from dmlbench.models.lent_distances import InferredDistance, LevelDistance
 
 
@@ -46,15 +46,9 @@ class AvslDistance(AvslFormula):
             return super().compute_mat(query_emb, ref_emb)
         return distance_matrix(self, query_emb, ref_emb)
 
-    def tiles(
-        self,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        precision: TilePrecision = "full",
-    ) -> AvslTiles:
+    def tiles(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AvslTiles:
         """Distances of this state for many calls, as a search makes them; see ``AvslTiles``."""
-        return AvslTiles(self, dtype=dtype, device=device, precision=precision)
+        return AvslTiles(self, dtype=dtype, device=device)
 
     def shortlist_rows(self, rows: Tensor) -> Tensor:
         """Rows [N, r] whose Euclidean distance of unit vectors is a cheap stand-in: the top level's embeddings."""

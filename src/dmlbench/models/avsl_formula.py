@@ -144,12 +144,8 @@ class AvslFormula(BaseDistance):
             How much the edges of each pair of levels changed, mean and maximum of |new - old|, [L - 1, 2]; 0 at the
             first batch, before which there were none.
         """
-        seen = torch.stack(
-            [
-                torch.einsum("bis,bjs->ij", high.to(self.edges.dtype), low.to(self.edges.dtype)) / len(high)
-                for low, high in maps
-            ]
-        )
+        cast = [(low.to(self.edges.dtype), high.to(self.edges.dtype)) for low, high in maps]
+        seen = torch.stack([torch.einsum("bis,bjs->ij", high, low) / len(high) for low, high in cast])
         # without asking the device for the number, which would have to be waited for
         share = torch.where(self.updates == 0, 1.0, (1.0 - self.momentum) * torch.ones_like(self.edges[0, 0, 0]))
         old = self.edges.clone()
@@ -213,7 +209,5 @@ class AvslFormula(BaseDistance):
         return rectified.sum(-1)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_levels={self.num_levels}, level_size={self.level_size}, top_k={self.top_k}, "
-            f"momentum={self.momentum}, inference={self.inference}, variant={self.variant}"
-        )
+        names = ("num_levels", "level_size", "top_k", "momentum", "inference", "variant")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

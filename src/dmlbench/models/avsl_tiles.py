@@ -5,26 +5,23 @@ Letters: L levels, r nodes of each, Q and N images, a x b images of a chunk's tw
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import ModuleType
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dmlbench import machine_code
-from dmlbench.models.avsl_buffers import MULTIPLE, Buffers
 from dmlbench.models.avsl_formula import AvslFormula
-from dmlbench.types import ConfigError, RunError
-
-TilePrecision = Literal["full", "bf16"]
+from dmlbench.types import RunError
 
 _logger = logging.getLogger(__name__)
 
 # of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
 _CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
+_MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
 
 
 class AvslTiles:
@@ -49,7 +46,6 @@ class AvslTiles:
     where (alpha c) c' and (alpha c') c are rounded differently. Rankings that must not depend on it decide near ties
     by tiles of ``dtype=torch.float64``.
 
-    Where torch has one thread and numba is installed, the steps between products are compiled (``compiled_avsl``).
     On CUDA, a chunk is one function that torch.compile fuses around its matrix products. Where it cannot be compiled
     (a warning says so once), the chunk is computed operation by operation.
     """
@@ -62,7 +58,6 @@ class AvslTiles:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        precision: TilePrecision = "full",
         buffer_bytes: int | None = None,
         compiled: bool | None = None,
     ) -> None:
@@ -71,41 +66,31 @@ class AvslTiles:
             distance: whose distances.
             dtype: of computation and result, float32 or float64; the distance's own if None. Rows are converted.
             device: where rows lie; the distance's own if None.
-            precision: "bf16" rounds delta-hat, edges and their products to bfloat16 (sums are kept in float32). It
-                moves distances by some 1e-3 of their size, which changes rankings: not for numbers that are reported.
             buffer_bytes: of each of the three arrays, at least that of 16 pairs.
             compiled: whether torch.compile makes one function of a chunk; on CUDA if None.
 
         Raises:
-            ConfigError: bf16 without products of edges or in float64.
             RunError: no edges yet.
         """
         distance.require_edges()
         dtype = dtype or distance.alpha.dtype
-        if precision == "bf16" and (distance.inference != "rectified" or dtype == torch.float64):
-            raise ConfigError(
-                "precision bf16 rounds products with edges in float32 tiles, but these tiles are of inference "
-                f"'{distance.inference}' in {dtype}; use precision=full"
-            )
         with torch.inference_mode(False), torch.no_grad():
             own = copy.deepcopy(distance).to(device=device, dtype=dtype)
             self._distance = own
             self._alpha, self._beta = own.gain * own.alpha, own.gain * own.beta  # [L - 1, r]
-            product_dtype = torch.bfloat16 if precision == "bf16" else own.alpha.dtype
             edges = own.normalized_edges() if own.inference == "rectified" else own.edges[:0]
-            self._edges = edges.mT.contiguous().to(product_dtype)  # [L - 1, r below, r]
+            self._edges = edges.mT.contiguous()  # [L - 1, r below, r]
         self.dtype, self.device = own.alpha.dtype, own.alpha.device
-        self.precision = precision
         size = buffer_bytes or _BUFFER_BYTES.get(self.device.type, _BUFFER_BYTES["cpu"])
         pairs = size // (own.level_size * self.dtype.itemsize)
-        self._pairs = max(MULTIPLE, pairs // MULTIPLE * MULTIPLE)
-        self._buffers = Buffers(self._pairs, own.level_size, self.dtype, product_dtype, self.device)
+        self._pairs = max(_MULTIPLE, pairs // _MULTIPLE * _MULTIPLE)
+        self._buffers = threading.local()  # each thread's own
         self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of a thread's arrays, beside the edges and the result; compiled chunks and steps take about as many."""
-        return self._buffers.bytes
+        """Bytes of a thread's arrays, without the edges and the result; compiled chunks take about as many."""
+        return 3 * self._pairs * self._distance.level_size * self.dtype.itemsize
 
     @torch.no_grad()
     def __call__(self, queries: Tensor, gallery: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -181,30 +166,34 @@ class AvslTiles:
         else:
             self._fill_rectified(e, scaled, f, d, out)
 
+    def _buffer(self, name: str) -> Tensor:
+        """An array [P, r] of this thread, made when it is first asked for."""
+        if not hasattr(self._buffers, name):
+            with torch.inference_mode(False):  # else it could not be written outside of it
+                # zeros, as pairs that fill up a chunk are multiplied without having been written
+                shape = (self._pairs, self._distance.level_size)
+                setattr(self._buffers, name, torch.zeros(shape, dtype=self.dtype, device=self.device))
+        buffer: Tensor = getattr(self._buffers, name)
+        return buffer
+
     def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
-        buffers, count = self._buffers, out.numel()
-        nodes, product = (buffers.of_pairs(name, out.shape) for name in ("nodes", "product"))
-        steps = self._compiled_steps() or buffers
-        steps.fill_nodes(nodes, e[..., 0, :], f[..., 0, :])
+        count = out.numel()
+        padded = -(-count // _MULTIPLE) * _MULTIPLE
+        all_nodes, product = self._buffer("nodes")[:padded], self._buffer("product")[:padded]
+        nodes, below, p = (x[:count].unflatten(0, out.shape) for x in (all_nodes, product, self._buffer("p")))
+        torch.sub(e[..., 0, :], f[..., 0, :], out=nodes).square_()
         for level, edges in enumerate(self._edges, start=1):
-            buffers.multiply(edges, count)
-            steps.rectify(
-                nodes, product, e[..., level, :], scaled[..., level - 1, :], f[..., level, :], d[..., level, :],
-                self._beta[level - 1],
-            )  # fmt: skip
+            torch.mm(all_nodes, edges, out=product)
+            torch.addcmul(self._beta[level - 1], scaled[..., level - 1, :], d[..., level, :], out=p).sigmoid_()
+            torch.sub(e[..., level, :], f[..., level, :], out=nodes).square_()
+            torch.lerp(below, nodes, p, out=nodes)
         torch.sum(nodes, -1, out=out)
 
-    def _compiled_steps(self) -> ModuleType | None:
-        """``compiled_avsl`` where its one thread pays: torch has no more either."""
-        if self.device.type != "cpu" or self.dtype != torch.float32 or torch.get_num_threads() > 1:
-            return None
-        return machine_code.load("dmlbench.models.compiled_avsl", task="AVSL's distances are computed")
-
     def _fill_reliable(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
-        nodes, reliability = (self._buffers.of_pairs(name, out.shape) for name in ("nodes", "p"))
+        nodes, p = (self._buffer(name)[: out.numel()].unflatten(0, out.shape) for name in ("nodes", "p"))
         torch.sub(e[..., -1, :], f[..., -1, :], out=nodes).square_()
-        torch.addcmul(self._beta[-1], scaled[..., -1, :], d[..., -1, :], out=reliability).sigmoid_()
-        torch.sum(nodes.mul_(reliability), -1, out=out)
+        torch.addcmul(self._beta[-1], scaled[..., -1, :], d[..., -1, :], out=p).sigmoid_()
+        torch.sum(nodes.mul_(p), -1, out=out)
 
 
 def _chunk_shape(queries: int, gallery: int, *, pairs: int) -> tuple[int, int]:
@@ -227,7 +216,7 @@ def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, ed
     """What ``_fill_rectified`` computes, as a function for the compiler, which fuses and places arrays by itself."""
     rectified = (e[..., 0, :] - f[..., 0, :]).square()
     for level in range(1, e.shape[-2]):
-        below = (rectified.to(edges.dtype) @ edges[level - 1]).to(beta.dtype)
+        below = rectified @ edges[level - 1]
         reliability = torch.sigmoid(beta[level - 1] + scaled[..., level - 1, :] * d[..., level, :])
         rectified = torch.lerp(below, (e[..., level, :] - f[..., level, :]).square(), reliability)
     return rectified.sum(-1)

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmlbench.models.timm_weights import cached_file, missing_weights, reachable
 from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import ConfigError, DataError, check_choice
 
 BatchNormFreezing = Literal["none", "stats", "all"]
 
@@ -125,9 +125,7 @@ class Backbone(nn.Module):
         Raises:
             ConfigError: an unknown choice.
         """
-        known = get_args(BatchNormFreezing)
-        if batch_norm not in known:
-            raise ConfigError(f"batch_norm '{batch_norm}' is unknown; choose one of {', '.join(known)}")
+        check_choice("batch_norm", batch_norm, get_args(BatchNormFreezing))
         self._batch_norm = batch_norm
         for layer in self._batch_norms():
             for parameter in layer.parameters(recurse=False):
@@ -219,16 +217,9 @@ class TimmBackbone(Backbone):
             output = features(self.model, images, name=self._name)
             maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
-            maps = tuple(
-                self.model.forward_intermediates(
-                    images,
-                    indices=self._out_indices,
-                    norm=True,
-                    stop_early=True,  # what follows the last stage that is asked for is not computed
-                    intermediates_only=True,
-                    output_fmt="NCHW",
-                )
-            )
+            # What follows the last stage that is asked for is not computed.
+            options = {"norm": True, "stop_early": True, "intermediates_only": True, "output_fmt": "NCHW"}
+            maps = tuple(self.model.forward_intermediates(images, indices=self._out_indices, **options))
         for level, channels in zip(maps, self.channels, strict=True):
             if level.ndim != 4 or level.shape[1] != channels:
                 raise ConfigError(

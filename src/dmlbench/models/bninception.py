@@ -88,13 +88,8 @@ class BNInception(Backbone):
                 f"(from {_PUBLIC_WEIGHTS_URL}) anywhere and set weights_file=<its path>, or ask for pretrained=false"
             )
         levels = select_levels(out_levels, len(_LEVELS))
-        super().__init__(
-            [_LEVEL_CHANNELS[level] for level in levels],
-            mean=(104.0, 117.0, 128.0),
-            std=(1.0, 1.0, 1.0),
-            bgr=True,
-            value_range=255.0,
-        )
+        channels_of_levels = [_LEVEL_CHANNELS[level] for level in levels]
+        super().__init__(channels_of_levels, mean=(104, 117, 128), std=(1, 1, 1), bgr=True, value_range=255.0)
         self._wanted = tuple(_LEVELS[level] for level in levels)
         self._add("conv1_7x7_s2", 3, 64, kernel=7, stride=2)
         self._add("conv2_3x3_reduce", 64, 64)

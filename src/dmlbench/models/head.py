@@ -74,7 +74,7 @@ class Head(nn.Module):
     A head of several levels has ``num_levels`` among its arguments.
 
     Attributes:
-        pools: whether it pools by itself; else a pooling must be chosen beside it.
+        pools: whether it pools by itself; else a pooling must be chosen, too.
     """
 
     pools: ClassVar[bool] = False

@@ -20,7 +20,7 @@ def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
 
 
 class _Model(nn.Module):
-    """What the models share: the pooling is what training changes beside the weights."""
+    """What the models share: the pooling is what training changes in addition to the weights."""
 
     explains_pairs: ClassVar[bool] = False
 

@@ -13,14 +13,8 @@ _PROBE_SECONDS = 5.0
 
 
 def missing_weights(name: str, config: Any, reason: str) -> ConfigError:
-    sources = " or ".join(
-        source
-        for source in (
-            f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else "",
-            str(config.url or ""),
-        )
-        if source
-    )
+    hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
+    sources = " or ".join(filter(None, (hub, str(config.url or ""))))
     return ConfigError(
         f"the pretrained weights '{name}' cannot be had: {reason}. Download {sources} on a connected machine and "
         "set weights_file=<path of the file>, or ask for pretrained=false"

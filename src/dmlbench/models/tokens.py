@@ -153,7 +153,4 @@ def _grids(model: Any, size: Sequence[int]) -> list[tuple[int, int]]:
     if not levels:
         return []
     reduction = levels[-1]["reduction"]
-    return [
-        (math.floor(size[0] / reduction), math.floor(size[1] / reduction)),
-        (math.ceil(size[0] / reduction), math.ceil(size[1] / reduction)),
-    ]
+    return [(rounded(size[0] / reduction), rounded(size[1] / reduction)) for rounded in (math.floor, math.ceil)]

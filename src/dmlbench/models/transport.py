@@ -136,23 +136,6 @@ def transport_weights(
         return TransportPlan(weights, plan.sum(dim=2) / transport_ratio)
 
 
-def transport_plan(
-    cost: Tensor, *, transport_ratio: float, smoothing: float, solver: Solver = "exact", iterations: int = 100
-) -> Tensor:
-    """The plan pi [B, m, n] itself, which weights and histogram do without; differentiable.
-
-    pi_ij = softmax_i(-epsilon c_ij) sigma_j / n; its sum is transport_ratio (1/n per pixel where that is 1). The
-    arguments and errors are those of ``transport_weights``.
-    """
-    check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
-    with torch.autocast(cost.device.type, enabled=False):
-        cost = cost.to(torch.promote_types(cost.dtype, torch.float32))
-        if solver == "exact" or transport_ratio == 1:
-            weights, _ = _ExactTransport.apply(cost, float(transport_ratio), float(smoothing))
-            return torch.softmax(-smoothing * cost, dim=1) * (transport_ratio * weights)[:, None, :]
-        return _fixed_point(cost, transport_ratio=transport_ratio, smoothing=smoothing, iterations=iterations)[1]
-
-
 def check_transport(*, transport_ratio: float, smoothing: float, solver: Solver, iterations: int) -> None:
     """Raise ``ConfigError`` where ``transport_weights`` would."""
     if not 0 < transport_ratio <= 1:

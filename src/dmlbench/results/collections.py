@@ -20,7 +20,7 @@ import torch
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.collections.members import Distances, Members
+from dmlbench.evaluation.collections.models import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
@@ -39,14 +39,14 @@ MAX_COLLECTIONS = 2**14
 
 
 def collections(
-    members: Members,
-    galleries: Members | None = None,
+    members: ModelEmbeddings,
+    galleries: ModelEmbeddings | None = None,
     *,
     scores: Sequence[Sequence[Mapping[str, float]]] | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     tile_bytes: int = TILE_BYTES,
-    distances: Distances | None = None,
+    distances: ModelDistances | None = None,
     partial: Path | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
@@ -171,7 +171,7 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     return mean - half, mean + half
 
 
-def _check_members(members: Members, galleries: Members | None) -> None:
+def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
     """Every fold has members, all of one test set, and there are not too many collections."""
     if not members or not all(len(fold) for fold in members):
         empty = [f for f, fold in enumerate(members) if not len(fold)]
@@ -189,7 +189,7 @@ def _check_members(members: Members, galleries: Members | None) -> None:
         _check_common(galleries, "gallery")
 
 
-def _check_common(members: Members, name: str) -> None:
+def _check_common(members: ModelEmbeddings, name: str) -> None:
     """Ids and labels of every member are those of fold 0, repeat 0, in the same order."""
     first = members[0][0]
     for f, fold in enumerate(members):
@@ -209,7 +209,9 @@ def _check_common(members: Members, name: str) -> None:
                     )
 
 
-def _check_scores(scores: Sequence[Sequence[Mapping[str, float]]], members: Members, names: Sequence[str]) -> None:
+def _check_scores(
+    scores: Sequence[Sequence[Mapping[str, float]]], members: ModelEmbeddings, names: Sequence[str]
+) -> None:
     if [len(fold) for fold in scores] != [len(fold) for fold in members]:
         raise RunError("scores must be given for every run, [fold][repeat], or not at all")
     for f, fold in enumerate(scores):

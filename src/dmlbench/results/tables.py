@@ -2,13 +2,15 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.types import ConfigError
 
-KINDS = {"separated": "separated", "concatenated": "concatenated", "best": "best", "mean": "mean"}
+KINDS = ("separated", "concatenated", "best", "mean")
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,8 @@ class Table:
         """Highest printed mean of each column; None where there is nothing to compare, or more is not better."""
         result: list[float | None] = []
         for i, higher_is_better in enumerate(self.higher_is_better):
-            if not higher_is_better:
-                result.append(None)
-                continue
             means = [round(entry.mean, 2) for _, entries in self.rows if isinstance(entry := entries[i], Entry)]
-            result.append(max(means) if len(means) > 1 else None)
+            result.append(max(means) if higher_is_better and len(means) > 1 else None)
         return result
 
 
@@ -54,28 +53,27 @@ def make_table(
     """A table of summaries that ``aggregate_cell`` made, one row each; ``facts`` of the splits are its first columns.
 
     Raises:
-        KeyError: a metric or a fact is in none of the summaries.
+        ConfigError: a metric or a fact is in none of the summaries.
     """
     kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
     known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
     for metric in metrics:
         if metric not in known:
-            raise KeyError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
+            raise ConfigError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
     scores = [score_named(metric) for metric in metrics]
     columns = [("", fact) for fact in facts]
     for kind in kinds:
         dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
         size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
-        columns += [(KINDS[kind] + size, score.label) for score in scores]
+        columns += [(kind + size, score.label) for score in scores]
     rows = []
     for fact in facts:
         if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
-            raise KeyError(f"no split of these results has the fact '{fact}'")
+            raise ConfigError(f"no split of these results has the fact '{fact}'")
     for summary, label in zip(summaries, labels, strict=True):
         entries: list[Entry | str | None] = [_fact(summary, fact) for fact in facts]
-        entries += [
-            _entry(summary["scores"].get(kind, {}).get(score.name), score.scale) for kind in kinds for score in scores
-        ]
+        of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
+        entries += [_entry(found.get(score.name), score.scale) for found in of_kinds for score in scores]
         rows.append((label, tuple(entries)))
     notes = _notes(summaries, labels)
     if any(not score.metric.percent for score in scores):
@@ -101,14 +99,10 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
 
 def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
     """What a reader must know to trust the numbers; the same for all rows where it is, else row by row."""
-    facts = [(label, _facts(summary)) for label, summary in zip(labels, summaries, strict=True)]
-    shared = [fact for fact in facts[0][1] if all(fact in own for _, own in facts)]
-    notes = list(shared)
-    for label, own in facts:
-        rest = [fact for fact in own if fact not in shared]
-        if rest:
-            notes.append(f"{label}: {'; '.join(rest)}")
-    return notes
+    facts = [_facts(summary) for summary in summaries]
+    shared = [fact for fact in facts[0] if all(fact in own for own in facts)]
+    others = [[fact for fact in own if fact not in shared] for own in facts]
+    return shared + [f"{label}: {'; '.join(rest)}" for label, rest in zip(labels, others, strict=True) if rest]
 
 
 def _facts(summary: Mapping[str, Any]) -> list[str]:
@@ -146,14 +140,14 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
     return facts
 
 
-def _marked(table: Table, bold: str) -> list[list[str]]:
-    """Entries as text, the best of each column put into the template ``bold``."""
+def _marked(table: Table, bold: str, escape: Callable[[str], str] = str) -> list[list[str]]:
+    """Labels and entries as text, the best of each column put into the template ``bold``."""
     best = table.best()
     lines = []
     for label, entries in table.rows:
-        cells = [label]
+        cells = [escape(label)]
         for entry, top in zip(entries, best, strict=True):
-            text = "–" if entry is None else str(entry)
+            text = escape("–" if entry is None else str(entry))
             cells.append(bold.format(text) if isinstance(entry, Entry) and top == round(entry.mean, 2) else text)
         lines.append(cells)
     return lines
@@ -161,17 +155,16 @@ def _marked(table: Table, bold: str) -> list[list[str]]:
 
 def to_text(table: Table) -> str:
     """For the terminal: aligned columns, a star at the best."""
-    heads = ["", *(f"{metric}" for _, metric in table.columns)]
+    heads = ["", *(metric for _, metric in table.columns)]
     lines = _marked(table, "{}*")
     lines = [[cells[0], *(cell if cell.endswith("*") else cell + " " for cell in cells[1:])] for cells in lines]
     groups = _groups(table)
     widths = [max(len(row[i]) for row in [heads, *lines]) for i in range(len(heads))]
-    for name, start, stop in groups:  # a group's name needs its room too
-        lacking = len(name) - (sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1))
-        widths[stop] += max(0, lacking)
     top = " " * widths[0]
     for name, start, stop in groups:
-        top += "  " + name.center(sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1))
+        room = sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1)
+        widths[stop] += max(0, len(name) - room)
+        top += "  " + name.center(max(len(name), room))
     body = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in [heads, *lines]
@@ -185,13 +178,9 @@ def to_text(table: Table) -> str:
 
 def _groups(table: Table) -> list[tuple[str, int, int]]:
     """Runs of columns with the same first head: (name, first, one past the last)."""
-    groups: list[tuple[str, int, int]] = []
-    for i, (kind, _) in enumerate(table.columns):
-        if groups and groups[-1][0] == kind:
-            groups[-1] = (kind, groups[-1][1], i + 1)
-        else:
-            groups.append((kind, i, i + 1))
-    return groups
+    runs = itertools.groupby(range(len(table.columns)), key=lambda i: table.columns[i][0])
+    members = [(kind, list(run)) for kind, run in runs]
+    return [(kind, run[0], run[-1] + 1) for kind, run in members]
 
 
 def to_markdown(table: Table) -> str:
@@ -220,33 +209,17 @@ def to_csv(table: Table) -> str:
 
 def to_latex(table: Table) -> str:
     """A ``tabular`` for the package booktabs."""
+    marks = {mark: "\\" + mark for mark in "_%&#"}
+    escapes = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks})
 
     def escape(text: str) -> str:
-        for old, new in (
-            ("\\", r"\textbackslash{}"),
-            ("_", r"\_"),
-            ("%", r"\%"),
-            ("&", r"\&"),
-            ("#", r"\#"),
-            ("±", r"$\pm$"),
-            ("–", "--"),
-        ):
-            text = text.replace(old, new)
-        return text
+        return text.translate(escapes)
 
     top = " & ".join(
         ["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))]
     )
     heads = " & ".join(["", *(escape(metric) for _, metric in table.columns)])
-    best = table.best()
-    rows = []
-    for label, entries in table.rows:
-        cells = [escape(label)]
-        for entry, highest in zip(entries, best, strict=True):
-            text = escape("–" if entry is None else str(entry))
-            is_best = isinstance(entry, Entry) and highest == round(entry.mean, 2)
-            cells.append(rf"\textbf{{{text}}}" if is_best else text)
-        rows.append(" & ".join(cells) + r" \\")
+    rows = [" & ".join(cells) + r" \\" for cells in _marked(table, r"\textbf{{{}}}", escape)]
     notes = [f"% {note}" for note in (table.title, *table.notes)]
     columns = "l" + "c" * len(table.columns)
     head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", top + r" \\", heads + r" \\", r"\midrule"]

@@ -25,7 +25,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         kept = "the checkpoint before it is whole" if path.exists() else "there is no earlier one"
         raise RunError(
             f"cannot write the checkpoint {path} ({len(buffer.getbuffer())} bytes): {error.strerror or error}; {kept}; "
-            "free the space or mend the permissions, then start the same command again"
+            "free the space or fix the permissions, then start the same command again"
         ) from error
 
 
@@ -43,7 +43,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
             f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {first_line}; "
-            "it is truncated or not a checkpoint of dmlbench; delete the checkpoints of this run to start it anew"
+            "it is truncated or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
         ) from error
     if not isinstance(state, dict):
         raise RunError(

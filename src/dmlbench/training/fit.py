@@ -58,7 +58,7 @@ class FitSettings:
         clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
         channels_last: memory format of the images and the network.
-        checkpoint_every: steps between checkpoints, beside those at validations; None saves at validations only.
+        checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
         log_every: steps between logged training losses.
         keep: which checkpoints stay when the run is complete.
     """
@@ -81,18 +81,9 @@ class FitSettings:
     keep: Literal["best", "last", "both", "none"] = "best"
 
     def __post_init__(self) -> None:
-        least = {
-            "max_steps": 0,
-            "validate_every": 1,
-            "patience": 1,
-            "warmup_steps": 0,
-            "accumulate": 1,
-            "forward_batch": 1,
-            "checkpoint_every": 1,
-            "log_every": 1,
-        }
-        for name, limit in least.items():
-            value = getattr(self, name)
+        positive = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
+        for name in ("max_steps", "warmup_steps", *positive):
+            value, limit = getattr(self, name), int(name in positive)
             if value is not None and value < limit:
                 raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
         for name in ("clip_norm", "clip_value"):
@@ -199,9 +190,8 @@ def fit(
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
             state.step = step
-            scalars = (
-                {f"train/{name}": value for name, value in values.items()} if step % settings.log_every == 0 else {}
-            )
+            logged = values if step % settings.log_every == 0 else {}
+            scalars = {f"train/{name}": value for name, value in logged.items()}
             is_better = False
             last_step = step == settings.max_steps
             if last_step:
@@ -279,8 +269,7 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run "
-            "from its beginning"
+            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
         ) from error
     if state.best_step == state.step:  # best.ckpt may not have been written any more
         _save_best(run_dir, state, saved)

@@ -1,7 +1,6 @@
 """Where training scalars go: ``history.csv`` always, TensorBoard or Weights & Biases when asked for."""
 
 import csv
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
@@ -25,11 +24,8 @@ class History:
         """Keep the lines up to ``resume_step``; what a killed process wrote after its last checkpoint is dropped."""
         self.path = path
         kept = [row for row in read_history(path) if row[0] <= resume_step] if resume_step else []
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(("step", "name", "value"))
-        writer.writerows((step, name, repr(value)) for step, name, value in kept)
-        atomic_write(path, buffer.getvalue().encode())
+        lines = ["step,name,value\n", *(f"{step},{name},{value!r}\n" for step, name, value in kept)]
+        atomic_write(path, "".join(lines).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -78,7 +74,7 @@ class WandbLogger:
 
     Args:
         run_dir: run directory; its path names the run.
-        mode: "offline" writes beside the run and needs no account or network, "online" sends.
+        mode: "offline" writes into the run directory and needs no account or network, "online" sends.
         project: project name.
     """
 

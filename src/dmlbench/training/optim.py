@@ -14,14 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dmlbench.types import ConfigError, closest
 
-GROUPS = (
-    "backbone",
-    "pooling",
-    "head",
-    "distance",
-    "loss",
-    "regularizer",
-)  # every parameter that is trained belongs to one
+# Every parameter that is trained belongs to one.
+GROUPS = ("backbone", "pooling", "head", "distance", "loss", "regularizer")
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
@@ -117,10 +111,9 @@ def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> I
     """
     modules = [m for name, m in model.named_children() if (name if name in GROUPS else "head") in groups]
     modes = [(module, module.training) for module in modules]
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    parameters += [
-        p for name, p in objective.named_parameters() if _objective_group(name) in groups and p.requires_grad
-    ]
+    parameters = [p for module in modules for p in module.parameters()]
+    parameters += [p for name, p in objective.named_parameters() if _objective_group(name) in groups]
+    parameters = [p for p in parameters if p.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
     for module in modules:

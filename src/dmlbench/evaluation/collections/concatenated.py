@@ -1,69 +1,73 @@
 """Exact scores of joined embeddings: one model per fold, every choice of a repeat per fold, in one pass over the pairs.
 
-Ranking by the sum of the members' squared distances of unit rows is ranking by the distance of the concatenated unit
-vectors, so one similarity tile per member serves every collection. Letters: Q queries, V of them with a positive, T
-queries of a tile, N gallery items, W of them that can matter to some collection.
+Ranking by the sum of the models' squared distances of unit rows is ranking by the distance of the concatenated unit
+vectors, so one tile of similarities per model serves every collection, and the models' own rankings as well. Letters:
+M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench import machine_code
-from dmlbench.evaluation.collections.frontier import score_frontiers
-from dmlbench.evaluation.collections.members import DistanceMember, Distances, Member, Members, UnitMember
-from dmlbench.evaluation.collections.pruning import prune
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.collections.models import FoldModel, ModelDistances, ModelEmbeddings, fold_models
+from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, score_names
+from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
 from dmlbench.evaluation.partial import PartialScores
-from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
-from dmlbench.evaluation.search.parallel import num_threads, over_threads, single_threaded_products
-from dmlbench.evaluation.search.similarity import strict_float32_products
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, unit_search
+from dmlbench.evaluation.search.back_ends import exclude
+from dmlbench.evaluation.search.candidates import (
+    PADDING,
+    column_of,
+    entries_above,
+    floor_below,
+    kth_bound,
+    settle,
+)
+from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
 from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import IntArray, RunError
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-_TILE_ROWS, _FUSED_TILE_ROWS = 128, 256  # numpy's frontiers want to stay small; products alone, large
-_TILE_COLUMNS = 6144
-_BYTES_PER_CANDIDATE = 24  # and member: kept similarity, its merged copy or that of its own ranking, an exact one, sums
-_BYTES_PER_CHOICE = 48  # reach, first place, hits, precision, their shares of scores
-_CANDIDATES = 0.05  # of the gallery: for what bounds usually leave at most; a tile with more is halved
-_CANDIDATES_PER_PLACE = 24  # likewise of a query in compiled code, whose every query has room for as many
-_FRONTIER_BYTES = 64 * 2**20
+Ranking = Callable[..., NDArray[np.bool_]]
+
+_TILE_ROWS = 128
+_BYTES_PER_ITEM = 32  # of a query, beside the models' similarities: sums, mask, whether it is relevant
+_BYTES_PER_PLACE = 64  # of a ranking of a query: hits, precision, their sums
+
+_workspace = Workspace()
 
 
 def concatenated_scores(
-    members: Members,
-    galleries: Members | None = None,
+    members: ModelEmbeddings,
+    galleries: ModelEmbeddings | None = None,
     *,
     spec: EvaluationSpec,
-    distances: Distances | None = None,
+    distances: ModelDistances | None = None,
     partial: Path | None = None,
     progress: bool = False,
 ) -> dict[Choice, Evaluation]:
     """Evaluate the joined embedding of every choice of one repeat per fold.
 
-    The ranking is that of the sum over folds, in their order, of the members' exact similarities; ties go by gallery
+    The ranking is that of the sum over folds, in their order, of the models' exact similarities; ties go by gallery
     index.
 
     Args:
-        members: query rows [Q, D] of every run, [fold][repeat]; all with the same ids and labels in the same order
+        members: query rows [Q, D] by every model, [fold][repeat]; all with the same ids and labels in the same order
             (the caller checks), D may differ.
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
         spec: what to compute; ``back_end`` is of no use here.
-        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is that of unit vectors, and
-            so is every distance that ranks as they do.
-        partial: folder of what an interrupted call has computed: it is continued, if it is of the same members. The
+        distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
+            and so is every distance that ranks as they do.
+        partial: folder of what an interrupted call has computed: it is continued, if it is of the same models. The
             scores lie in a file there, so that they take no memory.
         progress: whether to show a bar.
 
@@ -78,54 +82,53 @@ def concatenated_scores(
 
 
 def concatenated_and_own_scores(
-    members: Members,
-    galleries: Members | None = None,
+    members: ModelEmbeddings,
+    galleries: ModelEmbeddings | None = None,
     *,
     spec: EvaluationSpec,
-    distances: Distances | None = None,
+    distances: ModelDistances | None = None,
     partial: Path | None = None,
     progress: bool = False,
 ) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
-    """``concatenated_scores``, and the members' own evaluations [fold][repeat], which take the same products."""
-    fused = fused_scorer() is not None
-    found = iter(_evaluations(members, galleries, spec, distances, partial, own=fused, progress=progress))
-    joined = dict(zip(_choices(members), found, strict=False))
-
-    def own(fold: int, repeat: int, queries: EmbeddingSet) -> Evaluation:
-        if fused:
-            return next(found)
-        gallery = None if galleries is None else galleries[fold][repeat]
-        return evaluate(queries, gallery, spec, distance=distances[fold][repeat] if distances else None)
-
-    return joined, [[own(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
+    """``concatenated_scores``, and the models' own evaluations [fold][repeat], which take the same products."""
+    found = _evaluations(members, galleries, spec, distances, partial, own=True, progress=progress)
+    joined = {choice: next(found) for choice in _choices(members)}
+    return joined, [[next(found) for _ in fold] for fold in members]
 
 
-def _choices(members: Members) -> list[Choice]:
+def _choices(members: ModelEmbeddings) -> list[Choice]:
     return list(itertools.product(*(range(len(fold)) for fold in members)))
 
 
 def _evaluations(
-    members: Members,
-    galleries: Members | None,
+    members: ModelEmbeddings,
+    galleries: ModelEmbeddings | None,
     spec: EvaluationSpec,
-    distances: Distances | None,
+    distances: ModelDistances | None,
     partial: Path | None,
     *,
     own: bool,
     progress: bool,
 ) -> Iterator[Evaluation]:
-    """Those of all choices, then those of all members if ``own``."""
+    """Those of all choices, then those of all models if ``own``."""
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
-    scored = asked_scores(DEFAULT_METRICS, spec.recall_at)
+    scored = of_queries(spec.scores)
     task = retrieval_task(queries, reference, scored)
     names = score_names(scored)
-    count = prod(map(len, members)) + own * sum(map(len, members))
-    what = [*names, "and own"] if own else names
+    first = list(itertools.accumulate(map(len, members), initial=0))
+    choices = np.array(_choices(members)) + first[:-1]
+    rankings = [choices, *(np.array([[model]]) for model in range(first[-1]) if own)]
     store = PartialScores.of(
-        partial, (count, len(names), len(queries)), members, galleries, names=what, distances=distances
+        partial,
+        (sum(map(len, rankings)), len(names), len(queries)),
+        members,
+        galleries,
+        names=[*names, "and own"] if own else names,
+        distances=distances,
     )
-    _score(task, _members(members, galleries, distances, spec), store, spec, progress=progress)
+    models = fold_models(members, galleries, distances, tile_bytes=spec.tile_bytes)
+    _score(models, rankings, task, store, spec, progress=progress)
     for scores in store.values:
         if np.isnan(scores[:, task.valid]).any():  # a mean would pass over them
             raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
@@ -133,48 +136,52 @@ def _evaluations(
         yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
 
 
-def fused_scorer() -> Callable[..., bool] | None:
-    """``score_fused`` where numba is installed, else None: numpy gives the same scores in more than twice the time."""
-    module = machine_code.load("dmlbench.evaluation.collections.fused", task="collections are ranked")
-    return None if module is None else cast(Callable[..., bool], module.score_fused)
-
-
-def _members(
-    members: Members, galleries: Members | None, distances: Distances | None, spec: EvaluationSpec
-) -> list[list[Member]]:
-    share = max(2 * spec.tile_bytes // sum(map(len, members)), MIN_TILE_BYTES)  # of which a quarter may be held
-
-    def member(fold: int, repeat: int, queries: EmbeddingSet) -> Member:
-        gallery = None if galleries is None else galleries[fold][repeat]
-        distance = None if distances is None else distances[fold][repeat]
-        if distance is not None and not ranks_like_unit_vectors(distance):
-            return DistanceMember(PairwiseSimilarity(queries, queries if gallery is None else gallery, distance))
-        return UnitMember(unit_search(queries, gallery, back_end="torch", tile_bytes=share))
-
-    return [[member(f, r, queries) for r, queries in enumerate(fold)] for f, fold in enumerate(members)]
-
-
 def _score(
-    task: RetrievalTask, folds: list[list[Member]], store: PartialScores, spec: EvaluationSpec, *, progress: bool
+    models: list[FoldModel],
+    rankings: list[IntArray],
+    task: RetrievalTask,
+    store: PartialScores,
+    spec: EvaluationSpec,
+    *,
+    progress: bool,
 ) -> None:
-    """Fill ``store`` with the scores of every choice and query, tile by tile in the order of the queries."""
-    fused = fused_scorer()
-    threads = num_threads()
-    free = spec.tile_bytes // 2 // threads
-    rows, columns, most = _tile_shape(task, sum(map(len, folds)), len(store.values), free, fused=fused is not None)
+    """Fill ``store`` with the scores of every ranking and query, tile by tile in the order of the queries.
 
-    def score(part: IntArray) -> bool:
-        if fused is not None:
-            return fused(folds, part, task, columns, most=most, recall_at=spec.recall_at, out=store.values)
-        kept = prune(folds, part, task, columns, most=most)
-        if kept is not None:
-            score_frontiers(folds, part, task, kept, recall_at=spec.recall_at, out=store.values)
-        return kept is not None
+    Args:
+        models: fold by fold.
+        rankings: groups [S, F] of sums of models.
+        task: labels and depth.
+        store: what is known so far; its rankings are those of all groups in turn.
+        spec: what to compute.
+        progress: whether to show a bar.
+    """
+    rank: Ranking = compiled_ranking() or plain_ranking
+    threads = num_threads()
+    num_gallery, k = len(task.gallery_labels), min(task.k, len(task.gallery_labels))
+    per_query = (4 * len(models) + _BYTES_PER_ITEM) * num_gallery + _BYTES_PER_PLACE * k * len(store.values)
+    rows = max(1, min(_TILE_ROWS, spec.tile_bytes // 2 // threads // per_query))
 
     def work(part: IntArray) -> IntArray:
-        if not score(part):
-            work(part[: len(part) // 2])
-            work(part[len(part) // 2 :])
+        value = _workspace.array("similarity", (len(models), len(part), num_gallery), np.float32)
+        bounds = [model.similarities(part, out=out) for model, out in zip(models, value, strict=True)]
+        for out in value:
+            exclude(out, task.own_column[part])
+        relevant = task.relevant(part, np.broadcast_to(np.arange(num_gallery), value.shape[1:]))
+        done = 0
+        for sums in rankings:
+            error, largest = (
+                sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T)
+                for name in ("error", "largest")
+            )
+            # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so does adding the slack
+            slack = 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-22
+            these = slice(int(sums.min()), int(sums.max()) + 1)
+            ranked = rank(models[these], part, value[these], sums - these.start, relevant, k=k, slack=slack)
+            positives = np.tile(task.positives[part], len(sums))
+            scores = query_scores(ranked.reshape(-1, k), positives, spec.scores)
+            for at, values in enumerate(scores.values()):
+                store.values[done : done + len(sums), at, part] = values.reshape(len(sums), -1)
+            done += len(sums)
         return part
 
     left = task.valid[store.done :]
@@ -189,19 +196,49 @@ def _score(
     store.flush()
 
 
-def _tile_shape(
-    task: RetrievalTask, num_members: int, num_choices: int, free: int, *, fused: bool
-) -> tuple[int, int, int]:
-    """Queries of a tile, gallery items multiplied at a time, pairs that may be left; together ``free`` bytes."""
-    num_gallery = len(task.gallery_labels)
-    columns = min(num_gallery, _TILE_COLUMNS)
-    candidates = max(64, int(_CANDIDATES * num_gallery))
-    if fused:
-        candidates = min(num_gallery, max(candidates, _CANDIDATES_PER_PLACE * task.k))
-    else:
-        free = max(0, free - min(_FRONTIER_BYTES, free // 2))
-    beside = (4 * num_members + 16) * columns + _BYTES_PER_CHOICE * num_choices  # of each query, beside what is held
-    per_candidate = _BYTES_PER_CANDIDATE * num_members
-    most_rows = _FUSED_TILE_ROWS if fused else _TILE_ROWS
-    rows = max(1, min(most_rows, free // (beside + per_candidate * candidates)))
-    return rows, columns, max(rows * candidates, (free - rows * beside) // per_candidate)
+def compiled_ranking() -> Ranking | None:
+    """``compiled_ranking`` where numba is installed, else None: ``plain_ranking`` gives the same bits, more slowly."""
+    module = machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
+    return None if module is None else module.compiled_ranking
+
+
+def plain_ranking(
+    models: Sequence[FoldModel],
+    part: IntArray,
+    value: FloatRows,
+    sums: IntArray,
+    relevant: NDArray[np.bool_],
+    *,
+    k: int,
+    slack: float,
+) -> NDArray[np.bool_]:
+    """Relevance by rank [S, T, k] of every sum of similarities.
+
+    Args:
+        models: [M] where exact similarities come from.
+        part: [T] queries.
+        value: [M, T, N] their similarities, -inf for the query itself.
+        sums: [S, F] the models of every sum.
+        relevant: [T, N] whether an item is of the query's class.
+        k: places that matter.
+        slack: sums further apart than this are in the right order.
+    """
+    ranked = np.zeros((len(sums), len(part), k), dtype=bool)
+    total = _workspace.array("total", value.shape[1:], np.float32)
+    for chosen, out in zip(sums, ranked, strict=True):
+        total[...] = value[chosen[0]]
+        for model in chosen[1:]:
+            total += value[model]
+        keys = entries_above(total, floor_below(kth_bound(total, k), slack)).padded()
+
+        def exact(row: IntArray, column: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
+            similarity = np.zeros(len(row))
+            for model in chosen:
+                similarity += models[model].exact(part)(row, column)
+            return similarity
+
+        found = np.take_along_axis(relevant, np.maximum(column_of(keys), 0), axis=1) & (keys < PADDING)
+        marks = settle(keys, exact, k=k, slack=slack, relevant=found)[1]
+        assert marks is not None  # relevance was passed
+        out[:, : marks.shape[1]] = marks[:, :k]
+    return ranked

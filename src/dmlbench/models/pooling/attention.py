@@ -14,12 +14,12 @@ from dmlbench.models.pooling.spatial import (
     check_positive,
     check_variant,
     convolve,
+    reduced_width,
     shares,
     start_glorot,
     weighted_sum,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
 
 
 class Delf(Pooling):
@@ -95,15 +95,9 @@ class Cbam(Pooling):
             ConfigError: sizes that are not positive, an even ``conv_size``, or a reduction that leaves no channel.
         """
         super().__init__()
-        check_positive("cbam", num_channels=num_channels, channel_reduction=channel_reduction)
         check_odd("cbam", conv_size=conv_size)
-        if channel_reduction > num_channels:
-            raise ConfigError(
-                f"channel_reduction ({channel_reduction}) of cbam exceeds the {num_channels} channels of the map; "
-                "lower it"
-            )
         self.num_channels = num_channels
-        width = num_channels // channel_reduction
+        width = reduced_width(num_channels, channel_reduction, pooling="cbam")
         self.reduce = nn.Linear(num_channels, width, bias=False)
         self.expand = nn.Linear(width, num_channels, bias=False)
         self.spatial = nn.Conv2d(2, 1, conv_size, padding=conv_size // 2, bias=False)  # of maximum and mean

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import check_channels, check_positive
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Merge = Literal["concatenate", "mean"]
 
@@ -89,8 +89,7 @@ class AttentionPool(Pooling):
         super().__init__()
         check_heads(num_channels, num_heads, owner="attention_pool")
         check_positive("attention_pool", num_queries=num_queries)
-        if merge not in get_args(Merge):
-            raise ConfigError(f"merge '{merge}' of attention_pool is unknown; choose {' or '.join(get_args(Merge))}")
+        check_choice("merge", merge, get_args(Merge))
         self.num_channels = num_channels
         self.num_queries = num_queries
         self.num_heads = num_heads
@@ -108,9 +107,8 @@ class AttentionPool(Pooling):
         check_channels(x, self.num_channels, pooling="attention_pool")
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
-            pooled, log_weights = attend(
-                self.queries[None], self.key(pixels), self.value(pixels), num_heads=self.num_heads
-            )  # [B, Q, C]
+            keys, values = self.key(pixels), self.value(pixels)
+            pooled, log_weights = attend(self.queries[None], keys, values, num_heads=self.num_heads)  # [B, Q, C]
             weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
         if self.merge == "mean":
             return Pooled(project(pooled.mean(dim=1)), {"weights": weights})

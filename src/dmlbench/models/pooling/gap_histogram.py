@@ -1,4 +1,4 @@
-"""Average pooling with a histogram over prototypes beside it: what cross-batch metric learning (XML) regularizes."""
+"""Average pooling with a histogram over prototypes: what cross-batch metric learning (XML) regularizes."""
 
 from typing import ClassVar
 
@@ -10,7 +10,6 @@ from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
-from dmlbench.types import ConfigError
 
 
 class GapHistogram(Pooling):
@@ -44,9 +43,8 @@ class GapHistogram(Pooling):
             ConfigError: an argument outside its range.
         """
         super().__init__()
-        check_positive("gap_histogram", embedding_size=embedding_size, num_prototypes=num_prototypes)
-        if not smoothing > 0:
-            raise ConfigError(f"smoothing ({smoothing}) of gap_histogram must be above 0; the paper uses 10")
+        sizes = {"embedding_size": embedding_size, "num_prototypes": num_prototypes}
+        check_positive("gap_histogram", smoothing=smoothing, **sizes)
         check_variant(variant, pooling="gap_histogram")
         self.embedding_size = embedding_size
         self.smoothing = smoothing

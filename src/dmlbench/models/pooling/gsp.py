@@ -12,7 +12,7 @@ from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.spatial import check_positive, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Weighting = Literal["transported", "residual"]
 Combination = Literal["gmp", "gem"]
@@ -80,16 +80,13 @@ class Gsp(PrototypePooling):
         check_positive(
             "gsp", embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon
         )
-        if weighting not in get_args(Weighting):
-            raise ConfigError(f"weighting '{weighting}' is unknown; choose one of {', '.join(get_args(Weighting))}")
+        check_choice("weighting", weighting, get_args(Weighting))
         if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(
                 f"weighting=residual needs a transport_ratio below 1 (is {transport_ratio}): nothing would remain"
             )
-        if combine is not None and combine not in get_args(Combination):
-            raise ConfigError(
-                f"combine '{combine}' is unknown; choose null or one of {', '.join(get_args(Combination))}"
-            )
+        if combine is not None:
+            check_choice("combine", combine, get_args(Combination))
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.embedding_size = embedding_size
         self.transport_ratio = transport_ratio

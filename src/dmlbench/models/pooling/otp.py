@@ -18,7 +18,7 @@ def balanced_plan(cost: Tensor, *, smoothing: float, iterations: int) -> Tensor:
     """Entropic transport plan pi_ij = exp(f_i + g_j - smoothing c_ij) between two uniform distributions.
 
     Sinkhorn's iteration in the log domain from f = 0: g makes the columns sum to 1/n, f the rows to 1/m, and g is
-    renewed at the end, so that the columns are exact and the rows near.
+    computed once more at the end, so that the columns are exact and the rows near.
 
     Args:
         cost: [B, m, n].

@@ -16,6 +16,7 @@ from dmlbench.models.pooling.spatial import (
     check_variant,
     check_width,
     convolve,
+    reduced_width,
     shares,
     start_glorot,
 )
@@ -81,12 +82,7 @@ class Gsop(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
-        self,
-        embedding_size: int,
-        map_size: tuple[int, int],
-        *,
-        attention_dim: int = 128,
-        variant: Variant = "official",
+        self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
     ) -> None:
         """
         Args:
@@ -118,7 +114,12 @@ class Gsop(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        self._check(features)
+        check_width(features, self.embedding_size, pooling="gsop")
+        if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
+            raise ConfigError(
+                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
+                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
+            )
         with torch.autocast(x.device.type, enabled=False):
             positive = F.relu(features)
             channels = self._channel_attention(positive)  # [B, D]
@@ -146,14 +147,6 @@ class Gsop(Pooling):
         rows = _resize(reduced, self.map_size).flatten(2).transpose(1, 2)  # [B, n, A]
         weights = self.pixel_head(_covariance(rows)).view(-1, *self.map_size)
         return _resize(weights, (size[0], size[1]))
-
-    def _check(self, features: Tensor) -> None:
-        check_width(features, self.embedding_size, pooling="gsop")
-        if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
-            raise ConfigError(
-                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
-                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
-            )
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -209,15 +202,9 @@ class Solar(Pooling):
             ConfigError: a size that is not positive, a reduction that leaves no channel, or an unknown variant.
         """
         super().__init__()
-        check_positive("solar", num_channels=num_channels, channel_reduction=channel_reduction)
         check_variant(variant, pooling="solar")
-        if channel_reduction > num_channels:
-            raise ConfigError(
-                f"channel_reduction ({channel_reduction}) of solar exceeds the {num_channels} channels of the map; "
-                "lower it"
-            )
         self.num_channels = num_channels
-        width = num_channels // channel_reduction
+        width = reduced_width(num_channels, channel_reduction, pooling="solar")
         self.query = nn.Conv2d(num_channels, width, 1)
         self.query_norm = _BatchNorm(width)
         self.key = nn.Conv2d(num_channels, width, 1)

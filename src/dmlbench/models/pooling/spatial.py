@@ -47,6 +47,17 @@ def check_width(features: Tensor, expected: int, *, pooling: str, argument: str 
         )
 
 
+def reduced_width(num_channels: int, channel_reduction: int, *, pooling: str) -> int:
+    """num_channels / channel_reduction; raise ``ConfigError`` for numbers not above 0 or where nothing is left."""
+    check_positive(pooling, num_channels=num_channels, channel_reduction=channel_reduction)
+    if channel_reduction > num_channels:
+        raise ConfigError(
+            f"channel_reduction ({channel_reduction}) of {pooling} exceeds the {num_channels} channels of the map; "
+            "lower it"
+        )
+    return num_channels // channel_reduction
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """x itself or its float32 copy: half precision is for products, not for sums."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

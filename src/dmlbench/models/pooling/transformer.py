@@ -10,7 +10,7 @@ from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, c
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import check_width
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Position = Literal["none", "sine"]
 
@@ -67,15 +67,14 @@ class EncoderLayer(nn.Module):
         """
         Args:
             tokens: [B, N, width].
-            first: number of tokens, from the front, that are renewed; the others are only attended to. None: all.
+            first: number of tokens, from the front, that are updated; the others are only attended to. None: all.
 
         Returns:
             [B, first, width], and the logarithms of the attention [B, num_heads, first, N].
         """
         normed = self.norm_attention(tokens)
-        attended, log_weights = attend(
-            self.query(normed[:, :first]), self.key(normed), self.value(normed), num_heads=self.num_heads
-        )
+        query, key, value = self.query(normed[:, :first]), self.key(normed), self.value(normed)
+        attended, log_weights = attend(query, key, value, num_heads=self.num_heads)
         renewed = tokens[:, :first] + self.out(attended)
         return renewed + self.contract(F.gelu(self.expand(self.norm_mlp(renewed)))), log_weights
 
@@ -88,7 +87,7 @@ class Transformer(Pooling):
     work on the embedding's D dimensions (or on ``width``, and a linear layer without bias leads to D). As in ViT: norms
     before attention and feed-forward part and at the end, GELU, a feed-forward part of 4 times the width; but no
     dropout, and no position encoding, so that the order of the pixels does not count, as in the other poolings.
-    In the last layer only the class token is renewed: nothing uses the others.
+    In the last layer only the class token is updated: nothing uses the others.
 
     All in float32, also under autocast. Side output: "weights" [B, H, W], what the class token gives the pixels in the
     last layer, averaged over heads and scaled to sum 1 (it attends to itself, too).
@@ -129,10 +128,7 @@ class Transformer(Pooling):
                 f"width ({width}) of transformer must be at least 1"
             )
         check_heads(width, num_heads, owner="transformer")
-        if position not in get_args(Position):
-            raise ConfigError(
-                f"position '{position}' of transformer is unknown; choose {' or '.join(get_args(Position))}"
-            )
+        check_choice("position", position, get_args(Position))
         if position == "sine":
             sine_positions(1, 1, width)
         self.embedding_size = embedding_size
@@ -140,9 +136,8 @@ class Transformer(Pooling):
         self.position: Position = position
         self.class_token = nn.Parameter(torch.empty(width))
         nn.init.trunc_normal_(self.class_token, std=0.02)
-        self.layers = nn.ModuleList(
-            EncoderLayer(width, num_heads=num_heads, mlp_ratio=mlp_ratio) for _ in range(num_layers)
-        )
+        layers = (EncoderLayer(width, num_heads=num_heads, mlp_ratio=mlp_ratio) for _ in range(num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPSILON)
         self.head = None if width == embedding_size else nn.Linear(width, embedding_size, bias=False)
         if self.head is not None:

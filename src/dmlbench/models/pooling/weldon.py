@@ -64,9 +64,7 @@ class Weldon(Pooling):
         """The k largest of [B, D, n] added up or averaged, [B, D], and how many of them lie at each pixel, [B, n]."""
         top = values.topk(k, dim=2)
         if self.variant == "paper":
-            chosen = torch.zeros_like(values[:, 0]).scatter_add(
-                1, top.indices.flatten(1), torch.ones_like(top.values.flatten(1)).detach()
-            )
-            return top.values.mean(dim=2), chosen.detach()
+            ones = torch.ones_like(top.values.flatten(1))
+            return top.values.mean(dim=2), torch.zeros_like(values[:, 0]).scatter_add(1, top.indices.flatten(1), ones)
         mask = ~(values < top.values[:, :, -1:])  # with ties, and with NaN
         return torch.where(mask, values, 0.0).sum(dim=2), mask.sum(dim=1).to(values.dtype)

@@ -1,5 +1,6 @@
-"""AVSL's figures from the files of a run."""
+"""scripts/avsl_figures.py: AVSL's figures from the files of a run."""
 
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,12 @@ from numpy.testing import assert_allclose
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.apps.avsl_figures import draw_avsl_figures, inference_facts
 from dmlbench.cli.front import compose
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.training.log import History
 from dmlbench.types import EmbeddingSet, RunError
 
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "avsl_figures.py"))
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -51,7 +52,7 @@ def write_run(path: Path, *overrides: str, head: str = "avsl") -> None:
 
 def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "head.momentum=0.9")
-    facts = inference_facts(tmp_path / "a", num_pairs=5)
+    facts = SCRIPT["inference_facts"](tmp_path / "a", num_pairs=5)
     assert (facts.momentum, facts.steps.tolist()) == (0.9, [2, 3])  # the first batch had no edges before it
     assert_allclose(facts.edge_changes, [[[0.2, 2.0]], [[0.3, 3.0]]])
     alpha = np.array([0.0, 0.5, 1.0, 1.5])
@@ -64,15 +65,15 @@ def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
 def test_a_picture_is_written_of_several_runs(tmp_path: Path) -> None:
     for momentum in ("0.0", "0.5"):
         write_run(tmp_path / momentum, f"head.momentum={momentum}")
-    draw_avsl_figures([tmp_path / "0.0", tmp_path / "0.5"], tmp_path / "new" / "a.png", num_pairs=5)
+    SCRIPT["draw_avsl_figures"]([tmp_path / "0.0", tmp_path / "0.5"], tmp_path / "new" / "a.png", num_pairs=5)
     assert (tmp_path / "new" / "a.png").read_bytes()[:8] == PNG
 
 
 def test_runs_without_edges_or_without_their_changes_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "vectors", head="linear")
     with pytest.raises(RunError, match="not a run of AVSL"):
-        inference_facts(tmp_path / "vectors")
+        SCRIPT["inference_facts"](tmp_path / "vectors")
     write_run(tmp_path / "quiet")
     (tmp_path / "quiet" / "history.csv").write_text("step,name,value\n10,train/loss,1.0\n")
     with pytest.raises(RunError, match=r"no changes of edges.*log_every"):
-        inference_facts(tmp_path / "quiet")
+        SCRIPT["inference_facts"](tmp_path / "quiet")

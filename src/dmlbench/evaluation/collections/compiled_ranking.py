@@ -1,0 +1,318 @@
+"""Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
+
+It finds what ``concatenated.plain_ranking`` finds, bit by bit, for all sums at once. Letters: M models, T queries of a
+tile, N gallery items, S sums of F models each, C items that some sum may need, k places that matter.
+
+Two ideas save the time. A *reach* of a sum is a value that at least k items reach, so what lies below it (less the
+slack) is not among the k nearest; the reach of the items that are near on average is close to that of all. And which
+places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
+numbers in order, a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with
+irrelevant ones only, and exactly only where the two are near.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.evaluation.collections.models import FoldModel
+from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.machine_code import compiled
+from dmlbench.types import IntArray
+
+Columns = NDArray[np.int32]
+
+_LOWEST = np.finfo(np.float32).min
+_WANTED = np.inf  # in place of an exact similarity: it is to be computed
+_BISECTIONS = 48
+_GROUP = 16  # items of which the largest is found first
+_LANES = 32  # numbers that a vector unit compares at a time
+
+
+def compiled_ranking(
+    models: Sequence[FoldModel],
+    part: IntArray,
+    value: FloatRows,
+    sums: IntArray,
+    relevant: NDArray[np.bool_],
+    *,
+    k: int,
+    slack: float,
+) -> NDArray[np.bool_]:
+    """As ``plain_ranking``; ``sums`` [S, F] are all choices of one model per fold, and ``slack`` may be rounded."""
+    _, height, size = value.shape
+    column = np.empty((height, size), np.int32)
+    reach = np.empty((height, len(sums)), np.float32)
+    count = np.empty(height, np.int64)
+    _select(value, sums, k, slack, column, count, reach)
+    most = max(1, int(count.max()))
+    pending = np.ones((len(sums), height), np.bool_)
+    ranked = np.zeros((len(sums), height, k), np.bool_)
+    step = max(1, height * size // (8 * most))  # queries whose exact similarities take a quarter of ``value``
+    for first in range(0, height, step):
+        rows = slice(first, min(first + step, height))
+        known = np.full((len(models), len(part[rows]), most), np.nan)
+        while pending[:, rows].any():
+            _rank(value, sums, relevant, first, column, count, reach, slack, known, pending, ranked)
+            for model, similarity in zip(models, known, strict=True):
+                held = model.held_rows()
+                if held is not None:
+                    _fill(*held, part[rows], count[rows], column[rows], similarity)
+                else:
+                    row, place = np.nonzero(similarity == _WANTED)
+                    if len(row):
+                        columns = column[row + first, place].astype(np.int64)
+                        similarity[row, place] = model.exact(part)(row + first, columns)
+    return ranked
+
+
+@compiled
+def _reach(value: FloatRows, k: int) -> np.float32:
+    """A value that at least k of ``value`` [n] reach, and hardly more than that; the lowest if fewer are above -inf."""
+    low, high, count = np.float32(np.inf), np.float32(-np.inf), 0
+    for i in range(len(value)):
+        x = value[i]
+        finite = x > -np.inf
+        count += finite
+        low = x if finite and x < low else low
+        high = x if x > high else high
+    if count < k:
+        return _LOWEST
+    for _ in range(_BISECTIONS):
+        if count <= k + k // 8:
+            break
+        middle = np.float32(0.5) * low + np.float32(0.5) * high
+        if middle <= low or middle >= high:
+            break
+        above = np.int32(0)
+        for i in range(len(value)):
+            above = np.int32(above + np.int32(value[i] >= middle))
+        if above >= k:
+            low, count = middle, int(above)
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _maxima(value: FloatRows, maxima: FloatRows) -> None:
+    """The largest of every G-th of ``value`` [n]: ``maxima`` [G]."""
+    maxima[:] = -np.inf
+    for start in range(0, len(value), len(maxima)):
+        for i in range(min(len(maxima), len(value) - start)):
+            maxima[i] = value[start + i] if value[start + i] > maxima[i] else maxima[i]
+
+
+@compiled
+def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: Columns) -> int:
+    """Write the items whose ``value`` [n] reaches ``floor`` into ``found``, as many as it holds: their number."""
+    size = 0
+    for group in range(len(maxima)):
+        if maxima[group] >= floor:
+            for i in range(group, len(value), len(maxima)):
+                if value[i] >= floor and size < len(found):
+                    found[size] = i
+                    size += 1
+    return size
+
+
+@compiled
+def _select(
+    value: FloatRows, sums: IntArray, k: int, slack: float, column: Columns, count: IntArray, reach: FloatRows
+) -> None:
+    """Items that some sum may need: their number ``count`` [T], indices ``column`` [T, N]; reaches ``reach`` [T, S]."""
+    _, height, size = value.shape
+    lower, upper = np.empty(size, np.float32), np.empty(size, np.float32)
+    least, most = np.empty(size, np.float32), np.empty(size, np.float32)
+    maxima = np.empty(min(size, max(2 * k, size // _GROUP)), np.float32)
+    chosen = np.empty(min(size, 4 * k), np.int32)
+    near = np.empty((len(value), len(chosen)), np.float32)
+    total = np.zeros((sums.shape[1] + 1, len(chosen)), np.float32)
+    for row in range(height):
+        if len(value) == 1:
+            _maxima(value[0, row], maxima)
+            reach[row, 0] = _reach(maxima, k)
+            floor = max(np.float32(reach[row, 0] - slack), _LOWEST)
+            count[row] = _not_below(value[0, row], maxima, floor, column[row])
+            continue
+        for fold in range(sums.shape[1]):  # sums over folds of the least and the greatest similarity of any model
+            first, last = sums[:, fold].min(), sums[:, fold].max()
+            least[:], most[:] = value[first, row], value[first, row]
+            for model in range(first + 1, last + 1):
+                one = value[model, row]
+                for i in range(size):
+                    least[i] = one[i] if one[i] < least[i] else least[i]
+                    most[i] = one[i] if one[i] > most[i] else most[i]
+            for i in range(size):
+                lower[i] = lower[i] + least[i] if fold else least[i]
+                upper[i] = upper[i] + most[i] if fold else most[i]
+        for i in range(size):
+            least[i] = lower[i] + upper[i]  # twice their middle, which stands for the average
+        _maxima(least, maxima)
+        found = _not_below(least, maxima, _reach(maxima, min(2 * k, len(maxima))), chosen)
+        for model in range(len(value)):
+            for i in range(found):
+                near[model, i] = value[model, row, chosen[i]]
+        for at in range(len(sums)):
+            changed = at == 0
+            for fold in range(sums.shape[1]):
+                changed |= sums[at, fold] != sums[at - 1, fold]
+                for i in range(found if changed else 0):
+                    total[fold + 1, i] = total[fold, i] + near[sums[at, fold], i]
+            reach[row, at] = _reach(total[-1, :found], k)
+        _maxima(upper, maxima)
+        count[row] = _not_below(upper, maxima, max(np.float32(reach[row].min() - slack), _LOWEST), column[row])
+
+
+@compiled
+def _rank(
+    value: FloatRows,
+    sums: IntArray,
+    relevant: NDArray[np.bool_],
+    first: int,
+    column: Columns,
+    count: IntArray,
+    reach: FloatRows,
+    slack: float,
+    known: NDArray[np.float64],
+    pending: NDArray[np.bool_],
+    ranked: NDArray[np.bool_],
+) -> None:
+    """Rank what was selected by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
+
+    ``known`` [M, .., C] are the exact similarities so far of the queries from ``first`` on, NaN at first; in place of
+    one that is missed, ``_WANTED`` is written.
+    """
+    folds, width, k, slack32 = sums.shape[1], known.shape[2], ranked.shape[2], np.float32(slack)
+    near, to_come = np.empty((len(value), width), np.float32), np.zeros((folds + 1, width), np.float32)
+    order, column_of = np.empty(width, np.int64), np.empty(width, np.int32)  # relevant items lead
+    place, total = np.empty((folds + 1, width), np.int64), np.zeros((folds + 1, width + _LANES), np.float32)
+    size, lead = np.zeros(folds + 1, np.int64), np.zeros(folds + 1, np.int64)
+    above, unsure = np.empty(width + _LANES, np.int32), np.empty(width + _LANES, np.int32)
+    number = np.empty(k + 1, np.int64)
+    place[0] = np.arange(width)
+    ends = np.append(sums[0], len(value))  # first model of each fold
+    for row in range(first, first + known.shape[1]):
+        if not pending[:, row].any():
+            continue
+        size[0] = 0
+        for wanted in (True, False):
+            for i in range(count[row]):
+                if relevant[row, column[row, i]] == wanted:
+                    order[size[0]], column_of[size[0]] = i, column[row, i]
+                    size[0] += 1
+            lead[0] = size[0] if wanted else lead[0]
+        for model in range(len(value)):
+            for i in range(size[0]):
+                near[model, i] = value[model, row, column_of[i]]
+        for fold in range(folds - 1, -1, -1):
+            for i in range(size[0]):  # the greatest sum of this fold and those that follow
+                most = near[ends[fold], i]
+                for model in range(ends[fold] + 1, ends[fold + 1]):
+                    most = max(most, near[model, i])
+                to_come[fold, i] = to_come[fold + 1, i] + most
+        before = -1
+        for at in range(len(sums)):
+            if not pending[at, row]:
+                continue
+            changed, alike = before < 0, len(sums)
+            for fold in range(folds):
+                changed |= sums[at, fold] != sums[before, fold]
+                alike //= ends[fold + 1] - ends[fold]  # sums that begin with these models follow each other
+                if changed:
+                    below = reach[row, at // alike * alike : (at // alike + 1) * alike].min()
+                    floor = max(np.float32(below - slack), _LOWEST)
+                    _extend(near[sums[at, fold]], to_come[fold + 1], floor, fold, place, total, size, lead)
+            before = at
+            num_items, item, sum_of = int(lead[folds]), place[folds, : size[folds]], total[folds]
+            _count_above(sum_of, num_items, int(size[folds]), slack32, above, unsure)
+            number[:] = 0
+            missed = False
+            for p in range(num_items):
+                if unsure[p] > above[p] and above[p] < k:
+                    own = _exact_sum(order[item[p]], sums[at], known, row - first)
+                    missed |= np.isnan(own)
+                    for j in range(num_items, size[folds]):
+                        if sum_of[j] + slack32 >= sum_of[p] and not sum_of[j] - slack32 > sum_of[p]:
+                            its = _exact_sum(order[item[j]], sums[at], known, row - first)
+                            missed |= np.isnan(its)
+                            above[p] += its > own or (its == own and column_of[item[j]] < column_of[item[p]])
+                number[min(above[p], k)] += 1
+            pending[at, row] = missed
+            hits = 0
+            for a in range(0 if missed else k):
+                for _ in range(min(number[a], k - a - hits)):
+                    ranked[at, row, a + hits] = True
+                    hits += 1
+
+
+@compiled
+def _extend(
+    one: FloatRows,
+    to_come: FloatRows,
+    floor: np.float32,
+    fold: int,
+    place: IntArray,
+    total: FloatRows,
+    size: IntArray,
+    lead: IntArray,
+) -> None:
+    """Add the similarities ``one`` [n] of a model of ``fold`` to the sums so far and keep what may reach ``floor``."""
+    old, new, old_total, new_total = place[fold], place[fold + 1], total[fold], total[fold + 1]
+    left = 0
+    for relevant in (True, False):
+        for i in range(0 if relevant else lead[fold], lead[fold] if relevant else size[fold]):
+            at = old[i]
+            value = old_total[i] + one[at]
+            new[left], new_total[left] = at, value
+            left += value + to_come[at] >= floor
+        lead[fold + 1] = left if relevant else lead[fold + 1]
+    size[fold + 1] = left
+
+
+@compiled
+def _count_above(total: FloatRows, lead: int, size: int, slack: np.float32, above: Columns, unsure: Columns) -> None:
+    """Of each of the first ``lead`` sums: how many of the others are above for certain, and how many possibly."""
+    padded = (lead + _LANES - 1) // _LANES * _LANES  # an odd end would take longer than all else
+    above[:padded] = 0
+    unsure[:padded] = 0
+    for j in range(lead, size):
+        low, high = total[j] - slack, total[j] + slack
+        for p in range(padded):
+            above[p] += np.int32(low > total[p])
+            unsure[p] += np.int32(high >= total[p])
+
+
+@compiled
+def _exact_sum(item: int, models: IntArray, known: NDArray[np.float64], row: int) -> float:
+    """Sum over folds, in their order, of exact similarities; NaN if one is missed."""
+    total = 0.0
+    for model in models:
+        if np.isnan(known[model, row, item]):
+            known[model, row, item] = _WANTED
+        if known[model, row, item] == _WANTED:
+            total = np.nan
+        total += known[model, row, item]
+    return total
+
+
+@compiled
+def _fill(
+    left: FloatRows, right: FloatRows, query: IntArray, count: IntArray, column: Columns, known: NDArray[np.float64]
+) -> None:
+    """``similarity.exact_similarities`` of rows of ``left`` [Q, D], ``right`` [N, D] where ``known`` is wanted."""
+    terms = np.empty(left.shape[1] + 1, np.float64)
+    for row in range(len(query)):
+        x = left[query[row]]
+        for i in range(count[row]):
+            if known[row, i] == _WANTED:
+                y, width = right[column[row, i]], left.shape[1]
+                terms[0] = 0.0
+                for d in range(width):
+                    terms[d] = np.float64(x[d]) * np.float64(y[d])
+                while width > 1:
+                    half = (width + 1) // 2
+                    for d in range(width - half):
+                        terms[d] += terms[half + d]
+                    width = half
+                known[row, i] = terms[0]

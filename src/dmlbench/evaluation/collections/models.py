@@ -1,0 +1,124 @@
+"""Tiles of similarities of one fold model, whatever its distance: what the ranking of joined embeddings adds up.
+
+Letters: Q queries, N gallery items, T queries of a tile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from dmlbench.evaluation.search.candidates import ExactSimilarity
+from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
+from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, UnitSearch, unit_search
+from dmlbench.types import EmbeddingSet, IntArray
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+ModelEmbeddings = Sequence[Sequence[EmbeddingSet]]
+"""Embeddings of one test set by every model, [fold][repeat]."""
+
+ModelDistances = Sequence[Sequence["BaseDistance | None"]]
+"""The distance of each model, [fold][repeat]; None is the Euclidean one of unit vectors."""
+
+_COLUMNS = 6144  # gallery items compared at a time
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of the float32 similarities of a tile.
+
+    Attributes:
+        error: two values of a row that are more than ``2 * error`` apart are in the right order.
+        largest: bound of the size of every value.
+    """
+
+    error: float
+    largest: float
+
+
+class FoldModel(Protocol):
+    """What the ranking of joined embeddings asks of a model."""
+
+    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
+        """Float32 similarities of the queries ``part`` [T] to the gallery into ``out`` [T, N], larger being nearer.
+
+        They are right up to a constant per query.
+        """
+        ...
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The float64 similarities that decide, of pairs (place in ``part``, gallery index)."""
+        ...
+
+    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
+        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held and decide by themselves."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnitModel:
+    """A model whose rows are compared as unit vectors."""
+
+    search: UnitSearch
+
+    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
+        """See ``FoldModel``."""
+        for start in range(0, out.shape[1], _COLUMNS):
+            stop = min(start + _COLUMNS, out.shape[1])
+            self.search.similarities(part, start, stop, out=out[:, start:stop])
+        return Bounds(self.search.product.error, self.search.product.largest)
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """See ``FoldModel``."""
+        return self.search.exact(part)
+
+    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
+        """See ``FoldModel``."""
+        queries, gallery = self.search.query.held, self.search.gallery.held
+        return None if queries is None or gallery is None else (queries, gallery)
+
+
+@dataclass(frozen=True)
+class DistanceModel:
+    """A model with a pairwise distance of its own."""
+
+    similarity: PairwiseSimilarity
+
+    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
+        """See ``FoldModel``; the error is the distance's own, and float32's of rounding its values."""
+        largest = 0.0
+        for start in range(0, out.shape[1], _COLUMNS):
+            stop = min(start + _COLUMNS, out.shape[1])
+            value = self.similarity(part, slice(start, stop))
+            out[:, start:stop] = value
+            largest = max(largest, float(np.abs(value).max(initial=0.0)))
+        relative = 1.02 * self.similarity.relative + 2.0**-24
+        return Bounds(largest * relative + self.similarity.absolute + 2.0**-149, 1.01 * largest)
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """See ``FoldModel``."""
+        return self.similarity.exact(part)
+
+    def held_rows(self) -> None:
+        """See ``FoldModel``."""
+
+
+def fold_models(
+    queries: ModelEmbeddings, galleries: ModelEmbeddings | None, distances: ModelDistances | None, *, tile_bytes: int
+) -> list[FoldModel]:
+    """The models, fold by fold; they hold unit rows in at most half of ``tile_bytes``."""
+    share = max(2 * tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
+    models: list[FoldModel] = []
+    for fold, repeats in enumerate(queries):
+        for repeat, rows in enumerate(repeats):
+            gallery = None if galleries is None else galleries[fold][repeat]
+            distance = None if distances is None else distances[fold][repeat]
+            if distance is not None and not ranks_like_unit_vectors(distance):
+                models.append(DistanceModel(PairwiseSimilarity(rows, rows if gallery is None else gallery, distance)))
+            else:
+                models.append(UnitModel(unit_search(rows, gallery, back_end="torch", tile_bytes=share)))
+    return models

@@ -1,0 +1,35 @@
+"""What losses share that compare a whole batch with proxies or with itself, whatever a miner would choose."""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from dmlbench.types import ConfigError
+
+
+class WholeBatchLoss(nn.Module):
+    """A loss that takes no pairs; subclasses implement ``of_batch(embeddings, labels)``.
+
+    Attributes:
+        compares: what it does instead, for messages.
+    """
+
+    compares: ClassVar[str] = "compares images with proxies"
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B], in [0, num_classes) for a loss that knows the classes.
+            indices_tuple: None.
+
+        Raises:
+            ConfigError: a miner has chosen pairs.
+        """
+        if indices_tuple is not None:
+            raise ConfigError(f"{type(self).__name__} {self.compares} and takes no pairs of a miner; set miner=null")
+        return self.of_batch(embeddings, labels)
+
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        raise NotImplementedError
