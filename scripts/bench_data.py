@@ -25,9 +25,10 @@ from torchvision.transforms import v2
 
 from dmlbench.data.batches.loaders import TrainBatches, _cut, _Request
 from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
-from dmlbench.data.batches.transforms import CropTransform, Kernel, random_resized_crop
+from dmlbench.data.batches.transforms import CropTransform, random_resized_crop
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import CachedImages, cached_images
+from dmlbench.data.images.pixels import Kernel
 from dmlbench.data.images.sources import DecodedImages, ImageSource
 from dmlbench.data.protocols import class_index
 from dmlbench.data.readers.folder import folder
@@ -200,7 +201,7 @@ def bench_lists() -> None:
 def bench_memory() -> None:
     count, height, width = 60_000, 256, 288  # 13.3 GB, as SOP's 120,053 images of 256 on the short side take
     heights, widths = np.full(count, height, dtype=np.int32), np.full(count, width, dtype=np.int32)
-    head = image_cache._encode({}, heights, widths)
+    head = image_cache._encode({}) + heights.tobytes() + widths.tobytes()
     layout = image_cache._Layout.after(len(head), heights, widths)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "sparse.images"

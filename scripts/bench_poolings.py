@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmlbench.build import component
 from dmlbench.cli.front import compose
-from dmlbench.models.net import MetricModel
+from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import _ExactTransport, prototype_cost, transport_weights
@@ -307,7 +307,7 @@ def bench_step(rounds: int, device: str, batch: int, image_size: int) -> None:
     torch.manual_seed(0)
     backbone = component(cfg.backbone).to(device)
     pooling, project = build_pooling("gap", backbone.channels[-1], (8, 8), device)
-    model = MetricModel(backbone, pooling, project)
+    model = PooledModel(backbone, pooling, project)
     images = torch.randint(0, 256, (batch, 3, image_size, image_size), dtype=torch.uint8, device=device)
 
     def step() -> None:

@@ -21,9 +21,15 @@ def repository() -> Path:
 
 
 @pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """Folder with what public implementations computed; its README names sources, conventions and tolerances."""
+    return REPOSITORY / "tests" / "fixtures" / "golden"
+
+
+@pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Folder with reference numbers and real data that lies beside a developer's checkout; absent in a plain clone."""
+    """Folder with real images, lists and weights that lies beside a developer's checkout; absent in a plain clone."""
     path = Path(os.environ.get("DMLBENCH_SHARED", REPOSITORY.parent / "shared"))
     if not path.is_dir():
-        pytest.skip(f"needs the developers' reference folder {path} (set DMLBENCH_SHARED)")
+        pytest.skip(f"needs real images, lists or weights: there is no {path} (set DMLBENCH_SHARED to their folder)")
     return path

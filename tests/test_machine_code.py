@@ -34,5 +34,10 @@ def test_what_fails_when_tried_out_is_done_without_and_said_once(monkeypatch, ca
     assert caplog.text.count(f"because numba cannot be used: {error}") == 1
 
 
-def test_a_module_is_tried_out_and_given() -> None:
-    assert machine_code.load("dmlbench.models.avsl_tiles", task="things are done") in (avsl_tiles, None)
+def test_a_module_is_tried_out_once_and_given(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(avsl_tiles, "try_out", lambda: calls.append(1), raising=False)
+    for _ in range(2):
+        assert machine_code.load("dmlbench.models.avsl_tiles", task="things are done") is avsl_tiles
+    assert calls == [1]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,24 @@ import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
+from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
 from torch.optim import Optimizer
 
 from dmlbench.config import TrainConfig
-from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
-from dmlbench.data.batches.transforms import CropTransform, Kernel
-from dmlbench.data.image_table import read_image
+from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
 from dmlbench.evaluation.search.by_distance import refuse_what_unit_vectors_have
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
-from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
-from dmlbench.models.avsl import AvslHead, AvslModel
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.backbones import Backbone
+from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.lent_distances import BorrowedDistance
-from dmlbench.models.net import MetricModel, pooled_channels
+from dmlbench.models.net import pooled_channels
 from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
@@ -73,7 +71,8 @@ def check_values(cfg: DictConfig) -> None:
         if value < 1:
             raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
         # Losses with vectors of the classes know both sizes; others compare images with each other.
-        if value < 2 and not {"num_classes", "embedding_size"} <= container["loss"].keys() and not _is_proxied(cfg):
+        with_classes = {"num_classes", "embedding_size"} <= cfg.loss.keys() or _declared(cfg.loss, "has_proxies")
+        if value < 2 and not with_classes:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -92,15 +91,15 @@ def check_values(cfg: DictConfig) -> None:
         if node is not None and not _waits_for_data(node):
             component(node)
     _check_head(cfg)
-    asked = "" if cfg.pooling is None else OmegaConf.to_yaml(cfg.pooling, resolve=False)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
-    if "${runtime.map_size}" in asked and crops[0] != crops[1]:
+    if _asks_for_map_size(cfg) and crops[0] != crops[1]:
         raise ConfigError(
             f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
             f"transform.eval.crop ({crops[1]}) differ; set both to the same"
         )
-    known_scores = [name for name in component(cfg.evaluation).score_names if name not in DISTANCE_METRICS]
-    if cfg.fit.monitor in DISTANCE_METRICS:
+    scores = component(cfg.evaluation).scores
+    known_scores = [score.name for score in scores if score.metric.better is not None]
+    if cfg.fit.monitor in [score.name for score in scores if score.metric.better is None]:
         raise ConfigError(
             f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
             f"small ones; choose one of {', '.join(known_scores)}"
@@ -112,10 +111,10 @@ def check_values(cfg: DictConfig) -> None:
         )
     protocol = component(cfg.protocol)
     plateau = cfg.schedule is None or cfg.schedule._target_.endswith(".ReduceLROnPlateau")
-    if cfg.protocol.get("stage") is not None and not plateau:
+    if (protocol.leaves_plan or protocol.planned_by) and not plateau:
         raise ConfigError(
-            f"{cfg.schedule._target_} depends on the length of the training, which protocol=two_stage has yet to find; "
-            "use schedule=plateau or schedule=null"
+            f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
+            "find; use schedule=plateau or schedule=null"
         )
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
@@ -124,73 +123,63 @@ def check_values(cfg: DictConfig) -> None:
 
 
 def _check_head(cfg: DictConfig) -> None:
-    """The head by itself, and what AVSL's asks of the rest."""
-    if not _is_avsl(cfg):
-        if cfg.pooling is None:
-            raise ConfigError("pooling=null: every head but avsl needs a pooling; choose one of conf/pooling")
-        component(cfg.head, in_features=1)
-        if _is_layered(cfg.loss):
-            raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl makes; choose another loss")
-        rerank = component(cfg.evaluation).rerank
-        if rerank is not None:
-            check_rerank(rerank, None, k=0, num_gallery=0)
-        return
+    """The head by itself, and what its distance asks of the rest."""
+    head = imported(cfg.head._target_, "head")
+    if not hasattr(head, "pools"):
+        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.head.Head)")
+    if head.pools and cfg.pooling is not None:
+        raise ConfigError(f"{cfg.head._target_} pools by itself, beside {cfg.pooling._target_}; set pooling=null")
+    if not head.pools and cfg.pooling is None:
+        raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
     distance = build_distance(cfg)
-    assert distance is not None
-    if cfg.pooling is not None:
-        raise ConfigError(
-            f"head=avsl pools by itself (average and maximum of every level), beside {cfg.pooling._target_}; set "
-            "pooling=null"
-        )
-    if cfg.regularizer is not None:
-        raise ConfigError("regularizers work on vectors, and AVSL's rows are none; set regularizer=null")
-    refuse_what_unit_vectors_have(component(cfg.evaluation), distance)
-    _check_comparisons(cfg, distance)
+    if _declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
+        raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
+    spec = component(cfg.evaluation)
+    if distance is not None:
+        if cfg.regularizer is not None:
+            name = type(distance).__name__
+            raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
+        refuse_what_unit_vectors_have(spec, distance)
+        _check_comparisons(cfg, distance)
+    elif spec.rerank is not None:
+        check_rerank(spec.rerank, None, k=0, num_gallery=0)
 
 
-def _check_comparisons(cfg: DictConfig, distance: AvslDistance) -> None:
-    """Loss and miner, and those within a layered loss, must compare by AVSL's distance.
+def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
+    """Loss and miner, and those that a loss makes for each level, must compare by the head's distance.
 
     Raises:
         ConfigError: one cannot.
     """
-    within: dict[str, DictConfig | None] = {}
-    if imported(cfg.loss._target_, "loss") is LayeredLoss:
-        within = {"loss.loss": cfg.loss.loss, "loss.miner": cfg.loss.get("miner")}
+    name = type(distance).__name__
+    within = {f"loss.{key}": cfg.loss.get(key) for key in _declared(cfg.loss, "made_for_each_level")}
     for key, node in {"loss": cfg.loss, "miner": cfg.miner, **within}.items():
         if node is None:
             continue
         parameters, _ = parameters_of(imported(node._target_, key))
         takes_distance = "distance" in parameters and "embedding_size" not in parameters
         if not takes_distance and key.endswith("miner"):
-            raise ConfigError(f"{node._target_} compares vectors and not AVSL's rows; set {key}=null")
-        if not takes_distance or (key == "loss.loss" and _is_layered(node)):
+            raise ConfigError(f"{node._target_} compares vectors, which {name} does not; set {key}=null")
+        if not takes_distance or (key in within and _declared(node, "compares_levels")):
             remedy = "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
             if key in within:
                 remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
             raise ConfigError(
-                f"{node._target_} as {key} does not compare by a distance that it is given, as AVSL's rows must be; "
+                f"{node._target_} as {key} does not compare by a distance that it is given, here {name}; "
                 f"choose {remedy}"
             )
         if key in within and not node.get("_partial_"):
             raise ConfigError(f"{key} is made once for each level's distance; add +{key}._partial_=true")
     # These are cheap to make, too; of what the data will say, the number of classes.
-    classes = {"num_classes": 2} if _is_proxied(cfg) else {}
+    classes = {"num_classes": 2} if _declared(cfg.loss, "has_proxies") else {}
     for node, compared_by in ((cfg.miner, BorrowedDistance(distance)), (cfg.loss, distance)):
         if node is not None and (classes or not _waits_for_data(node)):
             component(node, distance=compared_by, **(classes if node is cfg.loss else {}))
 
 
-def _is_avsl(cfg: DictConfig) -> bool:
-    return imported(cfg.head._target_, "head") is AvslHead
-
-
-def _is_proxied(cfg: DictConfig) -> bool:
-    return imported(cfg.loss._target_, "loss") is LayeredProxyAnchor
-
-
-def _is_layered(loss: DictConfig) -> bool:
-    return imported(loss._target_, "loss") in (LayeredLoss, LayeredProxyAnchor)
+def _declared(node: DictConfig, name: str) -> Any:
+    """What the class that a node names says of itself, such as ``compares_levels``; () where it says nothing."""
+    return getattr(imported(node._target_, "loss"), name, ())
 
 
 def _waits_for_data(node: Any) -> bool:
@@ -308,46 +297,46 @@ def image_opener(
     return open_images
 
 
-def build_model(cfg: DictConfig) -> MetricModel | AvslModel:
+def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
-    if _is_avsl(cfg):
-        sizes = _map_sizes(backbone, cfg.runtime.image_size) if cfg.head.reliability == "learned" else None
-        levels = AvslModel(backbone, component(cfg.head, in_channels=list(backbone.channels), map_sizes=sizes))
-        OmegaConf.update(cfg, "runtime.embedding_size", levels.embedding_size)
-        return levels
-    if "${runtime.map_size}" in OmegaConf.to_yaml(cfg.pooling, resolve=False):
-        OmegaConf.update(cfg, "runtime.map_size", _map_sizes(backbone, cfg.runtime.image_size)[-1])
+    given: dict[str, Any] = {"in_channels": list(backbone.channels)}
+    if _asks_for_map_size(cfg) or "map_sizes" in _head_parameters(cfg):
+        given["map_sizes"] = backbone.map_sizes(cfg.runtime.image_size)
+        OmegaConf.update(cfg, "runtime.map_size", given["map_sizes"][-1])
     pooling = component(cfg.pooling)
-    width = pooling.input_width(cfg.head.out_features)
-    head = component(cfg.head, in_features=pooled_channels(backbone, pooling), out_features=width)
-    model = MetricModel(backbone, pooling, head)
+    given["in_features"] = pooled_channels(backbone, pooling)
+    if pooling is not None and "out_features" in cfg.head:
+        given["out_features"] = pooling.input_width(cfg.head.out_features)
+    model = _head(cfg, given).model(backbone, pooling)
     OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
     return model
 
 
-def build_distance(cfg: DictConfig) -> AvslDistance | None:
+def build_distance(cfg: DictConfig) -> BaseDistance | None:
     """The distance of a configuration's model as it starts, without the model; None is that of unit vectors."""
-    if not _is_avsl(cfg):
-        return None
-    levels = cfg.head.num_levels
-    head: AvslHead = component(cfg.head, in_channels=[1] * levels, map_sizes=[[1, 2]] * levels)
-    return head.make_distance()
+    levels = cfg.head.get("num_levels", 1)
+    stand_ins = {"in_features": 1, "in_channels": [1] * levels, "map_sizes": [[1, 2]] * levels}
+    distance = _head(cfg, stand_ins).make_distance()
+    return None if ranks_like_unit_vectors(distance) else distance
 
 
-def _map_sizes(backbone: Backbone, image_size: Sequence[int]) -> list[list[int]]:
-    """Height and width of every map."""
-    was_training = backbone.training
-    backbone.eval()
-    with torch.no_grad():
-        image = torch.zeros(1, 3, *image_size, dtype=torch.uint8)
-        maps = backbone(backbone.preprocess(image))
-    backbone.train(was_training)
-    return [list(x.shape[2:]) for x in maps]
+def _head(cfg: DictConfig, given: dict[str, Any]) -> Head:
+    """The head, with those of the values given that are arguments of it."""
+    head: Head = component(cfg.head, **{key: given[key] for key in given.keys() & _head_parameters(cfg)})
+    return head
 
 
-def build_objective(cfg: DictConfig, model: MetricModel | AvslModel) -> Objective:
+def _head_parameters(cfg: DictConfig) -> set[str]:
+    return set(parameters_of(imported(cfg.head._target_, "head"))[0])
+
+
+def _asks_for_map_size(cfg: DictConfig) -> bool:
+    return cfg.pooling is not None and "${runtime.map_size}" in OmegaConf.to_yaml(cfg.pooling, resolve=False)
+
+
+def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     """Loss, miner and regularizers, with the numbers of classes and dimensions now known.
 
     Raises:
@@ -357,23 +346,23 @@ def build_objective(cfg: DictConfig, model: MetricModel | AvslModel) -> Objectiv
     mixing = regularizers.pop("mixing", "convex")
     of_pairs: dict[str, Any] = {}
     of_loss: dict[str, Any] = {}
-    if isinstance(model, AvslModel):
+    if not ranks_like_unit_vectors(model.distance):
         of_pairs["distance"] = BorrowedDistance(model.distance)
-        of_loss["distance"] = model.distance if _is_layered(cfg.loss) else of_pairs["distance"]
+        of_loss["distance"] = model.distance if _declared(cfg.loss, "compares_levels") else of_pairs["distance"]
     objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
     for name, requires in objective.requires.items():
         for side in requires:
             if side not in model.provides:
+                of = (cfg.pooling or cfg.head)._target_
                 raise ConfigError(
-                    f"regularizer '{name}' needs '{side}' of the pooling, which {cfg.pooling._target_} does not "
-                    f"provide (it provides: {', '.join(model.provides) or 'nothing'}); choose pooling=gsp or "
-                    "another that does"
+                    f"regularizer '{name}' needs '{side}' of the pooling, which {of} does not provide (it provides: "
+                    f"{', '.join(model.provides) or 'nothing'}); choose pooling=gsp or another that does"
                 )
     return objective
 
 
 def build_optimizer(
-    cfg: DictConfig, model: MetricModel | AvslModel, objective: Objective, plan: Plan | None = None
+    cfg: DictConfig, model: MetricModel, objective: Objective, plan: Plan | None = None
 ) -> tuple[Optimizer, Any]:
     """Optimizer over the named groups, and its schedule or None; with a ``plan``, the plan's rates instead."""
     optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))
@@ -400,32 +389,15 @@ def build_train_batches(
     )
 
 
-def build_eval_batches(
-    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, device: torch.device
-) -> Callable[[IntArray], EvalBatches]:
-    """A function from table rows to their batches, without augmentation."""
-    transform = component(cfg.transform.eval)
-    return lambda rows: EvalBatches(
-        data.table,
-        rows,
-        images=images,
-        transform=transform,
-        batch_size=cfg.eval_batch_size,
-        device=device,
-        num_workers=cfg.num_workers,
-    )
-
-
 def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
     logger = component(cfg.logger, run_dir=run_dir) if cfg.logger is not None else None
     return [] if logger is None else [logger]
 
 
-def move(model: nn.Module, objective: nn.Module, device: torch.device, *, channels_last: bool) -> None:
-    """Put model and objective on the device in the memory format of the images."""
+def move(model: MetricModel, device: torch.device, *, channels_last: bool) -> None:
+    """Put a model on the device in the memory format of the images."""
     model.to(device=device)
     if channels_last:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 module.to(memory_format=torch.channels_last)
-    objective.to(device)

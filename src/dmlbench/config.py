@@ -114,7 +114,7 @@ class AggregateConfig:
     allow_partial: bool = False
     force: bool = False
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    tile_bytes: int = 2**29
+    evaluation: Any = MISSING
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
@@ -124,8 +124,24 @@ class TableConfig:
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    facts: tuple[str, ...] = ()
     compare: tuple[str, ...] | None = None
     name: str | None = None
+    allow_partial: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class ReportConfig:
+    """Top level of ``dmlbench report``: aggregated cells as a picture."""
+
+    cells: str = "**"
+    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    queries: int = 5
     allow_partial: bool = False
     paths: PathsConfig = field(default_factory=PathsConfig)
 
@@ -136,6 +152,7 @@ SCHEMAS = {
     "explain": ExplainConfig,
     "aggregate": AggregateConfig,
     "table": TableConfig,
+    "report": ReportConfig,
 }
 
 
@@ -171,18 +188,17 @@ NOT_PART_OF_A_RUN = (
     "fit.checkpoint_every",
     "fit.log_every",
     "fit.keep",
-    "evaluation.tile_bytes",
-    "evaluation.back_end",
+    "dataset.table.cache_dir",
 )
 
+# Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,
+# so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
+_SAME_AS_ABSENT: dict[str, Any] = {"optim.lr_multipliers.distance": 1.0}
 
-# Keys that came after the first results, with values that mean what was done before: runs from then keep their names.
-_SAME_AS_ABSENT = {
-    "evaluation.metrics": ["p_at_1", "recall_at_k", "r_precision", "map_at_r"],
-    "evaluation.kmeans_seed": 0,
-    "optim.lr_multipliers.distance": 1.0,
-    "evaluation.rerank": None,
-}
+# Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
+# once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.
+_EVALUATION_IN_NAMES = {"_target_": "dmlbench.evaluation.evaluate.EvaluationSpec", "recall_at": [1, 2, 4, 8]}
+_OF_CLUSTERS = ("nmi", "ami")
 
 
 def load_config(path: Path) -> DictConfig:
@@ -205,9 +221,13 @@ def load_config(path: Path) -> DictConfig:
     return present
 
 
-def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
-    # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
-    container = rename_targets(OmegaConf.to_container(cfg, resolve=False), first_name)
+def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
+    """What tells a configuration from others, in the words of the first version."""
+    container = rename_targets(container, first_name)
+    evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
+    selecting = "kmeans_seed" if monitor in _OF_CLUSTERS else "rerank"
+    kept = {selecting: evaluation[selecting]} if evaluation.get(selecting) else {}
+    container["evaluation"] = _EVALUATION_IN_NAMES | kept
     for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")
         node: Any = container
@@ -215,7 +235,34 @@ def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
             node = node.get(parent) or {}
         if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
             node.pop(last, None)
-    return hashlib.sha256(json.dumps(container, sort_keys=True).encode()).hexdigest()
+    return container
+
+
+def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
+    # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    # A run's cache of drawn images was hashed with the first results, so it stays in names.
+    names = tuple(key for key in excluded if key != "dataset.table.cache_dir")
+    return hashlib.sha256(json.dumps(_identity(container, names), sort_keys=True).encode()).hexdigest()
+
+
+def settings_of_cell(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings that make a cell what it is, flattened, of a resolved configuration (as a run stores it)."""
+    return flatten(_identity(stored, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN))
+
+
+def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """(stored, new) values of the settings that decide a run's numbers and differ, by key.
+
+    Args:
+        cfg: a configuration before its data are read.
+        stored: the resolved one of a finished or interrupted run; what only the data say is taken from it.
+    """
+    known = OmegaConf.merge(cfg, {"runtime": stored.runtime, "paths": stored.paths})
+    containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
+    old, new = (flatten(_identity(container, NOT_PART_OF_A_RUN)) for container in containers)
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return {key: (old.get(key), new.get(key)) for key in keys}
 
 
 def cell_id(cfg: DictConfig) -> str:
@@ -227,7 +274,12 @@ def cell_id(cfg: DictConfig) -> str:
     if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
     name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{_digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)[:8]}"
+    return f"{name}-{cell_sha256(cfg)[:8]}"
+
+
+def cell_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that defines a cell."""
+    return _digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)
 
 
 def config_sha256(cfg: DictConfig) -> str:

@@ -14,7 +14,7 @@ from dmlbench.types import ConfigError, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
-_SET_BY_BUILD = ("in_features", "in_channels", "distance", "run_dir", "optimizer", "labels", "seed")
+_SET_BY_BUILD = ("in_features", "in_channels", "map_sizes", "distance", "run_dir", "optimizer", "labels", "seed")
 
 
 def check_components(node: Any, path: str = "") -> None:

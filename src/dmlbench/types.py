@@ -6,7 +6,7 @@ m prototypes, L levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ class Split:
         val: what early stopping and selection look at; None where the length of the training is given.
         test: what is reported; None where the protocol must not look at the test half (``hpo``).
         val_is_test: True when the selection looks at the test half; printed with every number.
+        facts: numbers and names that belong to this split, such as how far its test classes are from its training
+            ones; they go into the result and can be columns of tables.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Split:
     val: RetrievalSet | None
     test: RetrievalSet | None
     val_is_test: bool = False
+    facts: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

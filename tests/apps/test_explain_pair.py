@@ -17,6 +17,7 @@ from dmlbench.apps.explain_pair_picture import write_pair
 from dmlbench.apps.trained import NamedImage, load_run, read_one
 from dmlbench.cli.explain import pair_as_list
 from dmlbench.cli.main import main
+from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.readers.folder import folder
 from dmlbench.models.avsl import AvslHead, AvslModel
@@ -298,11 +299,11 @@ def test_a_file_of_any_size_goes_through_the_transform_of_the_run(runs, tmp_path
         Image.fromarray(pixels).save(tmp_path / name)
     table = folder(tmp_path)
     run = load_run(runs["avsl"], {}, device="cpu")
-    run.config.transform.eval = {
-        "_target_": "dmlbench.data.batches.transforms.center_crop", "crop": 32, "resize": 36, "kernel": "pillow",
-    }  # fmt: skip
     photographs = dataclasses.replace(
-        run, data=dataclasses.replace(run.data, table=table), images=DecodedImages(table, short_side=36)
+        run,
+        data=dataclasses.replace(run.data, table=table),
+        images=DecodedImages(table, short_side=36),
+        transform=center_crop(crop=32, resize=36, kernel="pillow"),
     )
     for row, path in enumerate(table.paths):
         named, expected = read_one(photographs, str(path))

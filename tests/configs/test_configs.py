@@ -33,6 +33,8 @@ def options(group: str) -> list[str]:
 def choose(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with what it cannot do without."""
     rest = {key: other for key, other in LEVELS.items() if (group, option) in OF_LEVELS and key != group}
+    if group == "head":  # any of them finds there the maps that it asks for
+        rest.setdefault("backbone", LEVELS["backbone"])
     return [f"{key}={value}" for key, value in {group: option, **rest}.items()]
 
 
@@ -437,17 +439,16 @@ def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
     build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
 
 
-def test_metrics_of_before_keep_the_names_of_cells_and_others_do_not() -> None:
+def test_what_is_evaluated_names_no_cell_unless_it_selects_the_weights() -> None:
     def digest(*overrides: str) -> str:
         return config_sha256(compose("train", list(overrides)))
 
-    usual = digest()
-    before = compose("train", ["~evaluation.metrics", "~evaluation.kmeans_seed"])
-    OmegaConf.set_struct(before, False)
-    del before.evaluation["rerank"]
-    assert config_sha256(before) == usual
-    others = (digest(f"evaluation.{key}") for key in ("metrics=[nmi]", "kmeans_seed=1", "rerank=100"))
-    assert len({usual, *others}) == 4
+    for others in ("metrics=[nmi]", "recall_at=[1,10]", "kmeans_seed=1", "back_end=torch", "tile_bytes=9999999"):
+        assert digest(f"evaluation.{others}") == digest()
+    assert digest("evaluation.rerank=100") != digest()  # validation ranks the shortlist, too
+    by_nmi = ("evaluation.metrics=[nmi]", "fit.monitor=nmi")
+    assert len({digest(), digest(*by_nmi), digest(*by_nmi, "evaluation.kmeans_seed=1")}) == 3
+    assert digest(*by_nmi, "evaluation.rerank=100") == digest(*by_nmi)
 
 
 def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:

@@ -1,12 +1,11 @@
-"""Checks, fingerprint and image reading of ``dmlbench.data.image_table``."""
+"""Checks and fingerprint of ``dmlbench.data.image_table``."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from dmlbench.data.image_table import file_sizes, fingerprint, halved_roles, make_table, read_image, rows_of_classes
+from dmlbench.data.image_table import file_sizes, fingerprint, halved_roles, make_table, rows_of_classes
 from dmlbench.types import DataError, ImageTable
 
 
@@ -63,54 +62,6 @@ def test_an_empty_table_is_refused() -> None:
     none = np.zeros(0, dtype=np.int64)
     with pytest.raises(DataError, match="no images"):
         make_table("none", "/r", paths=[], labels=none, class_names=[], role=none.astype(str), content=none)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "I;16", "LA"])
-def test_every_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
-    if mode == "I;16":
-        image = Image.fromarray(np.full((4, 6), 200 * 256, dtype=np.uint16))
-    else:
-        image = Image.new("RGB", (6, 4), (200, 200, 200))
-        image = image.quantize(4) if mode == "P" else image.convert(mode)
-    file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
-    image.save(file)
-    read = read_image(file)
-    assert (read.mode, read.size) == ("RGB", (6, 4))
-    value = np.asarray(read)[0, 0, 0]
-    assert value == 255 if mode == "1" else abs(int(value) - 200) <= 2
-
-
-def test_exif_rotation_is_applied(tmp_path: Path) -> None:
-    image = Image.new("RGB", (6, 4))
-    exif = image.getexif()
-    exif[0x0112] = 6
-    image.save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(tmp_path / "turned.jpg").size == (4, 6)
-
-
-@pytest.mark.parametrize("content", [b"", b"no image at all", None])
-def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "broken.jpg"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(DataError, match=r"broken\.jpg"):
-        read_image(file)
-
-
-def test_a_truncated_image_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "cut.jpg"
-    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(file)
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"cut\.jpg"):
-        read_image(file)
-
-
-def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "float.tif"
-    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(file)
-    with pytest.raises(DataError, match="floating point"):
-        read_image(file)
 
 
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:

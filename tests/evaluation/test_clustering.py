@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from dmlbench.evaluation.metrics.clustering import (
+    WholeSet,
     class_distances,
-    cluster_scores,
     kmeans,
     kmeans_library,
     mutual_information,
 )
+from dmlbench.evaluation.metrics.table import asked_scores, set_scores
 from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
@@ -25,9 +26,9 @@ def example(seed: int, *, size: int = 60, classes: int = 7) -> tuple[FloatRows, 
     return unit_rows(torch.from_numpy(rows.astype(np.float32))), labels
 
 
-def test_scores_equal_recorded_values_of_other_code(shared_dir: Path) -> None:
+def test_scores_equal_recorded_values_of_other_code(golden_dir: Path) -> None:
     """golden/metrics.npz: NMI and AMI of pytorch-metric-learning 2.9.0, distances of ooDML's code."""
-    golden = np.load(shared_dir / "golden" / "metrics.npz", allow_pickle=False)
+    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
     compared = 0
     for case in (c["case"] for c in json.loads(str(golden["meta"]))["cases"] if c["self_excluded"]):
         rows = unit_rows(torch.from_numpy(golden[f"{case}_query"].astype(np.float32)))
@@ -80,7 +81,7 @@ def test_distances_are_refused_where_there_is_nothing_to_compare() -> None:
 @pytest.mark.parametrize("library", ["faiss", "scikit-learn"])
 def test_kmeans_finds_classes_that_lie_apart_and_repeats_itself(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library == "faiss":
-        pytest.importorskip("faiss")
+        pytest.importorskip("faiss", reason="extra faiss-cpu")
     monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans_library", lambda: library)
     labels = np.repeat([0, 1], 20)
     rows = np.random.default_rng(1).normal(size=(40, 3)) * 0.1 + np.where(labels, 1, -1)[:, None]
@@ -99,10 +100,10 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
         for part in (slice(0, 40), slice(20, 60))
     )
     metrics = ("nmi", "ami", "intra_class_distance", "inter_class_distance")
-    expected = cluster_scores(everything, None, metrics=metrics, kmeans_seed=0)
+    scores = asked_scores((*metrics, "map_at_r"))
+    expected = set_scores(WholeSet(everything, None, kmeans_seed=0), scores)
     assert list(expected) == list(metrics)
-    assert cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=0) == expected
-    assert cluster_scores(everything, None, metrics=("map_at_r",), kmeans_seed=0) == {}
+    assert set_scores(WholeSet(queries, gallery, kmeans_seed=0), scores) == expected
 
 
 def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_vectors
-from dmlbench.evaluation.metrics.scores import METRICS, query_score_names
+from dmlbench.evaluation.metrics.table import METRICS, asked_scores, score_names
 from dmlbench.evaluation.search.similarity import unit_rows
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, nearest
 from dmlbench.evaluation.task import EvaluationSpec
@@ -36,7 +36,7 @@ def by_loops(queries: EmbeddingSet, gallery: EmbeddingSet | None, recall_at: tup
     """Every score from a sorted list per query, with float64 inner products and the rule for ties."""
     reference = queries if gallery is None else gallery
     x, y = unit_rows(queries.rows).astype(np.float64), unit_rows(reference.rows).astype(np.float64)
-    scores: dict[str, list[float]] = {name: [] for name in query_score_names(recall_at, QUERY_METRICS)}
+    scores: dict[str, list[float]] = {name: [] for name in score_names(asked_scores(QUERY_METRICS, recall_at))}
     for q in range(len(queries)):
         # equal rows give equal sums here, so duplicates tie
         items = [(-float(np.sum(x[q] * y[g])), g) for g in range(len(reference)) if reference.ids[g] != queries.ids[q]]
@@ -76,21 +76,11 @@ def difficult_set(seed: int, *, size: int = 90, dimension: int = 6) -> Embedding
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("back_end", ["torch", "faiss"])
-def test_scores_equal_recorded_values_of_other_code(shared_dir: Path, case: str, back_end: BackEnd) -> None:
+def test_scores_equal_recorded_values_of_other_code(golden_dir: Path, case: str, back_end: BackEnd) -> None:
     """golden/metrics.npz: an own brute force in float64 and pytorch-metric-learning 2.9.0."""
-    assert_equals_recorded(shared_dir / "golden" / "metrics.npz", case, back_end)
-
-
-@pytest.mark.parametrize("case", ["single_unbalanced", "query_gallery"])
-def test_scores_equal_the_recorded_values_that_come_with_the_project(repository: Path, case: str) -> None:
-    """The two small cases of the above with float32 rows; the file's entry "meta" names the source."""
-    assert_equals_recorded(repository / "tests" / "fixtures" / "retrieval_metrics.npz", case, "auto")
-
-
-def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
     if back_end == "faiss":
-        pytest.importorskip("faiss")
-    golden = np.load(path, allow_pickle=False)
+        pytest.importorskip("faiss", reason="extra faiss-cpu")
+    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
     facts = next(c for c in json.loads(str(golden["meta"]))["cases"] if c["case"] == case)
     queries = embedding_set(golden[f"{case}_query"], golden[f"{case}_query_labels"])
     gallery = None
@@ -107,8 +97,6 @@ def assert_equals_recorded(path: Path, case: str, back_end: BackEnd) -> None:
         assert result.scores[ours] == pytest.approx(golden[f"{case}_np_{theirs}"], abs=1e-12)
     for ours, theirs in {**names, "map_at_r": "mean_average_precision_at_r"}.items():
         assert result.scores[ours] == pytest.approx(golden[f"{case}_pml_{theirs}"], abs=1e-12)
-    if f"{case}_np_map_full" not in golden:  # the project's own file holds what every run computes
-        return
     assert result.scores["map"] == pytest.approx(float(golden[f"{case}_np_map_full"]), abs=1e-12)
     if facts["self_excluded"]:
         positives = (queries.labels[:, None] == queries.labels).sum(dim=1).numpy() - 1
@@ -172,8 +160,8 @@ def test_whole_rankings_equal_loops_by_every_route(seed: int, separate: bool) ->
 
 def test_metrics_asked_for_do_not_move_the_others() -> None:
     queries = difficult_set(11)
-    usual, every = evaluate(queries), evaluate(queries, None, EvaluationSpec(metrics=METRICS))
-    assert list(every.scores) == [*usual.scores, *METRICS[4:]]
+    usual, every = evaluate(queries), evaluate(queries, None, EvaluationSpec(metrics=tuple(METRICS)))
+    assert set(every.scores) == {*usual.scores, *score_names(asked_scores(tuple(METRICS)))}
     assert {name: every.scores[name] for name in usual.scores} == usual.scores
     assert usual.kmeans is None
     assert every.kmeans is not None and every.kmeans.endswith("seed 0")
@@ -202,7 +190,7 @@ def test_metrics_of_unit_vectors_are_refused_with_other_distances() -> None:
 
 def test_all_routes_give_equal_bits() -> None:
     """Back ends, tile sizes and thread counts on rows with duplicates and near ties, concentrated and spread."""
-    pytest.importorskip("faiss")
+    pytest.importorskip("faiss", reason="extra faiss-cpu")
     threads = torch.get_num_threads()
     for offset in (0.0, 30.0):
         base = difficult_set(7, size=120, dimension=24)
@@ -309,7 +297,7 @@ def test_unit_euclidean_distances_take_the_exact_route() -> None:
 @pytest.mark.parametrize("back_end", ["torch", "faiss"])
 def test_nearest_orders_by_distance_then_by_gallery_index(back_end: BackEnd) -> None:
     if back_end == "faiss":
-        pytest.importorskip("faiss")
+        pytest.importorskip("faiss", reason="extra faiss-cpu")
     queries = difficult_set(2)
     unit = unit_rows(queries.rows).astype(np.float64)
     found = nearest(queries, None, 7, back_end=back_end, tile_bytes=8192)

@@ -15,18 +15,19 @@ from dmlbench.evaluation import resume
 from dmlbench.evaluation.analysis import hardest_queries
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import query_scores
-from dmlbench.evaluation.search import pairwise, pairwise_search, unit_vectors
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
+from dmlbench.evaluation.search import pairwise_search, unit_vectors
 from dmlbench.evaluation.search.by_distance import nearest_by_distance
-from dmlbench.evaluation.search.candidates import ExactSimilarity
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, is_symmetric
 from dmlbench.evaluation.search.pairwise_search import pairwise_search as search_of
+from dmlbench.evaluation.search.top_k import ExactSimilarity
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 RECALL_AT = (1, 3)
+ASKED = asked_scores(DEFAULT_METRICS, RECALL_AT)
 LEVELS, NODES = 2, 12
 
 
@@ -81,7 +82,7 @@ def scores_by_sorting(queries: EmbeddingSet, gallery: EmbeddingSet, order: list[
     found: dict[str, list[float]] = {}
     for q, columns in enumerate(order):
         relevant = (gallery.labels[columns] == queries.labels[q]).numpy()
-        one = query_scores(relevant[None], np.array([max(1, relevant.sum())]), recall_at=RECALL_AT)
+        one = query_scores(relevant[None], np.array([max(1, relevant.sum())]), ASKED)
         for name, value in one.items():
             found.setdefault(name, []).append(value[0] if relevant.any() else np.nan)
     return {name: np.array(values) for name, values in found.items()}
@@ -252,7 +253,8 @@ def test_what_is_known_of_other_embeddings_or_damaged_is_not_used(tmp_path: Path
     queries = rows_of(60, seed=8)
     expected = evaluate(queries, distance=distance).per_query
     assert_same(evaluate(queries, distance=distance, partial=path), expected)
-    path.write_bytes(path.read_bytes()[:500])
+    progress = path / "progress.npz"
+    progress.write_bytes(progress.read_bytes()[:500])
     assert_same(evaluate(queries, distance=distance, partial=path), expected)
     with torch.no_grad():
         distance.beta += 1
@@ -280,7 +282,7 @@ def test_a_shortlist_of_all_is_the_exact_ranking_and_a_short_one_that_of_its_ite
     positives = np.array([int((queries.labels == label).sum()) - 1 for label in queries.labels])
     for q, columns in enumerate(order):
         relevant = (queries.labels[columns] == queries.labels[q]).numpy()
-        for name, value in query_scores(relevant[None], np.maximum(positives[[q]], 1), recall_at=RECALL_AT).items():
+        for name, value in query_scores(relevant[None], np.maximum(positives[[q]], 1), ASKED).items():
             expected[name].append(value[0] if positives[q] else np.nan)
     assert_same(few, {name: np.array(values) for name, values in expected.items()})
     assert not np.array_equal(few.per_query["map_at_r"], exact.per_query["map_at_r"], equal_nan=True)
@@ -372,11 +374,16 @@ def test_a_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_memory_of_a_tile_counts_what_a_distance_expands() -> None:
+    taken = []
+
+    class Recording(SNRDistance):
+        def compute_mat(self, query_emb: torch.Tensor, ref_emb: torch.Tensor) -> torch.Tensor:
+            taken.append(2 * 8 * len(query_emb) * ref_emb.numel())  # the differences of all pairs, and their squares
+            return super().compute_mat(query_emb, ref_emb)
+
     queries = rows_of(60, seed=30)
-    width = queries.rows.shape[1]
-    assert search_of(queries, None, avsl(), tile_bytes=2**20).similarity.bytes_per_pair == 40
-    assert search_of(queries, None, SNRDistance(), tile_bytes=2**20).similarity.bytes_per_pair == 40 + 16 * width
-    assert pairwise._PAIRS % 16 == 0  # a whole number of the blocks of matrix products
+    evaluate(queries, None, EvaluationSpec(tile_bytes=2**18), distance=Recording())
+    assert len(taken) > 1 and max(taken) <= 2**18 < 2 * 8 * 60 * queries.rows.numel()
 
 
 def test_the_nearest_by_a_distance_are_those_of_its_sorted_values_and_not_of_unit_vectors() -> None:

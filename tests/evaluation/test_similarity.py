@@ -62,8 +62,10 @@ def test_fast_product_ranks_within_its_stated_error(offset: float, dimension: in
         assert product.error < 1e-6  # the plain product of nearly parallel rows would err by far more
 
 
-@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
-def test_products_are_float32_inside_whichever_interface_allowed_less(name: str, value: bool | str) -> None:
+@pytest.mark.parametrize(("name", "value", "strict"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")])
+def test_products_are_float32_inside_whichever_interface_allowed_less(
+    name: str, value: bool | str, strict: bool | str
+) -> None:
     matmul = torch.backends.cuda.matmul
     try:
         before = getattr(matmul, name)
@@ -72,7 +74,7 @@ def test_products_are_float32_inside_whichever_interface_allowed_less(name: str,
     setattr(matmul, name, value)
     try:
         with strict_float32_products():
-            assert getattr(matmul, name) in (False, "ieee")
+            assert getattr(matmul, name) == strict
         assert getattr(matmul, name) == value
     finally:
         setattr(matmul, name, before)

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from dmlbench import build as build_module
 from dmlbench import run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
@@ -44,7 +45,7 @@ class Killed(Exception):
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -> None:
     whole = run_module.run(config(tmp_path / "whole", f"loss={loss}", "fit.keep=both"))
     cfg = config(tmp_path / "parts", f"loss={loss}", "fit.keep=both")
-    build = run_module.build.build_train_batches
+    build = build_module.build_train_batches
 
     def killed_after_four(*arguments, **options):
         batches = build(*arguments, **options)
@@ -59,10 +60,10 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -
         batches.__class__ = Dying
         return batches
 
-    monkeypatch.setattr(run_module.build, "build_train_batches", killed_after_four)
+    monkeypatch.setattr(build_module, "build_train_batches", killed_after_four)
     with pytest.raises(Killed):
         run_module.run(cfg)
-    monkeypatch.setattr(run_module.build, "build_train_batches", build)
+    monkeypatch.setattr(build_module, "build_train_batches", build)
     resumed = run_module.run(config(tmp_path / "parts", f"loss={loss}", "fit.keep=both"))
     for name in ("best.ckpt", "last.ckpt"):
         ours, theirs = (torch.load(path / name, weights_only=True) for path in (resumed, whole))

@@ -1,9 +1,11 @@
 """``dmlbench data`` as a user sees it: what is printed, and the exit code."""
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,10 +47,25 @@ def animals(tmp_path: Path) -> Path:
     return root
 
 
-def birds(tmp_path: Path, shared_dir: Path) -> Path:
-    """The archive of 51 birds, where a user may have put it."""
+def birds(tmp_path: Path) -> Path:
+    """An archive like CUB's with two images each of the first five classes, where a user may have put it."""
+    names = [f"{c:03}.Bird/{i}.jpg" for c in range(1, 6) for i in range(2)]
+    files = {
+        "images.txt": "".join(f"{k} {name}\n" for k, name in enumerate(names, 1)).encode(),
+        "image_class_labels.txt": "".join(f"{k} {int(name[:3])}\n" for k, name in enumerate(names, 1)).encode(),
+        "classes.txt": "".join(f"{c} {c:03}.Bird\n" for c in range(1, 6)).encode(),
+    }
+    for name, pixels in zip(names, np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8), strict=True):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "jpeg")
+        files[f"images/{name}"] = buffer.getvalue()
     (tmp_path / "data").mkdir()
-    return Path(shutil.copy(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar", tmp_path / "data"))
+    with tarfile.open(tmp_path / "data" / "CUB_200_2011_subset.tar", "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"CUB_200_2011/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return tmp_path / "data" / "CUB_200_2011_subset.tar"
 
 
 def test_list_names_every_data_set_and_says_where_it_is(data: Command, repository: Path, tmp_path: Path) -> None:
@@ -122,22 +139,22 @@ def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path)
 
 
 def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_benchmark(
-    data: Command, tmp_path: Path, shared_dir: Path
+    data: Command, tmp_path: Path
 ) -> None:
-    archive = birds(tmp_path, shared_dir)
+    archive = birds(tmp_path)
     _, error = data("prepare", "cub200", "--from", str(archive), code=1)
     assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error
     out, _ = data("prepare", "cub200", "--from", str(archive), "--accept-other-checksum", SUBSET)
     assert "accepted_other_checksum" in (tmp_path / "data" / "cub200" / ".prepared-by-dmlbench.json").read_text()
     assert "extracting CUB_200_2011_subset.tar" in out
-    assert "cub200: 51 images of 10 classes" in out
+    assert "cub200: 10 images of 5 classes" in out
     assert f"made: {tmp_path / 'data' / 'cub200' / 'CUB_200_2011'}" in out
     assert "is there already" in data("prepare", "cub200", SUBSET)[0]
     out, _ = data("verify", "cub200", SUBSET)
-    assert "looked at: 51 images" in out
+    assert "looked at: 10 images" in out
     assert out.splitlines()[-1].startswith("cub200 is readable, but not the benchmark of the papers")
     _, error = data("verify", "cub200", code=1)
-    assert "train 51 images of 10 classes" in error
+    assert "train 10 images of 5 classes" in error
     assert "published are train 5,864 images" in error
 
 

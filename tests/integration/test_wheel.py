@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_wheel_trains_outside_of_the_checkout(repository, tmp_path) -> None:
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatchling", reason="extra dev")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "dist"],
         cwd=repository, check=True, capture_output=True,

@@ -28,13 +28,13 @@ def sample(*, count=8, classes=4, inference="rectified", seed=0):
     return distance, rows, torch.arange(count) % classes
 
 
-def test_proxy_anchor_of_distances_is_the_recorded_one(shared_dir):
-    golden = np.load(shared_dir / "golden" / "avsl.npz")
+def test_proxy_anchor_of_distances_is_the_recorded_one(golden_dir):
+    golden = np.load(golden_dir / "avsl.npz")
     distances = torch.from_numpy(golden["pa_distances"]).requires_grad_(True)
     same = torch.from_numpy(golden["pa_labels"])[:, None] == torch.arange(5)
     loss = proxy_anchor_of_distances(distances, same, alpha=16, margins=(1.8, 2.2))
     loss.backward()
-    assert_allclose(float(loss), float(golden["pa_loss"]), rtol=1e-12)
+    assert_allclose(loss.item(), golden["pa_loss"], rtol=1e-12)
     assert_allclose(distances.grad, golden["pa_grad"], rtol=1e-10, atol=1e-14)
 
 

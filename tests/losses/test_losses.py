@@ -77,7 +77,7 @@ TORCH = {
     "xbm_repo_ms_hardmining_a2_b40": ["loss=multi_similarity", "miner=multi_similarity"],
     "pml_proxynca_scale9": ["loss=proxy_nca_pp"],
     "pml_proxynca_scale1": ["loss=proxy_nca", "loss.assignment_probability=true"],
-    "euwern_ProxyNCA_prob_scale3": ["loss=proxy_nca", "loss.softmax_scale=9", "loss.assignment_probability=true"],
+    "euwern_ProxyNCA_prob_scale3": ["loss=proxy_nca_pp"],
     "euwern_ProxyNCA_classic_scale3": ["loss=proxy_nca", "loss.softmax_scale=9"],
     "pml_normsoftmax_T0.11": ["loss=proxy_nca_gsp"],
     "pml_normsoftmax_T0.05556": ["loss=norm_softmax", "loss.temperature=0.05555555555555555"],
@@ -104,8 +104,8 @@ GSP = {
 
 
 @pytest.fixture(scope="module")
-def golden(shared_dir: Path) -> Callable[[str], dict[str, np.ndarray]]:
-    return lambda name: dict(np.load(shared_dir / "golden" / f"{name}.npz", allow_pickle=False))
+def golden(golden_dir: Path) -> Callable[[str], dict[str, np.ndarray]]:
+    return lambda name: dict(np.load(golden_dir / f"{name}.npz", allow_pickle=False))
 
 
 def _set_weights(objective: Objective, record: dict[str, np.ndarray], batch: str, name: str) -> nn.Parameter | None:
@@ -145,10 +145,11 @@ def test_equals_public_torch_code(golden, monkeypatch, name: str, batch: str) ->
     rtol, atol = (1e-6, 1e-7) if loose else (1e-8, 1e-9)
     np.testing.assert_allclose(value, record[f"{batch}_{name}_loss"], rtol=rtol, atol=atol)
     np.testing.assert_allclose(gradient.numpy(), record[f"{batch}_{name}_grad"], rtol=10 * rtol, atol=atol)
-    if weights is not None and f"{batch}_{name}_grad_proxies" in record and weights.grad is not None:
+    if weights is not None:
         expected = record[f"{batch}_{name}_grad_proxies"]
         expected = expected if expected.shape == weights.shape else expected.T
-        np.testing.assert_allclose(weights.grad.numpy(), expected, rtol=10 * rtol, atol=atol)
+        found = torch.zeros_like(weights) if weights.grad is None else weights.grad  # b2 has no positive pair
+        np.testing.assert_allclose(found.numpy(), expected, rtol=10 * rtol, atol=atol)
 
 
 @pytest.mark.parametrize("batch", ["b0", "b1", "b2"])
@@ -174,7 +175,7 @@ def test_no_recorded_loss_is_left_out(golden) -> None:
         assert recorded - set(table) <= NOT_CONFIGURED
 
 
-# Against naive loops in float64, for clones without recorded values
+# Against naive loops in float64
 
 LABELS = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4])  # class 4 has one image
 

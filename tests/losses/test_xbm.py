@@ -18,13 +18,13 @@ from dmlbench.types import ConfigError, ModelOutput
 
 
 @pytest.fixture(scope="module")
-def recorded(shared_dir):
-    return dict(np.load(shared_dir / "golden" / "xbm_torch.npz", allow_pickle=False))
+def recorded(golden_dir):
+    return dict(np.load(golden_dir / "xbm_torch.npz", allow_pickle=False))
 
 
 @pytest.fixture(scope="module")
-def recorded_gsp(shared_dir):
-    return dict(np.load(shared_dir / "golden" / "losses_gsp_tf.npz", allow_pickle=False))
+def recorded_gsp(golden_dir):
+    return dict(np.load(golden_dir / "losses_gsp_tf.npz", allow_pickle=False))
 
 
 def steps(memory: CrossBatchMemory, embeddings: np.ndarray, labels: np.ndarray) -> list[tuple[float, np.ndarray]]:

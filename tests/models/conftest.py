@@ -15,9 +15,9 @@ from dmlbench.models.projection import Projection
 
 
 @pytest.fixture(scope="session")
-def check_recorded(shared_dir: Path) -> Callable[..., None]:
+def check_recorded(golden_dir: Path) -> Callable[..., None]:
     """``check_recorded(pooling, name, kind, weights)``: see ``_check``."""
-    with np.load(shared_dir / "golden" / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
+    with np.load(golden_dir / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
         golden = {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
 
     def check(pooling: Pooling, name: str, kind: str, weights: tuple[str, ...]) -> None:

@@ -15,8 +15,8 @@ CASES = ("c0", "c1")
 
 
 @pytest.fixture
-def golden(shared_dir):
-    return np.load(shared_dir / "golden" / "avsl.npz")
+def golden(golden_dir):
+    return np.load(golden_dir / "avsl.npz")
 
 
 def head_of(golden, case):

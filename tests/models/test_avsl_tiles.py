@@ -298,9 +298,12 @@ def test_tiles_on_a_gpu_are_those_on_the_host(inference):
 
 
 def test_arrays_are_few_and_do_not_grow_with_the_pairs():
-    distance = AvslDistance(level_size=512, inference="reliable")
-    assert AvslTiles(distance).working_bytes == 3 * 2**20
-    assert AvslTiles(distance, buffer_bytes=1).working_bytes == 3 * 16 * 512 * 4
+    distance = trained()
+    tiles = small_chunks(distance)
+    for count in (3, 40):
+        tiles(rows_of(distance, count), rows_of(distance, count, seed=1))
+        assert sum(array.nbytes for array in tiles._buffers._held.values()) == tiles.working_bytes
+    assert AvslTiles(distance, buffer_bytes=1).working_bytes == tiles.working_bytes  # of 16 pairs, the least
 
 
 def test_what_cannot_be_compared_is_an_error():

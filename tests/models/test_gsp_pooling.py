@@ -40,8 +40,8 @@ def test_k_center_equals_a_naive_loop() -> None:
         covered.append(farthest.numpy())
 
 
-def test_k_center_equals_the_recorded_start_over_classifier_rows(shared_dir: Path) -> None:
-    with np.load(shared_dir / "golden" / "gsp_module.npz", allow_pickle=False) as golden:
+def test_k_center_equals_the_recorded_start_over_classifier_rows(golden_dir: Path) -> None:
+    with np.load(golden_dir / "gsp_module.npz", allow_pickle=False) as golden:
         rows, expected = torch.from_numpy(golden["m0_classifier_weight"]), torch.from_numpy(golden["m0_prototypes"])
     picked = greedy_k_center(rows[:1], rows[1:], 63)
     torch.testing.assert_close(torch.cat([rows[:1], picked]), expected)
@@ -174,9 +174,9 @@ def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
         Gsp(6, 4, memory_rows=8)(batch(0), Projection(5, 7))
 
 
-def test_gsp_with_projection_equals_the_official_module(shared_dir: Path) -> None:
+def test_gsp_with_projection_equals_the_official_module(golden_dir: Path) -> None:
     """Case m0 of the authors' PyTorch port: normalized embedding, classifier on top, gradients of all inputs."""
-    with np.load(shared_dir / "golden" / "gsp_module.npz", allow_pickle=False) as arrays:
+    with np.load(golden_dir / "gsp_module.npz", allow_pickle=False) as arrays:
         golden = {name[3:]: torch.from_numpy(arrays[name]) for name in arrays.files if name.startswith("m0_")}
     gsp = Gsp(8, 64, transport_ratio=0.3, smoothing=5.0, memory_rows=128).double()
     gsp.load_state_dict(

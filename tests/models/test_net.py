@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import CosineSimilarity
 from torch import Tensor
 
-from dmlbench.models.net import MetricModel
+from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.global_pooling import Gap
@@ -21,9 +21,9 @@ def images(rows: int = 8) -> Tensor:
     return torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator)
 
 
-def build(pooling: Pooling) -> MetricModel:
+def build(pooling: Pooling) -> PooledModel:
     torch.manual_seed(0)
-    return MetricModel(ResNet20(), pooling, Projection(64, 6))
+    return PooledModel(ResNet20(), pooling, Projection(64, 6))
 
 
 def test_model_is_preprocessing_backbone_pooling_and_projection_in_turn() -> None:
@@ -42,7 +42,7 @@ def test_default_distance_is_euclidean_between_normalized_embeddings() -> None:
     unit = F.normalize(rows)
     assert torch.allclose(model.distance(rows), torch.cdist(unit, unit), atol=1e-3)
     cosine = CosineSimilarity()
-    assert MetricModel(ResNet20(), Gap(), Projection(64, 6), distance=cosine).distance is cosine
+    assert PooledModel(ResNet20(), Gap(), Projection(64, 6), distance=cosine).distance is cosine
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
@@ -50,7 +50,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
         model = build(pooling)
         model.backbone.freeze_batch_norm("all")
         groups = model.parameter_groups()
-        assert list(groups) == ["backbone", "pooling", "head"]
+        assert list(groups) == ["backbone", "pooling", "head", "distance"]
         listed = [pair for group in groups.values() for pair in group]
         expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert len(listed) == len(expected) and all(expected[name] is p for name, p in listed)
@@ -109,7 +109,7 @@ def test_embedding_is_float32_under_autocast() -> None:
 
 def test_widths_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"takes 32 channels.*64"):
-        MetricModel(ResNet20(), Gap(), Projection(32, 6))
+        PooledModel(ResNet20(), Gap(), Projection(32, 6))
 
 
 def test_projection_of_a_map_is_the_projection_of_every_pixel() -> None:

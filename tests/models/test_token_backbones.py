@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dmlbench.models.backbones import TimmBackbone
-from dmlbench.models.net import MetricModel, pooled_channels
+from dmlbench.models.net import PooledModel, pooled_channels
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.native import Native
 from dmlbench.models.projection import Projection
@@ -209,7 +209,7 @@ def test_native_vector_of_a_network_outside_timm_is_the_average() -> None:
 def test_model_with_native_pooling_projects_the_native_vector(name: str) -> None:
     backbone = build(name)
     projection = Projection(pooled_channels(backbone, Native()), 6)
-    model = MetricModel(backbone, Native(), projection).eval()
+    model = PooledModel(backbone, Native(), projection).eval()
     pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         output = model(pixels)
@@ -221,7 +221,7 @@ def test_model_with_native_pooling_projects_the_native_vector(name: str) -> None
 def test_native_vector_trains_all_of_the_network_and_a_map_all_but_the_layers_behind_it() -> None:
     pixels = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for pooling in (Native(), Gap()):
-        model = MetricModel(build("test_vit3"), pooling, Projection(96, 6)).train()
+        model = PooledModel(build("test_vit3"), pooling, Projection(96, 6)).train()
         model(pixels).embedding.square().sum().backward()
         listed = dict(model.parameter_groups()["backbone"])
         idle = {name.split(".")[2] for name, parameter in listed.items() if parameter.grad is None}
@@ -232,7 +232,7 @@ def test_native_vector_trains_all_of_the_network_and_a_map_all_but_the_layers_be
 def test_projection_of_another_width_than_the_native_vector_is_refused() -> None:
     backbone = build("mobilenetv3_small_050")
     with pytest.raises(ConfigError, match=r"takes 288 channels.*own pooling gives 1024"):
-        MetricModel(backbone, Native(), Projection(288, 6))
+        PooledModel(backbone, Native(), Projection(288, 6))
 
 
 def test_native_pooling_refuses_a_map() -> None:
@@ -249,6 +249,6 @@ def test_network_whose_own_pooling_gives_no_vector_is_refused(monkeypatch: pytes
 
 def test_every_layer_before_the_map_trains() -> None:
     backbone = TimmBackbone("efficientnet_b0", pretrained=False)  # timm calls its last convolution a head
-    model = MetricModel(backbone, Gap(), Projection(backbone.channels[-1], 4))
+    model = PooledModel(backbone, Gap(), Projection(backbone.channels[-1], 4))
     model(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).embedding.sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []

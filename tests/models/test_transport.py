@@ -29,8 +29,8 @@ class Golden:
 
 
 @pytest.fixture(scope="module")
-def layer(shared_dir: Path) -> Golden:
-    return Golden(shared_dir / "golden" / "gsp_layer.npz")
+def layer(golden_dir: Path) -> Golden:
+    return Golden(golden_dir / "gsp_layer.npz")
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -89,8 +89,8 @@ def test_fixed_point_solver_equals_algorithm_3(layer: Golden, case: str) -> None
         assert_close(result[name], layer.tensor(f"{case}_alg3auto_{name}"), 1e-8)
 
 
-def test_float32_layer_equals_official_float32_layer(shared_dir: Path) -> None:
-    golden = Golden(shared_dir / "golden" / "gsp_module.npz")
+def test_float32_layer_equals_official_float32_layer(golden_dir: Path) -> None:
+    golden = Golden(golden_dir / "gsp_module.npz")
     features = golden.tensor("f32_features").requires_grad_()
     prototypes = golden.tensor("f32_prototypes").requires_grad_()
     rows = features.flatten(2).transpose(1, 2)

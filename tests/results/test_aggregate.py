@@ -1,13 +1,21 @@
 import itertools
+import json
+import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from dmlbench.evaluation.embeddings.embed import save_embeddings
+from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.results.aggregate import COLLECTIONS, PARTIAL, aggregate_cell, is_current, read_aggregate
-from dmlbench.results.store import EMBEDDINGS, find_runs, locked, make_directory, write_result
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
+from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, read_aggregate
+from dmlbench.results.collections import collections
+from dmlbench.results.rules import COLLECTIONS, PARTIAL, RULES, rule_named
+from dmlbench.results.run_scores import SCORES, scores_of_run
+from dmlbench.results.store import EMBEDDINGS, find_runs, locked, make_directory, read_result, write_result
 from dmlbench.types import EmbeddingSet, RunError
 
 
@@ -74,21 +82,24 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
             aggregate_cell(runs, force=True, progress=False)
     assert (cell / PARTIAL).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr("dmlbench.evaluation.collections.concatenated.prune", kill)  # all queries are known
+        patch.setattr("dmlbench.evaluation.collections.models.UnitModel.similarities", kill)  # all queries are known
         assert aggregate_cell(runs, force=True, progress=False) == expected
     assert not (cell / PARTIAL).exists()
 
 
 def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
-    from pytorch_metric_learning.distances import CosineSimilarity, LpDistance
+    from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, LpDistance
 
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
     unit = aggregate_cell(runs, progress=False)["scores"]["concatenated"]
-    alike = dict.fromkeys(ALL, CosineSimilarity())
-    assert aggregate_cell(runs, distances=alike, force=True, progress=False)["scores"]["concatenated"] == unit
-    other = dict.fromkeys(ALL, LpDistance(normalize_embeddings=False, p=1))
-    assert aggregate_cell(runs, distances=other, force=True, progress=False)["scores"]["concatenated"] != unit
+
+    def joined(distance: BaseDistance) -> object:
+        summary = aggregate_cell(runs, distance_of=lambda run_dir: distance, force=True, progress=False)
+        return summary["scores"]["concatenated"]
+
+    assert joined(CosineSimilarity()) == unit
+    assert joined(LpDistance(normalize_embeddings=False, p=1)) != unit
 
 
 def test_summaries_of_shortlists_say_so_and_that_collections_rank_everything(tmp_path) -> None:
@@ -161,3 +172,57 @@ def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp
     assert summary["interval_95"].pop("nmi") == [0.25, 0.25]
     assert summary["scores"] == usual["scores"]
     assert summary["interval_95"] == usual["interval_95"]
+
+
+def test_scores_asked_for_later_are_computed_once_and_added_to_what_is_known(tmp_path, monkeypatch) -> None:
+    _write_runs(tmp_path, ALL)
+    runs = find_runs(tmp_path)
+    usual = aggregate_cell(runs, progress=False)
+    later = EvaluationSpec(metrics=("map_at_r", "ndcg_at_10", "precision_at_10", "map_at_10"))
+    summary = aggregate_cell(runs, later, progress=False)
+    whole = collections(
+        [[load_embeddings(tmp_path / f"glyphs/mlrc/cell-1/fold{f}_rep{r}" / EMBEDDINGS).queries for r in range(3)]
+         for f in range(4)],
+        metrics=(*DEFAULT_METRICS, *later.metrics[1:]),
+    )  # fmt: skip
+    written = pd.read_csv(runs[0].path.parent / COLLECTIONS)
+    pd.testing.assert_frame_equal(written, whole, rtol=1e-15)
+    for kind, scores in usual["scores"].items():
+        assert {name: summary["scores"][kind][name] for name in scores} == scores
+    assert json.loads((runs[0].path / SCORES).read_text())["scores"]["exact"].keys() == set(later.metrics[1:])
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("dmlbench.results.run_scores.evaluate", never)
+    monkeypatch.setattr("dmlbench.results.collections.concatenated_scores", never)
+    assert aggregate_cell(runs, later, progress=False) == summary
+    (runs[0].path.parent / AGGREGATE).unlink()
+    with pytest.raises(AssertionError, match="computed again"):  # of the runs all is kept, the collections were lost
+        aggregate_cell(runs, later, progress=False)
+
+
+def test_kept_scores_of_other_embeddings_are_not_used(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:1])
+    run = find_runs(tmp_path)[0]
+    spec = EvaluationSpec(metrics=("ndcg_at_10",))
+
+    def scores() -> dict[str, float]:
+        return scores_of_run(run.path, read_result(run.path), spec, distance_of=lambda run_dir: None)
+
+    first = scores()
+    (tmp_path / "other").mkdir()
+    _write_runs(tmp_path / "other", [(1, 1)])
+    shutil.copy(find_runs(tmp_path / "other")[0].path / EMBEDDINGS, run.path / EMBEDDINGS)
+    assert scores() != first
+    (run.path / SCORES).write_text("{")  # damaged
+    assert scores() != first
+    (run.path / EMBEDDINGS).unlink()
+    with pytest.raises(RunError, match="has no embeddings"):
+        scores()
+
+
+def test_a_rule_of_another_package_is_found_by_its_name() -> None:
+    assert rule_named("dmlbench.results.rules.RULES") is RULES
+    with pytest.raises(RunError, match=r"aggregation 'collectons' is unknown .*did you mean 'collections'"):
+        rule_named("collectons")

@@ -3,7 +3,8 @@ import io
 
 import pytest
 
-from dmlbench.results.tables import cell_labels, make_table, metric_label, to_csv, to_latex, to_markdown, to_text
+from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.results.tables import cell_labels, make_table, to_csv, to_latex, to_markdown, to_text
 
 
 def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
@@ -78,7 +79,7 @@ def test_unknown_metric_names_the_known_ones() -> None:
 
 
 def test_metrics_are_printed_as_the_field_writes_them() -> None:
-    assert [metric_label(m) for m in ("p_at_1", "recall_at_8", "map_at_r")] == ["P@1", "R@8", "MAP@R"]
+    assert [score_named(m).label for m in ("p_at_1", "recall_at_8", "map_at_r")] == ["P@1", "R@8", "MAP@R"]
 
 
 def test_labels_name_only_what_differs() -> None:

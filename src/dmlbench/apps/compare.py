@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmlbench.apps.tables import asked_columns
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.results.paired import PairedDifference, paired_difference
+from dmlbench.results.rules import rule_named
+from dmlbench.results.run_scores import scores_of_run
 from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.results.tables import metric_label, metric_scale
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -24,25 +29,23 @@ class Comparison:
 
 
 def compare_cells(
-    output_dir: str, patterns: Sequence[str], metrics: Sequence[str], *, allow_partial: bool = False
+    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> Comparison:
     """Compare the cells that two patterns name, on the runs that are complete.
 
     Args:
         output_dir: root of the run directories.
         patterns: two, each of one cell, as in ``find_runs``.
-        metrics: scores to compare.
+        spec: scores to compare; those that a run lacks are computed and kept.
         allow_partial: compare the runs that both have although one has more.
 
     Raises:
-        ConfigError: not two cells, no metric, or one that a run lacks.
+        ConfigError: not two cells, or a metric that a run lacks and that cannot be computed.
         RunError: a pattern matches no cell or several; the cells have no common run, lack runs, or were made from other
             data, protocols or seeds.
     """
     if len(patterns) != 2:
         raise ConfigError(f"compare names {len(patterns)} cells; give two, as in compare=[<cell>,<cell>]")
-    if not metrics:
-        raise ConfigError("metrics is empty; name at least one score to compare, such as map_at_r")
     cells = [_cell(output_dir, pattern) for pattern in patterns]
     if cells[0] == cells[1]:
         raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same cell, {cells[0]}; name two")
@@ -55,7 +58,11 @@ def compare_cells(
         raise RunError(f"cells are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
         _require_same(cells, runs[0][key], runs[1][key])
-    scores = [{key: _scores(results[key]) for key in common} for results in runs]
+    scores = [
+        {key: _scores(path, key, results[key], spec) for key in common}
+        for path, results in zip(cells, runs, strict=True)
+    ]
+    metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
     for metric in metrics:
         if metric not in known:
@@ -72,12 +79,12 @@ def to_text(comparison: Comparison) -> str:
     lines = [f"A  {comparison.first}", f"B  {comparison.second}", ""]
     lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
     for metric, found in comparison.differences.items():
-        scale = metric_scale(metric)
+        scale = score_named(metric).scale
         low_high = "none: a fold has a single pair"
         if found.interval is not None:
             low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
         numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
-        lines.append(f"{metric_label(metric):<22}{numbers}  {low_high}")
+        lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
     pairs = next(iter(comparison.differences.values())).n_pairs
     lines.append(
         f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"
@@ -100,8 +107,10 @@ def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any
     return {(run.fold, run.repeat): read_result(run.path) for run in runs if run.state == "done"}
 
 
-def _scores(result: dict[str, Any]) -> dict[str, float]:
-    return result["metrics"]["val" if result["aggregation"] == "mean" else "test"]
+def _scores(cell: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+    if rule_named(result["aggregation"]).scored_on == "val":
+        return result["metrics"]["val"]
+    return scores_of_run(cell / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
 
 
 def _require_same(cells: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:

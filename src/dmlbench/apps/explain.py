@@ -8,13 +8,10 @@ import matplotlib
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-from dmlbench import build
-from dmlbench.apps.trained import TrainedRun, load_run, row_of
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.net import MetricModel
+from dmlbench.apps.trained import load_run, row_of
+from dmlbench.experiment import Setup
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
 
@@ -67,7 +64,7 @@ def explain_runs(
     if len({table.fingerprint for table in tables}) > 1:
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
-    if any(isinstance(run.model, AvslModel) for run in runs):
+    if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     names = [run_dir.resolve() for run_dir in run_dirs]
     explained = [_explain(run, rows, _label(run, name)) for run, name in zip(runs, names, strict=True)]
@@ -75,13 +72,11 @@ def explain_runs(
     draw(explained, captions, path)
 
 
-def _label(run: TrainedRun, run_dir: Path) -> str:
-    choices = OmegaConf.to_container(run.config.runtime.choices)
-    assert isinstance(choices, dict)
-    return f"{choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
+def _label(run: Setup, run_dir: Path) -> str:
+    return f"{run.choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
 
 
-def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) -> IntArray:
+def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> IntArray:
     table = run.data.table
     if images is not None:
         return np.array([row_of(table, image) for image in images], dtype=np.int64)
@@ -93,17 +88,14 @@ def _rows(run: TrainedRun, images: Sequence[int | str] | None, num_images: int) 
     return np.asarray(part.query[np.sort(chosen)])
 
 
-def _explain(run: TrainedRun, rows: IntArray, label: str) -> Explained:
-    batches = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(rows)
-    assert isinstance(run.model, MetricModel)
+def _explain(run: Setup, rows: IntArray, label: str) -> Explained:
+    batches = run.batches(rows)
     images, weights, prototypes = [], [], []
     for batch in batches:
         shares, nearest = run.model.explain(batch.images)
         if shares is None:
-            raise RunError(
-                f"pooling {run.config.pooling._target_} does not say how much each place counts; explain a run of "
-                "another pooling"
-            )
+            name = run.choices.get("pooling", "its pooling")
+            raise RunError(f"{name} does not say how much each place counts; explain a run of another pooling")
         images.append(batch.images.cpu().numpy())
         weights.append(_enlarged(shares.float() * shares[0].numel(), images[-1].shape[2:], "bilinear"))
         if nearest is not None:

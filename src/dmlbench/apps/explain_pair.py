@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -167,15 +167,15 @@ def explain_pair(
         raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
     set_strict_float32()
     run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
-    if not isinstance(run.model, AvslModel):
+    if not run.model.explains_pairs:
         raise ConfigError(
             f"{run_dir} has no distance of levels and nodes to take apart: pair explains runs of head=avsl; leave it "
             "out to see what the pooling looks at"
         )
     (first, x), (second, y) = (read_one(run, image) for image in pair)
     return explain_images(
-        run.model, torch.cat([x, y]), (first, second),
-        num_nodes=num_nodes, reliable=reliable, precision=run.config.fit.precision,
+        cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
+        num_nodes=num_nodes, reliable=reliable, precision=run.settings.precision,
     )  # fmt: skip
 
 

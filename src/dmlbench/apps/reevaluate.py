@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import build
 from dmlbench.apps.trained import distance_of_run, load_run
@@ -24,12 +25,9 @@ from dmlbench.evaluation.embeddings.arrays import zero_rows
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.metrics.scores import query_score_names
+from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.task import EvaluationSpec
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
-from dmlbench.run import Scorer
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
@@ -60,7 +58,7 @@ class Evaluated:
     evaluation: Evaluation
     stored: dict[str, float] | None = None
     table: ImageTable | None = None
-    distance: AvslDistance | None = None
+    distance: BaseDistance | None = None
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -135,7 +133,7 @@ def _check_request(cfg: DictConfig) -> None:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
     if cfg.hardest is not None:
         spec: EvaluationSpec = build.component(cfg.evaluation)
-        check_hardest(cfg.hardest, cfg.hardest_by, query_score_names(spec.recall_at, spec.metrics))
+        check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
 
 
 def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
@@ -172,11 +170,10 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     set_strict_float32()
     trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
     assert trained.data.split.test is not None
-    scorer = Scorer(trained.config, trained.data, trained.images, trained.model, trained.device)
-    queries, gallery = scorer.embed(trained.data.split.test)
-    evaluation = scorer.score(queries, gallery)
-    distance = trained.model.distance if isinstance(trained.model, AvslModel) else None
-    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, trained.data.table, distance)
+    queries, gallery = trained.embed(trained.data.split.test)
+    evaluation = trained.score(queries, gallery)
+    table, distance = trained.data.table, trained.model.distance
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance)
 
 
 def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:

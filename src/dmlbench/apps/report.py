@@ -13,11 +13,11 @@ from dmlbench import build
 from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
-from dmlbench.results.tables import metric_label
 from dmlbench.runtime import generator
 from dmlbench.types import ImageTable, RunError
 
@@ -91,7 +91,7 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     )
     axis.set_ylim(0, 1.15 * max(v + d for v, d in zip(values, deviations, strict=True)) or 1)
     size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
-    axis.set_title(f"{metric_label(metric)}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
+    axis.set_title(f"{score_named(metric).label}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
     axis.set_ylabel("percent", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,23 +1,27 @@
 """Finds aggregated cells, names them and makes one table per data set and protocol."""
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN, flatten, load_config
-from dmlbench.results.aggregate import is_current, read_aggregate
-from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.config import load_config, settings_of_cell
+from dmlbench.evaluation.metrics.table import asked_scores
+from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
+from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table
 from dmlbench.types import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
-# Keys that differ between runs or machines without moving a number, so that they never name a row.
-_UNNAMED = (*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset.table.cache_dir")
+_Found = tuple[Path, list[RunInfo], dict[str, Any]]
+"""A cell's folder, its runs and its summary."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,19 @@ class Cell:
     label: str
 
 
-def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) -> dict[tuple[str, str], list[Cell]]:
+def asked_columns(spec: EvaluationSpec) -> list[str]:
+    """The scores that ``spec`` asks for, in its own order."""
+    columns = (score.name for metric in spec.metrics for score in asked_scores([metric], spec.recall_at))
+    return list(dict.fromkeys(columns))
+
+
+def find_cells(
+    output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False
+) -> dict[tuple[str, str], list[Cell]]:
     """Aggregated cells per (data set, protocol), trained ones first, each with the shortest name that tells it apart.
+
+    Scores that ``spec`` asks for and a summary lacks are computed and kept. Of former cells that differ in nothing but
+    what they were evaluated by, and so are one, one is used, and the log says which.
 
     Raises:
         RunError: nothing matches; a cell is not aggregated, was aggregated from other runs, or is partial without
@@ -40,7 +55,7 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
     cells = cells_of(find_runs(output_dir, pattern))
     if not cells:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
-    grouped: dict[tuple[str, str], list[tuple[Path, list[RunInfo], dict[str, Any]]]] = {}
+    grouped: dict[tuple[str, str], list[_Found]] = {}
     for path, runs in cells.items():
         if allow_partial and not any(run.state == "done" for run in runs):
             log.warning("%s has no complete run and is left out", path)
@@ -53,12 +68,18 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
             raise RunError(
                 f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
             )
+        if not has_scores(summary, spec):
+            summary = aggregate_cell(
+                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
+            )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
     result = {}
-    for key, members in grouped.items():
-        labels = cell_labels([(summary["choices"], _config(runs[0].path)) for _, runs, summary in members])
+    for key, everything in grouped.items():
+        settings = {path: _settings(runs) for path, runs, _ in everything}
+        members = _without_twins(everything, settings)
+        labels = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
         named = [
             Cell(path, tuple(runs), summary, label)
             for (path, runs, summary), label in zip(members, labels, strict=True)
@@ -68,24 +89,40 @@ def find_cells(output_dir: str, pattern: str, *, allow_partial: bool = False) ->
 
 
 def build_tables(
-    output_dir: str, pattern: str, metrics: Sequence[str], *, allow_partial: bool = False
+    output_dir: str, pattern: str, spec: EvaluationSpec, *, facts: Sequence[str] = (), allow_partial: bool = False
 ) -> dict[tuple[str, str], Table]:
-    """One table per (data set, protocol) of the cells that match.
+    """One table per (data set, protocol) of the cells that match; ``facts`` of their splits are columns, too.
 
     Raises:
         RunError: as ``find_cells``.
-        ConfigError: a metric is unknown.
+        ConfigError: a metric or a fact is unknown.
     """
     tables = {}
-    for (dataset, protocol), cells in find_cells(output_dir, pattern, allow_partial=allow_partial).items():
+    for (dataset, protocol), cells in find_cells(output_dir, pattern, spec, allow_partial=allow_partial).items():
         title = f"{dataset} under {protocol}"
         try:
-            tables[dataset, protocol] = make_table(title, [c.summary for c in cells], [c.label for c in cells], metrics)
+            tables[dataset, protocol] = make_table(
+                title, [c.summary for c in cells], [c.label for c in cells], asked_columns(spec), facts
+            )
         except KeyError as error:
             raise ConfigError(str(error.args[0])) from None
     return tables
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
-    config = flatten(OmegaConf.to_container(load_config(run_dir / CONFIG)))
-    return {key: value for key, value in config.items() if not key.startswith(_UNNAMED)}
+def _settings(runs: Sequence[RunInfo]) -> dict[str, Any]:
+    done = next(run.path for run in runs if run.state == "done")
+    config: Any = OmegaConf.to_container(load_config(done / CONFIG))
+    return settings_of_cell(config)
+
+
+def _without_twins(members: list[_Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[_Found]:
+    """The cells, and of those with the same settings the preferred one."""
+    kept: list[_Found] = []
+    for found in members:
+        same = [path for path in settings if settings[path] == settings[found[0]]]
+        if preferred(same) == found[0]:
+            kept.append(found)
+        else:
+            log.warning("%s and %s are one cell, evaluated differently; %s is used",
+                        found[0].name, preferred(same).name, preferred(same))  # fmt: skip
+    return kept

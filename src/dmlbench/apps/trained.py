@@ -6,36 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from omegaconf import DictConfig
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from dmlbench import build
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform
-from dmlbench.data.image_table import read_image
-from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
+from dmlbench.data.images.pixels import read_image
+from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.models.avsl import AvslModel
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.net import MetricModel
+from dmlbench.experiment import Setup, make_setup
 from dmlbench.results.store import CONFIG, DISTANCE, read_result
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
 from dmlbench.types import ConfigError, ImageTable, RunError, closest
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """What ``load_run`` returns; ``images`` are opened for the transform without augmentation."""
-
-    config: DictConfig
-    data: build.Data
-    images: ImageSource | Tensor
-    model: MetricModel | AvslModel
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class NamedImage:
     class_name: str | None = None
 
 
-def distance_of_run(run_dir: Path) -> AvslDistance | None:
+def distance_of_run(run_dir: Path) -> BaseDistance | None:
     """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors.
 
     Raises:
@@ -55,12 +41,12 @@ def distance_of_run(run_dir: Path) -> AvslDistance | None:
     """
     config = load_config(run_dir / CONFIG)
     distance = build.build_distance(config)
-    if distance is not None:
+    if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance
 
 
-def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> TrainedRun:
+def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:
     """The model of a complete run with the weights of its best step, in evaluation mode.
 
     Args:
@@ -80,24 +66,23 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Tra
     if not (run_dir / BEST).exists():
         raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
     config.merge_with(dict(overrides))
-    chosen = select_device(device)
-    data = build.build_data(config)
-    if data.table.fingerprint != result["dataset_fingerprint"]:
-        raise RunError(
-            f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "
-            f"{result['dataset_fingerprint'][:12]} then"
-        )
-    model = build.build_model(config)
+
+    def check_data(data: build.Data, open_images: object) -> None:
+        if data.table.fingerprint != result["dataset_fingerprint"]:
+            raise RunError(
+                f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "
+                f"{result['dataset_fingerprint'][:12]} then"
+            )
+
+    setup = make_setup(config, select_device(device), before_model=check_data)
     try:
-        model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
+        setup.model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
     except RuntimeError as error:
         raise RunError(
             f"{run_dir / BEST} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
         ) from error
-    build.move(model, model, chosen, channels_last=config.fit.channels_last)
-    model.eval()
-    images = build.image_opener(config, data.table, chosen)(config.transform.eval)
-    return TrainedRun(config, data, images, model, chosen)
+    setup.model.eval()
+    return setup
 
 
 def row_of(table: ImageTable, image: int | str) -> int:
@@ -120,7 +105,7 @@ def row_of(table: ImageTable, image: int | str) -> int:
     return int(found[0])
 
 
-def read_one(run: TrainedRun, image: int | str) -> tuple[NamedImage, Tensor]:
+def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
     """An image as the run's network sees it in evaluation, [1, 3, H, W] uint8, and what it is called.
 
     Args:
@@ -140,11 +125,11 @@ def read_one(run: TrainedRun, image: int | str) -> tuple[NamedImage, Tensor]:
             f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
         )
     row = row_of(table, image)
-    (batch,) = build.build_eval_batches(run.config, run.data, run.images, device=run.device)(np.array([row]))
+    (batch,) = run.batches(np.array([row]))
     return NamedImage(str(table.paths[row]), row, table.class_names[table.labels[row]]), batch.images
 
 
-def _file(run: TrainedRun, path: Path) -> Tensor:
+def _file(run: Setup, path: Path) -> Tensor:
     """A file through the run's transform for evaluation, by a table of this one image; grey where the data are."""
     file, pixels = read_image(path), run.data.table.pixels
     array = np.asarray(file.convert("L") if pixels is not None and pixels.ndim == 3 else file)
@@ -152,7 +137,7 @@ def _file(run: TrainedRun, path: Path) -> Tensor:
         name=path.name, root="", paths=np.array([path.name]), labels=np.zeros(1, dtype=np.int64), class_names=("",),
         role=np.array(["test"]), pixels=array[None],
     )  # fmt: skip
-    transform = build.component(run.config.transform.eval)
+    transform = run.transform
     if isinstance(transform, CropTransform):
         source: DecodedImages | Tensor = DecodedImages(table, short_side=transform.resize, kernel=transform.kernel)
     else:

@@ -10,10 +10,12 @@ from dmlbench.cli.front import run_hydra
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.trained import distance_of_run
+    from dmlbench.build import component
     from dmlbench.results.aggregate import aggregate_cell
     from dmlbench.results.store import cells_of, find_runs
     from dmlbench.types import RunError
 
+    spec = component(cfg.evaluation)
     cells = cells_of(find_runs(cfg.paths.output_dir, cfg.cells))
     if not cells:
         raise RunError(
@@ -23,13 +25,11 @@ def task(cfg: DictConfig) -> None:
     for number, (path, runs) in enumerate(cells.items(), start=1):
         print(f"[{number}/{len(cells)}] {path}")
         try:
-            distances = {(run.fold, run.repeat): distance_of_run(run.path) for run in runs if run.state == "done"}
             summary = aggregate_cell(
                 runs,
-                distances={key: distance for key, distance in distances.items() if distance is not None},
+                spec,
+                distance_of=distance_of_run,
                 allow_partial=cfg.allow_partial,
-                recall_at=list(cfg.recall_at),
-                tile_bytes=cfg.tile_bytes,
                 force=cfg.force,
                 progress=sys.stderr.isatty(),
             )

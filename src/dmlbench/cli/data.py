@@ -15,7 +15,7 @@ from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 if TYPE_CHECKING:
     from dmlbench.data.getting.catalog import Source
-    from dmlbench.data.getting.files import Progress
+    from dmlbench.data.getting.disk import Progress
     from dmlbench.data.getting.verify import Report
 
 _NAMED = 10
@@ -91,7 +91,7 @@ def known() -> list[str]:
 
 
 def _list(overrides: Sequence[str]) -> None:
-    from dmlbench.data.getting.catalog import SOURCES, is_found, published
+    from dmlbench.data.getting.catalog import SOURCES, is_found
 
     root = Path(compose("train", overrides).paths.data_dir)
     for name in known():
@@ -100,12 +100,10 @@ def _list(overrides: Sequence[str]) -> None:
         source = SOURCES.get(name)
         if source is None:
             continue
-        counts = published(source)
         found = is_found(source, root) if root.is_dir() else None
         where = f"found in {found[0]}: {found[1].description}" if found else f"not found in {root}"
         print(f"{'':<15} {where}")
-        if counts:
-            print(f"{'':<15} published: {counts}")
+        print(f"{'':<15} published: {source.published}")
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
@@ -114,12 +112,12 @@ def _list(overrides: Sequence[str]) -> None:
 
 def _load(cfg: DictConfig, name: str) -> ImageTable:
     """The table; where the data set is not there at all, the error also says how to get it."""
-    from dmlbench.data.getting.catalog import SOURCES, find
+    from dmlbench.data.getting.catalog import SOURCES
 
     source = SOURCES.get(name)
     if source is not None and "root" in cfg.dataset.table:
         try:
-            find(source, cfg.dataset.table.root)
+            source.place.find(cfg.dataset.table.root)
         except DataError as error:
             raise DataError(f"{error}\n{_how_to_get(source)}") from None
 
@@ -166,13 +164,13 @@ def _described(table: ImageTable) -> list[str]:
 def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> None:
     from tqdm import tqdm
 
-    from dmlbench.data.getting.catalog import SOURCES, published
+    from dmlbench.data.getting.catalog import SOURCES
     from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
     from dmlbench.runtime import available_cores
 
     table = _load(cfg, name)
     print("\n".join(_described(table)))
-    expected = published(SOURCES[name]) if name in SOURCES else None
+    expected = SOURCES[name].published if name in SOURCES else None
     is_benchmark = expected is not None and counts_by_role(table) == dict(expected.by_role)
     is_published = is_benchmark or cfg.dataset.table.get("check_counts") is True  # then the loader insisted on them
     if expected is not None:

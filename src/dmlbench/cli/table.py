@@ -11,17 +11,17 @@ from dmlbench.cli.front import run_hydra
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
     from dmlbench.apps.tables import build_tables
+    from dmlbench.build import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write
 
+    spec = component(cfg.evaluation)
     if cfg.compare is not None:
-        found = compare.compare_cells(
-            cfg.paths.output_dir, list(cfg.compare), list(cfg.metrics), allow_partial=cfg.allow_partial
-        )
+        found = compare.compare_cells(cfg.paths.output_dir, list(cfg.compare), spec, allow_partial=cfg.allow_partial)
         print(compare.to_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
-    tables = build_tables(cfg.paths.output_dir, cfg.cells, list(cfg.metrics), allow_partial=cfg.allow_partial)
+    tables = build_tables(cfg.paths.output_dir, cfg.cells, spec, facts=list(cfg.facts), allow_partial=cfg.allow_partial)
     for (dataset, protocol), table in tables.items():
         print(to_text(table))
         name = cfg.name or f"{dataset}-{protocol}"

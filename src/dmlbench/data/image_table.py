@@ -1,4 +1,4 @@
-"""How a data set becomes an ``ImageTable``: the checks every one must pass, its fingerprint, and reading one image."""
+"""How a data set becomes an ``ImageTable``: the checks every one must pass, and its fingerprint."""
 
 import hashlib
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 
 from dmlbench.types import ROLES, DataError, ImageTable, IntArray, closest
 
@@ -322,27 +321,3 @@ def shorten(names: Sequence[str] | NDArray[np.str_]) -> str:
     """The first ten names and how many more there are, for messages."""
     shown = ", ".join(str(n) for n in names[:_NAMED_IN_ERRORS])
     return shown if len(names) <= _NAMED_IN_ERRORS else f"{shown} and {len(names) - _NAMED_IN_ERRORS} more"
-
-
-def read_image(path: str | Path) -> Image.Image:
-    """One image file as 8-bit RGB, turned upright by its EXIF orientation.
-
-    Grey, palette, CMYK and 16-bit grey images are converted (16 bits keep their high byte); transparency is dropped.
-
-    Raises:
-        DataError: the file is missing, truncated, not an image, or holds floating point pixels.
-    """
-    try:
-        with Image.open(path) as file:
-            file.load()
-            image = ImageOps.exif_transpose(file)
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"image '{path}' cannot be read ({error}); replace the file or remove it from the data"
-        ) from error
-    if image.mode == "F":
-        raise DataError(f"image '{path}' holds floating point pixels; convert it to 8 bits a channel")
-    if image.mode.startswith("I"):
-        # Pillow clips 16-bit grey to 255 when it converts, which would leave an all-white picture.
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")

@@ -5,45 +5,61 @@ Classes are taken in published order (ids of the table), contiguous, never shuff
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dmlbench.data.image_table import rows_of_classes
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
 
-Aggregation = Literal["collections", "best_and_mean", "mean", "mean_of_test"]
 
-
-class SplitProtocol(Protocol):
-    """What every protocol offers.
+class Protocol:
+    """What every protocol offers; each is a frozen dataclass.
 
     Attributes:
         name: as in the configuration and in results.
         num_folds: folds, numbered from 0.
         num_repeats: independent runs of each fold.
-        aggregation: "collections" (one run of each fold, all combinations); of the repeats' test scores
-            "best_and_mean" or "mean_of_test"; "mean" of their validation scores where there is no test.
+        aggregation: the rule that sums up the runs (``results.rules``): "collections" (one run of each fold, all
+            combinations); of the repeats' test scores "best_and_mean" or "mean_of_test"; "mean" of their validation
+            scores where there is no test; or the importable name of a rule elsewhere.
+        leaves_plan: whether a run leaves its length and rates as the plan of another.
     """
 
     name: ClassVar[str]
 
     @property
-    def aggregation(self) -> Aggregation: ...
+    def num_folds(self) -> int:
+        raise NotImplementedError
 
     @property
-    def num_folds(self) -> int: ...
+    def num_repeats(self) -> int:
+        raise NotImplementedError
 
     @property
-    def num_repeats(self) -> int: ...
+    def aggregation(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def leaves_plan(self) -> bool:
+        return False
+
+    @property
+    def planned_by(self) -> dict[str, Any] | None:
+        """Arguments that turn this protocol into that of the run whose plan its runs follow; None: they follow none."""
+        return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
-        """The rows of one fold, checked by ``check_split``."""
-        ...
+        """The rows of one fold, checked by ``check_split``; ``facts`` of it go into results.
+
+        Raises:
+            ConfigError, DataError: there is no such fold, or the data set does not fit.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Mlrc:
+class Mlrc(Protocol):
     """The protocol of "A Metric Learning Reality Check" as the GSP paper runs it.
 
     The C train classes are cut at floor(i C / folds); fold 0 validates on the last part, fold 1 on the one before it.
@@ -58,7 +74,7 @@ class Mlrc:
     num_folds: int = 4
     num_repeats: int = 3
     name: ClassVar[str] = "mlrc"
-    aggregation: ClassVar[Aggregation] = "collections"
+    aggregation: ClassVar[str] = "collections"
 
     def __post_init__(self) -> None:
         _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
@@ -83,7 +99,7 @@ class Mlrc:
 
 
 @dataclass(frozen=True)
-class MlrcMusgrave:
+class MlrcMusgrave(Protocol):
     """The same idea with the folds of Musgrave et al.'s own code.
 
     All classes are halved anew: T = num_classes // 2 to train, the others to test. Fold k trains on the T - V classes,
@@ -99,7 +115,7 @@ class MlrcMusgrave:
     num_folds: int = 4
     num_repeats: int = 3
     name: ClassVar[str] = "mlrc_musgrave"
-    aggregation: ClassVar[Aggregation] = "collections"
+    aggregation: ClassVar[str] = "collections"
 
     def __post_init__(self) -> None:
         _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
@@ -129,7 +145,7 @@ class MlrcMusgrave:
 
 
 @dataclass(frozen=True)
-class Conventional:
+class Conventional(Protocol):
     """Train on the whole train half; stop and select on the test half, as most older papers did.
 
     Scores of this protocol are optimistic: ``val_is_test`` is set and printed with every number.
@@ -138,7 +154,7 @@ class Conventional:
     num_repeats: int = 3
     num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "conventional"
-    aggregation: ClassVar[Aggregation] = "best_and_mean"
+    aggregation: ClassVar[str] = "best_and_mean"
 
     def __post_init__(self) -> None:
         _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
@@ -160,7 +176,7 @@ class Conventional:
 
 
 @dataclass(frozen=True)
-class Hpo:
+class Hpo(Protocol):
     """For choosing hyper-parameters: train on all but one of the contiguous parts of the train half, validate on that.
 
     The test half is out of reach (``test`` is None).
@@ -175,7 +191,7 @@ class Hpo:
     num_repeats: int = 3
     num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "hpo"
-    aggregation: ClassVar[Aggregation] = "mean"
+    aggregation: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
         _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
@@ -202,7 +218,7 @@ class Hpo:
 
 
 @dataclass(frozen=True)
-class TwoStage:
+class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 
     Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
@@ -226,8 +242,16 @@ class TwoStage:
             raise ConfigError(f"stage ({self.stage}) of protocol '{self.name}' must be 1 or 2")
 
     @property
-    def aggregation(self) -> Aggregation:
+    def aggregation(self) -> str:
         return "mean" if self.stage == 1 else "mean_of_test"
+
+    @property
+    def leaves_plan(self) -> bool:
+        return self.stage == 1
+
+    @property
+    def planned_by(self) -> dict[str, Any] | None:
+        return {"stage": 1} if self.stage == 2 else None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
         _check_fold(self.name, fold, self.num_folds)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.metrics.clustering import cluster_scores, kmeans_library
-from dmlbench.evaluation.metrics.scores import mean_scores, query_score_names, query_scores
-from dmlbench.evaluation.resume import ResumableScores
+from dmlbench.evaluation.metrics.clustering import WholeSet
+from dmlbench.evaluation.metrics.ranking import mean_scores
+from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
+from dmlbench.evaluation.resume import PartialScores
 from dmlbench.evaluation.search.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.top_k import Keys
 from dmlbench.evaluation.search.unit_vectors import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
@@ -76,8 +77,8 @@ def evaluate(
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
-        partial: file by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
-            same embeddings and settings. It stays, complete, for the caller to remove. Unit vectors need none.
+        partial: folder by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
+            same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
 
     Raises:
@@ -88,38 +89,41 @@ def evaluate(
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
-    recall_at, metrics = spec.recall_at, spec.metrics
-    task = retrieval_task(queries, reference, recall_at=recall_at, metrics=metrics)
+    task = retrieval_task(queries, reference, spec.scores)
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
     if spec.rerank is not None:
         check_rerank(spec.rerank, own, k=task.k, num_gallery=len(reference))
     if own is None:
-        known = ResumableScores(None, query_score_names(recall_at, metrics), len(queries), fingerprint="")
+        known = PartialScores(None, (len(of_queries(spec.scores)), len(queries)), fingerprint="")
         tiles = _unit_tiles(queries, gallery, spec, task)
     else:
         refuse_what_unit_vectors_have(spec, own)
         known, tiles = rank_by_distance(queries, gallery, task, spec, own, partial=partial, progress=progress)
-    per_query = known.per_query
-    if per_query:
+    names = score_names(of_queries(spec.scores))
+    if names:
         for part, relevant in tiles:
-            scores = query_scores(relevant, task.positives[part], recall_at=recall_at, metrics=metrics)
-            for name, values in scores.items():
-                per_query[name][part] = values
+            for values, scores in zip(
+                known.values, query_scores(relevant, task.positives[part], spec.scores).values(), strict=True
+            ):
+                values[part] = scores
             known.advance()
-        known.save()
+        known.flush()
+    per_query = {name: np.array(values) for name, values in zip(names, known.values, strict=True)}
     if task.n_skipped_queries:
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
         )
-    of_the_set = cluster_scores(queries, gallery, metrics=metrics, kmeans_seed=spec.kmeans_seed)
-    clustered = f"{kmeans_library()}, seed {spec.kmeans_seed}" if {"nmi", "ami"} & set(metrics) else None
+    clustered = any(score.metric.reads == "clusters" for score in spec.scores)
+    of_the_set: dict[str, float] = {}
+    if len(of_queries(spec.scores)) < len(spec.scores):
+        of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed), spec.scores)
     return Evaluation(
         mean_scores(per_query) | of_the_set,
         per_query,
         len(queries),
         len(reference),
         task.n_skipped_queries,
-        kmeans=clustered,
+        kmeans=spec.kmeans if clustered else None,
         search=spec.search,
     )
 

@@ -1,22 +1,25 @@
 """What is to be evaluated: the settings, and what labels and ids alone say of a retrieval."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
-from dmlbench.evaluation.metrics.scores import (
+from dmlbench.evaluation.metrics.clustering import kmeans_library
+from dmlbench.evaluation.metrics.ranking import positives_per_query
+from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
-    check_metrics,
-    check_recall_at,
+    Score,
+    asked_scores,
     depth,
-    positives_per_query,
     score_names,
 )
-from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, settle
+from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
@@ -31,7 +34,7 @@ class EvaluationSpec:
         recall_at: values of K for R@K, increasing.
         back_end: float32 pass of the search; every choice gives the same scores.
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
-        metrics: what to compute, names of ``dmlbench.evaluation.metrics.scores.METRICS``; "recall_at_k" is for every K.
+        metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
         kmeans_seed: decides where the clusters of nmi and ami begin.
         rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
     """
@@ -46,9 +49,8 @@ class EvaluationSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
         object.__setattr__(self, "metrics", tuple(self.metrics))
-        check_recall_at(self.recall_at)
+        asked_scores(self.metrics, self.recall_at)
         check_tile_bytes(self.tile_bytes)
-        check_metrics(self.metrics)
         if not 0 <= self.kmeans_seed < 2**31:
             raise ConfigError(f"kmeans_seed ({self.kmeans_seed}) must lie in [0, 2^31), the seeds that faiss takes")
         if self.rerank is not None and self.rerank < 1:
@@ -65,9 +67,23 @@ class EvaluationSpec:
         return "exact" if self.rerank is None else f"{_RERANK}{self.rerank}"
 
     @property
+    def scores(self) -> tuple[Score, ...]:
+        """What is computed, in the order in which results list it."""
+        return asked_scores(self.metrics, self.recall_at)
+
+    @property
+    def kmeans(self) -> str:
+        """Library and seed of the clusters of nmi and ami, as results name them."""
+        return f"{kmeans_library()}, seed {self.kmeans_seed}"
+
+    def replaced(self, **changes: Any) -> "EvaluationSpec":
+        """The same but for ``changes``, checked likewise."""
+        return dataclasses.replace(self, **changes)
+
+    @property
     def score_names(self) -> tuple[str, ...]:
         """Names of the scores, in the order in which results list them."""
-        return score_names(self.recall_at, self.metrics)
+        return score_names(self.scores)
 
 
 @dataclass(frozen=True)
@@ -118,9 +134,7 @@ class RetrievalTask:
 def retrieval_task(
     queries: EmbeddingSet,
     gallery: EmbeddingSet,
-    *,
-    recall_at: Sequence[int],
-    metrics: Sequence[str] = DEFAULT_METRICS,
+    scores: Sequence[Score],
 ) -> RetrievalTask:
     """Check two sets against each other and count the positives.
 
@@ -146,7 +160,7 @@ def retrieval_task(
             f"none of the {len(queries)} queries has another item of its class among the {len(gallery)} gallery "
             "items; a score needs classes with at least two images"
         )
-    k = depth(positives, len(gallery), recall_at=recall_at, metrics=metrics)
+    k = depth(positives, len(gallery), scores)
     return RetrievalTask(query_labels, gallery_labels, own, positives, valid, k)
 
 

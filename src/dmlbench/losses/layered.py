@@ -5,7 +5,7 @@ Letters: B images, L levels, r nodes of each, C classes, K of them compared with
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class LayeredLoss(nn.Module):
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 10.
     """
+
+    compares_levels: ClassVar[bool] = True
+    made_for_each_level: ClassVar[tuple[str, ...]] = ("loss", "miner")
 
     def __init__(
         self,
@@ -92,6 +95,9 @@ class LayeredProxyAnchor(nn.Module):
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eqs. 10 and 14, sections 4.2 and 5;
     zbr17/AVSL fd2686e4, collectors/avsl_collector.py, examples/samples_avsl.sh.
     """
+
+    compares_levels: ClassVar[bool] = True
+    has_proxies: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -10,12 +10,8 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
-from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.miners import SwitchedNegatives
-from dmlbench.losses.proxy_anchor import ProxyAnchor
-from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.regularizer import Regularizer
-from dmlbench.losses.soft_triple import SoftTriple
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.types import ConfigError, ModelOutput, check_choice
 
@@ -156,7 +152,7 @@ class Objective(nn.Module):
 
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
-    return isinstance(loss, (WeightRegularizerMixin, LayeredProxyAnchor, ProxyAnchor, ProxyNca, SoftTriple))
+    return isinstance(loss, WeightRegularizerMixin) or getattr(loss, "has_proxies", False)
 
 
 def _looks_pairs_up_in_a_matrix(loss: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ class ProxyAnchor(nn.Module):
     Source: Kim et al. 2020, eq. 4; tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py. Values, gradients and
     initial proxies are those of pytorch-metric-learning's ProxyAnchorLoss, which makes several copies of all proxies.
     """
+
+    has_proxies: ClassVar[bool] = True
 
     def __init__(self, num_classes: int, embedding_size: int, *, alpha: float = 32.0, margin: float = 0.1) -> None:
         """

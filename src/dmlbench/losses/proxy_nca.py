@@ -1,6 +1,7 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ class ProxyNca(nn.Module):
     Source: Movshovitz-Attias et al. 2017; Teh et al. 2020, eq. 3-6; euwern/proxynca_pp 217233d2, loss.py, whose
     ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.
     """
+
+    has_proxies: ClassVar[bool] = True
 
     def __init__(
         self,

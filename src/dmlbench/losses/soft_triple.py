@@ -1,5 +1,7 @@
 """SoftTriple: a softmax over classes with several centers each."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
@@ -18,6 +20,8 @@ class SoftTriple(nn.Module):
 
     Source: Qian et al. 2019; code idstcv/SoftTriple, loss/SoftTriple.py (the 1e-5 is its own).
     """
+
+    has_proxies: ClassVar[bool] = True
 
     def __init__(
         self,

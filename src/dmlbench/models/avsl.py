@@ -5,7 +5,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_formula import Inference, Variant
 from dmlbench.models.backbones import Backbone
+from dmlbench.models.net import LevelsHead, LevelsModel
+from dmlbench.models.pooling.base import Pooling
 from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Reliability = Literal["std", "learned"]
 
 
-class AvslHead(nn.Module):
+class AvslHead(LevelsHead):
     """Maps of L levels to rows of 2 L r numbers: unit embeddings, then certainties, as ``AvslDistance`` reads them.
 
     Each level has a linear layer h, a 1 x 1 convolution. Its embedding is h of the sum of average and maximum over the
@@ -40,6 +42,8 @@ class AvslHead(nn.Module):
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, sections 3.2, 3.3, A.2; zbr17/AVSL fd2686e4,
     models/avsl_embedder.py.
     """
+
+    pools: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -105,10 +109,18 @@ class AvslHead(nn.Module):
         """A new distance of the rows that this head makes, without edges."""
         return AvslDistance(**self._distance)  # type: ignore[arg-type]
 
-    def forward(self, maps: Sequence[Tensor]) -> ModelOutput:
+    def embedding_size(self, pooling: Pooling | None) -> int:
+        """2 L r, the numbers of a row."""
+        return 2 * self.num_levels * self.level_size
+
+    def model(self, backbone: Backbone, pooling: Pooling | None) -> "AvslModel":
+        return AvslModel(backbone, self)
+
+    def forward(self, maps: Sequence[Tensor], pooling: Pooling | None = None) -> ModelOutput:
         """
         Args:
             maps: [B, C_l, H_l, W_l] for every level, low to high, of any sizes.
+            pooling: None; average and maximum of every level are taken.
 
         Returns:
             Rows [B, 2 L r] and the side outputs "lower_l" and "higher_l" [B, r, S], for l = 1 .. L - 1: the normalized
@@ -195,13 +207,13 @@ class AvslHead(nn.Module):
         return lower, higher
 
 
-class AvslModel(nn.Module):
-    """Images [B, 3, H, W] to rows [B, 2 L r] that ``distance`` compares; stands where ``MetricModel`` stands.
+class AvslModel(LevelsModel):
+    """Images [B, 3, H, W] to rows [B, 2 L r] that ``distance`` compares, which holds the edges."""
 
-    Attributes:
-        distance: what the evaluation searches by; holds the edges.
-        embedding_size: 2 L r, the numbers of a row.
-    """
+    explains_pairs = True
+
+    head: AvslHead
+    distance: AvslDistance
 
     def __init__(self, backbone: Backbone, head: AvslHead) -> None:
         """
@@ -209,24 +221,7 @@ class AvslModel(nn.Module):
             backbone: returns one map for each level.
             head: made for its channels.
         """
-        super().__init__()
-        self.backbone = backbone
-        self.head = head
-        self.distance = head.make_distance()
-        self.embedding_size = self.distance.row_size
-
-    def forward(self, images: Tensor) -> ModelOutput:
-        """
-        Args:
-            images: RGB, uint8 or floating point in [0, 1].
-        """
-        output: ModelOutput = self.head(self.maps(images))
-        return output
-
-    def maps(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The backbone's maps, low to high."""
-        maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
-        return maps
+        super().__init__(backbone, None, head)
 
     def observe(self, output: ModelOutput, *, step: int) -> dict[str, Tensor]:
         """Let the edges follow a training batch; ``step`` counts from 1.
@@ -245,23 +240,9 @@ class AvslModel(nn.Module):
 
     @property
     def observer(self) -> nn.Module:
-        """What ``observe`` changes."""
         return self.distance
 
     @property
     def started(self) -> bool:
         """Whether there are edges."""
         return bool(self.distance.updates > 0)
-
-    @property
-    def provides(self) -> tuple[str, ...]:
-        """Side outputs for regularizers: none."""
-        return ()
-
-    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Every trainable parameter, under its full name, in one of ``backbone``, ``head`` and ``distance``."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {"backbone": [], "head": [], "distance": []}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                groups[name.split(".", 1)[0]].append((name, parameter))
-        return groups

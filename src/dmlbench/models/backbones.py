@@ -86,6 +86,15 @@ class Backbone(nn.Module):
         last = self(images)[-1]
         return last.mean(dim=(2, 3), dtype=torch.promote_types(last.dtype, torch.float32))
 
+    @torch.no_grad()
+    def map_sizes(self, image_size: Sequence[int]) -> list[list[int]]:
+        """Height and width of every map of images of ``image_size``."""
+        was_training = self.training
+        self.eval()
+        maps = self(self.preprocess(torch.zeros(1, 3, *image_size, dtype=torch.uint8)))
+        self.train(was_training)
+        return [list(x.shape[2:]) for x in maps]
+
     def preprocess(self, images: Tensor) -> Tensor:
         """Images as a data set gives them to images as this network was trained on them.
 

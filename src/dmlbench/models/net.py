@@ -1,30 +1,69 @@
-"""The model of a run: backbone, pooling and projection in one module, with the distance of its embeddings."""
+"""The models of a run: a backbone, a pooling and a head in one module, with the distance of its embeddings."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
-from pytorch_metric_learning.distances import BaseDistance, LpDistance
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
+from dmlbench.models.head import Head, MetricModel, NamedGroups
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, ModelOutput
 
 
-def pooled_channels(backbone: Backbone, pooling: Pooling) -> int:
+def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
     """Channels of what the pooling works on: the last map, or the vector of the backbone's own pooling."""
-    return backbone.native_channels if pooling.needs == "native" else backbone.channels[-1]
+    return backbone.native_channels if pooling is not None and pooling.needs == "native" else backbone.channels[-1]
 
 
-class MetricModel(nn.Module):
-    """Images [B, 3, H, W] to embeddings [B, D] that ``distance`` compares.
+class _Model(nn.Module):
+    """What the models share: the pooling is what training changes beside the weights."""
 
-    ``forward`` changes no state but batch norm's statistics; in training, ``observe`` is called once per step between
-    the forward pass and the loss.
+    explains_pairs: ClassVar[bool] = False
 
-    Attributes:
-        distance: what the losses train and the evaluation searches by.
-        embedding_size: D.
-    """
+    backbone: Backbone
+    pooling: Pooling | None
+    distance: BaseDistance
+    embedding_size: int
+
+    @torch.no_grad()
+    def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return None, None
+
+    def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None:
+        if self.pooling is not None:
+            self.pooling.observe(Pooled(output.embedding, output.side), step=step)
+        return None
+
+    @property
+    def observer(self) -> nn.Module:
+        return nn.Identity() if self.pooling is None else self.pooling
+
+    @property
+    def started(self) -> bool:
+        return self.pooling is None or self.pooling.started
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        return () if self.pooling is None else self.pooling.provides
+
+    def parameter_groups(self) -> NamedGroups:
+        """Every trainable parameter, under its full name, in exactly one of these groups."""
+        groups: NamedGroups = {"backbone": [], "pooling": [], "head": [], "distance": []}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                owner = name.split(".", 1)[0]
+                groups[owner if owner in groups else "head"].append((name, parameter))
+        return groups
+
+
+class PooledModel(_Model):
+    """The last map, pooled and projected."""
+
+    pooling: Pooling
 
     def __init__(
         self, backbone: Backbone, pooling: Pooling, projection: Projection, *, distance: BaseDistance | None = None
@@ -35,7 +74,7 @@ class MetricModel(nn.Module):
                 parameters of its own pooling get no gradient.
             pooling: see ``Pooling``.
             projection: from ``pooled_channels`` to what the pooling wants.
-            distance: of pytorch-metric-learning; None is the Euclidean distance of normalized embeddings.
+            distance: of pytorch-metric-learning; None is the projection's.
 
         Raises:
             ConfigError: widths that do not fit together.
@@ -51,17 +90,11 @@ class MetricModel(nn.Module):
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection
-        self.distance = distance if distance is not None else LpDistance(normalize_embeddings=True, p=2, power=1)
+        self.distance = distance if distance is not None else projection.make_distance()
         self.embedding_size = pooling.output_width(projection.out_features)
 
     def forward(self, images: Tensor) -> ModelOutput:
-        """
-        Args:
-            images: RGB, uint8 or floating point in [0, 1].
-
-        Returns:
-            Embedding in float32, not normalized, and the pooling's side outputs.
-        """
+        """Embedding, not normalized, and the pooling's side outputs."""
         pooled: Pooled = self.pooling(self._features(images), self.projection)
         return ModelOutput(pooled.embedding.to(torch.float32), pooled.side)
 
@@ -74,34 +107,57 @@ class MetricModel(nn.Module):
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the pooling looks at: contributions [B, H, W] and dominant prototypes [B, H, W] (see ``Pooling``)."""
         x = self._features(images)
         return self.pooling.contributions(x, self.projection), self.pooling.nearest_prototypes(x, self.projection)
 
-    def observe(self, output: ModelOutput, *, step: int) -> None:
-        """Let the pooling take note of a training batch; ``step`` counts from 1."""
-        self.pooling.observe(Pooled(output.embedding, output.side), step=step)
 
-    @property
-    def observer(self) -> nn.Module:
-        """What ``observe`` changes."""
-        return self.pooling
+class LevelsHead(Head):
+    """A head of several maps: subclasses implement ``forward`` and ``embedding_size``."""
 
-    @property
-    def started(self) -> bool:
-        """Whether the pooling works as it will to the end (see ``Pooling``)."""
-        return self.pooling.started
+    def forward(self, maps: Sequence[Tensor], pooling: Pooling | None) -> ModelOutput:
+        """
+        Args:
+            maps: [B, C_l, H_l, W_l] of every level, low to high.
+            pooling: None for a head that pools by itself.
 
-    @property
-    def provides(self) -> tuple[str, ...]:
-        """Side outputs that ``forward`` gives once the pooling has started."""
-        return self.pooling.provides
+        Returns:
+            Embeddings [B, D] and side outputs: those that the pooling provides are the top level's.
+        """
+        raise NotImplementedError
 
-    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Every trainable parameter, under its full name, in exactly one of ``backbone``, ``pooling`` and ``head``."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {"backbone": [], "pooling": [], "head": []}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                owner = name.split(".", 1)[0]
-                groups[owner if owner in groups else "head"].append((name, parameter))
-        return groups
+    def embedding_size(self, pooling: Pooling | None) -> int:
+        """D."""
+        raise NotImplementedError
+
+    def model(self, backbone: Backbone, pooling: Pooling | None) -> MetricModel:
+        return LevelsModel(backbone, pooling, self)
+
+
+class LevelsModel(_Model):
+    """All maps of the backbone, and a head that makes embeddings of them."""
+
+    def __init__(self, backbone: Backbone, pooling: Pooling | None, head: LevelsHead) -> None:
+        """
+        Raises:
+            ConfigError: the pooling is the backbone's own, which works on no map.
+        """
+        super().__init__()
+        if pooling is not None and pooling.needs == "native":
+            raise ConfigError(
+                f"{type(head).__name__} pools maps of several levels, but {type(pooling).__name__} takes the vector of "
+                "the backbone's own pooling; choose another pooling, such as pooling=gap"
+            )
+        self.backbone = backbone
+        self.pooling = pooling
+        self.head = head
+        self.distance = head.make_distance()
+        self.embedding_size = head.embedding_size(pooling)
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        output: ModelOutput = self.head(self.maps(images), self.pooling)
+        return ModelOutput(output.embedding.to(torch.float32), output.side)
+
+    def maps(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The backbone's maps, low to high."""
+        maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
+        return maps

@@ -1,13 +1,20 @@
 """The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmlbench.models.backbones import Backbone
+from dmlbench.models.head import Head, MetricModel
 from dmlbench.types import ConfigError
 
+if TYPE_CHECKING:  # poolings work with projections
+    from dmlbench.models.pooling.base import Pooling
 
-class Projection(nn.Module):
+
+class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W]; W starts Glorot uniform, b at 0.
 
     The optional layer norm has no parameters and stands before the linear layer (ProxyNCA++ places it after the
@@ -53,6 +60,12 @@ class Projection(nn.Module):
                 rows = F.layer_norm(rows, (self.in_features,))
             projected = F.linear(rows, self.weight, self.bias)
         return projected if x.ndim == 2 else projected.permute(0, 3, 1, 2)
+
+    def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
+        from dmlbench.models.net import PooledModel  # which holds a projection
+
+        assert pooling is not None  # it does not pool by itself
+        return PooledModel(backbone, pooling, self)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layer_norm={self.layer_norm}"

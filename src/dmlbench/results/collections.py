@@ -9,6 +9,7 @@ Four folds with three repeats each give 3^4 = 81 collections. A collection is sc
 Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -19,9 +20,17 @@ import torch
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.collections.models import ModelDistances as Distances, ModelEmbeddings as Members
-from dmlbench.evaluation.metrics.scores import DEFAULT_RECALL_AT, METRICS, score_names
-from dmlbench.evaluation.partial import forget
+from dmlbench.evaluation.collections.models import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.metrics.table import (
+    DEFAULT_METRICS,
+    DEFAULT_RECALL_AT,
+    asked_scores,
+    in_table_order,
+    of_queries,
+    score_names,
+)
+from dmlbench.evaluation.resume import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
@@ -30,13 +39,14 @@ MAX_COLLECTIONS = 2**14
 
 
 def collections(
-    members: Members,
-    galleries: Members | None = None,
+    members: ModelEmbeddings,
+    galleries: ModelEmbeddings | None = None,
     *,
     scores: Sequence[Sequence[Mapping[str, float]]] | None = None,
+    metrics: Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     tile_bytes: int = TILE_BYTES,
-    distances: Distances | None = None,
+    distances: ModelDistances | None = None,
     partial: Path | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
@@ -50,7 +60,8 @@ def collections(
             different numbers of repeats.
         galleries: gallery rows likewise, or None: the queries are searched among themselves.
         scores: the members' own scores as fractions, [fold][repeat][name], where they are known; computed otherwise.
-        recall_at: values of K for R@K.
+        metrics: what joined embeddings are scored by, metrics of rankings; none at all is allowed with ``scores``.
+        recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
         distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
             unit vectors. The concatenated ranking is then by the sum of the members' distances.
@@ -68,11 +79,18 @@ def collections(
             that are incomplete, or sets that cannot be evaluated.
         ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
     """
-    spec = EvaluationSpec(recall_at=tuple(recall_at), tile_bytes=tile_bytes)
-    names = list(score_names(spec.recall_at))
     _check_members(members, galleries)
     if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
         raise RunError("distances must be given for every run, [fold][repeat], or not at all")
+    names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
+    if not names and scores is None:
+        raise ConfigError(
+            f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
+        )
+    concatenated: Mapping[tuple[int, ...], Evaluation | None]
+    concatenated = dict.fromkeys(itertools.product(*(range(len(fold)) for fold in members)))
+    if names:
+        spec = EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names)
     if scores is None:
         concatenated, own = concatenated_and_own_scores(
             members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
@@ -81,17 +99,19 @@ def collections(
         del own
     else:
         _check_scores(scores, members, names)
-        concatenated = concatenated_scores(
-            members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
-        )
-    # What else every member was scored by, such as nmi, has a mean over members but no ranking of joined embeddings.
-    separated = names + [name for name in METRICS if name not in names and all(name in s for f in scores for s in f)]
+        if names:
+            concatenated = concatenated_scores(
+                members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
+            )
+    # Every score that all members have has a mean over members; those of a whole set, such as nmi, no joined ranking.
+    separated = in_table_order(name for name in scores[0][0] if all(name in s for f in scores for s in f))
     rows = []
     for choice, evaluation in concatenated.items():
         row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
         for name in separated:
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
-        row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
+        if evaluation is not None:
+            row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
         rows.append(row)
     del concatenated
     if partial is not None:
@@ -151,7 +171,7 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     return mean - half, mean + half
 
 
-def _check_members(members: Members, galleries: Members | None) -> None:
+def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
     """Every fold has members, all of one test set, and there are not too many collections."""
     if not members or not all(len(fold) for fold in members):
         empty = [f for f, fold in enumerate(members) if not len(fold)]
@@ -169,7 +189,7 @@ def _check_members(members: Members, galleries: Members | None) -> None:
         _check_common(galleries, "gallery")
 
 
-def _check_common(members: Members, name: str) -> None:
+def _check_common(members: ModelEmbeddings, name: str) -> None:
     """Ids and labels of every member are those of fold 0, repeat 0, in the same order."""
     first = members[0][0]
     for f, fold in enumerate(members):
@@ -189,7 +209,9 @@ def _check_common(members: Members, name: str) -> None:
                     )
 
 
-def _check_scores(scores: Sequence[Sequence[Mapping[str, float]]], members: Members, names: Sequence[str]) -> None:
+def _check_scores(
+    scores: Sequence[Sequence[Mapping[str, float]]], members: ModelEmbeddings, names: Sequence[str]
+) -> None:
     if [len(fold) for fold in scores] != [len(fold) for fold in members]:
         raise RunError("scores must be given for every run, [fold][repeat], or not at all")
     for f, fold in enumerate(scores):

@@ -2,11 +2,12 @@
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,17 @@ def run_directory(
 ) -> Path:
     """``<output_dir>/<dataset>/<protocol>/<cell>/fold<f>_rep<r>``."""
     return Path(output_dir) / dataset / protocol / cell / f"fold{fold}_rep{repeat}"
+
+
+def former_names(folder: Path, name: str) -> list[Path]:
+    """Cells in ``folder`` whose names differ from ``name`` in the hash alone."""
+    words, _, digest = name.rpartition("-")
+    return [path for path in sorted(folder.glob(f"{glob.escape(words)}-{'?' * len(digest)}")) if path.name != name]
+
+
+def preferred(cells: Sequence[Path]) -> Path:
+    """Of the folders of one and the same cell, the one with the most complete runs, the first by name among equals."""
+    return min(cells, key=lambda cell: (-len(list(cell.glob(f"fold*_rep*/{RESULT}"))), cell.name))
 
 
 def make_directory(path: Path) -> None:

@@ -6,20 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmlbench.evaluation.metrics.scores import DISTANCE_METRICS
+from dmlbench.evaluation.metrics.table import score_named
 
-_LABELS = {
-    "p_at_1": "P@1",
-    "r_precision": "R-precision",
-    "map_at_r": "MAP@R",
-    "map": "MAP",
-    "oodml_map_at_1000": "mAP@1000 (ooDML)",
-    "nmi": "NMI",
-    "ami": "AMI",
-    "intra_class_distance": "intra-class distance",
-    "inter_class_distance": "inter-class distance",
-}
-_NOT_BETTER = tuple(_LABELS[name] for name in DISTANCE_METRICS)
 KINDS = {"separated": "separated", "concatenated": "concatenated", "best": "best", "mean": "mean"}
 
 
@@ -39,62 +27,61 @@ class Table:
     """Rows of entries under two-line column heads, with the notes that belong under the numbers."""
 
     title: str
-    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed
-    rows: tuple[tuple[str, tuple[Entry | None, ...]], ...]
+    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed; facts of the splits have no kind
+    higher_is_better: tuple[bool, ...]  # of each column
+    rows: tuple[tuple[str, tuple[Entry | str | None, ...]], ...]
     notes: tuple[str, ...]
 
     def best(self) -> list[float | None]:
         """Highest printed mean of each column; None where there is nothing to compare, or more is not better."""
         result: list[float | None] = []
-        for i, (_, label) in enumerate(self.columns):
-            if label in _NOT_BETTER:
+        for i, higher_is_better in enumerate(self.higher_is_better):
+            if not higher_is_better:
                 result.append(None)
                 continue
-            means = [round(entry.mean, 2) for _, entries in self.rows if (entry := entries[i]) is not None]
+            means = [round(entry.mean, 2) for _, entries in self.rows if isinstance(entry := entries[i], Entry)]
             result.append(max(means) if len(means) > 1 else None)
         return result
 
 
-def metric_label(name: str) -> str:
-    """``map_at_r`` as the field writes it: MAP@R."""
-    return _LABELS.get(name) or name.replace("recall_at_", "R@")
-
-
-def metric_scale(name: str) -> float:
-    """What a score is multiplied by to be printed: percent, but for distances."""
-    return 1.0 if name in DISTANCE_METRICS else 100.0
-
-
 def make_table(
-    title: str, summaries: Sequence[Mapping[str, Any]], labels: Sequence[str], metrics: Sequence[str]
+    title: str,
+    summaries: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    metrics: Sequence[str],
+    facts: Sequence[str] = (),
 ) -> Table:
-    """A table of summaries that ``aggregate_cell`` made, one row each.
+    """A table of summaries that ``aggregate_cell`` made, one row each; ``facts`` of the splits are its first columns.
 
     Raises:
-        KeyError: a metric is in none of the summaries.
+        KeyError: a metric or a fact is in none of the summaries.
     """
     kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
     known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
     for metric in metrics:
         if metric not in known:
             raise KeyError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
-    columns = []
+    scores = [score_named(metric) for metric in metrics]
+    columns = [("", fact) for fact in facts]
     for kind in kinds:
         dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
         size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
-        columns += [(KINDS[kind] + size, metric_label(metric)) for metric in metrics]
+        columns += [(KINDS[kind] + size, score.label) for score in scores]
     rows = []
+    for fact in facts:
+        if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
+            raise KeyError(f"no split of these results has the fact '{fact}'")
     for summary, label in zip(summaries, labels, strict=True):
-        entries = [
-            _entry(summary["scores"].get(kind, {}).get(metric), metric_scale(metric))
-            for kind in kinds
-            for metric in metrics
+        entries: list[Entry | str | None] = [_fact(summary, fact) for fact in facts]
+        entries += [
+            _entry(summary["scores"].get(kind, {}).get(score.name), score.scale) for kind in kinds for score in scores
         ]
         rows.append((label, tuple(entries)))
     notes = _notes(summaries, labels)
-    if set(metrics) & set(DISTANCE_METRICS):
+    if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
-    return Table(title, tuple(columns), tuple(rows), tuple(notes))
+    better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
+    return Table(title, tuple(columns), better, tuple(rows), tuple(notes))
 
 
 def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:
@@ -103,6 +90,13 @@ def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | No
     mean, std = score["mean"], score["std"]
     assert mean is not None
     return Entry(scale * mean, None if std is None else scale * std)
+
+
+def _fact(summary: Mapping[str, Any], name: str) -> str | None:
+    """The values of a fact over the runs' splits: one, or each of them once."""
+    own = [facts[name] for facts in summary.get("facts", {}).values() if facts and name in facts]
+    texts = dict.fromkeys(f"{value:.4g}" if isinstance(value, float) else str(value) for value in own)
+    return ", ".join(texts) or None
 
 
 def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
@@ -128,8 +122,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
         facts.append(f"{runs}; {spread} of fold models")
     else:
+        spread = summary.get("spread", "repeats")
         facts.append(
-            f"{runs}; mean ± population std over repeats" if summary["n_runs"] > 1 else f"{runs}, hence no std"
+            f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
     if summary["n_runs_not_started"]:
         facts.append(f"NOT STARTED: in {summary['n_runs_not_started']} runs the pooling's prototypes never started")
@@ -157,7 +152,7 @@ def _marked(table: Table, bold: str) -> list[list[str]]:
         cells = [label]
         for entry, top in zip(entries, best, strict=True):
             text = "–" if entry is None else str(entry)
-            cells.append(bold.format(text) if entry is not None and top == round(entry.mean, 2) else text)
+            cells.append(bold.format(text) if isinstance(entry, Entry) and top == round(entry.mean, 2) else text)
         lines.append(cells)
     return lines
 
@@ -213,7 +208,10 @@ def to_csv(table: Table) -> str:
     for label, entries in table.rows:
         cells: list[object] = [label]
         for entry in entries:
-            cells += ["", ""] if entry is None else [entry.mean, "" if entry.std is None else entry.std]
+            if isinstance(entry, Entry):
+                cells += [entry.mean, "" if entry.std is None else entry.std]
+            else:
+                cells += [entry or "", ""]
         writer.writerow(cells)
     return buffer.getvalue()
 
@@ -244,7 +242,8 @@ def to_latex(table: Table) -> str:
         cells = [escape(label)]
         for entry, highest in zip(entries, best, strict=True):
             text = escape("–" if entry is None else str(entry))
-            cells.append(rf"\textbf{{{text}}}" if entry is not None and highest == round(entry.mean, 2) else text)
+            is_best = isinstance(entry, Entry) and highest == round(entry.mean, 2)
+            cells.append(rf"\textbf{{{text}}}" if is_best else text)
         rows.append(" & ".join(cells) + r" \\")
     notes = [f"% {note}" for note in (table.title, *table.notes)]
     columns = "l" + "c" * len(table.columns)

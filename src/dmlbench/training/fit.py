@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from dmlbench.models.head import MetricModel
 from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
-from dmlbench.training.large_batch import Model, accumulate_gradients, require_finite
+from dmlbench.training.large_batch import accumulate_gradients, require_finite
 from dmlbench.training.log import History, Logger
 from dmlbench.training.optim import GROUPS, check_schedule, check_warmup, clip_gradients, frozen, step_schedule
 from dmlbench.training.signals import StopSignal
@@ -126,7 +127,7 @@ class FitResult:
 
 
 def fit(
-    model: Model,
+    model: MetricModel,
     objective: nn.Module,
     batches: Batches,
     validate: Callable[[], Mapping[str, float]] | None,

@@ -4,31 +4,21 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dmlbench.models.head import MetricModel
 from dmlbench.runtime import random_state, restore_random_state
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
 
 Forward = Callable[[Tensor], ModelOutput]
 
 
-class Model(Protocol):
-    """What training asks of a model beside being a ``torch.nn.Module``."""
-
-    @property
-    def observer(self) -> nn.Module: ...
-
-    def __call__(self, images: Tensor) -> ModelOutput: ...
-
-    def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None: ...
-
-
 def accumulate_gradients(
-    model: Model, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
+    model: MetricModel, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
     accumulate: int = 1, forward_batch: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
@@ -97,7 +87,7 @@ def require_finite(values: Mapping[str, float], step: int) -> None:
 
 
 def _backward(
-    model: Model, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
+    model: MetricModel, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
 ) -> dict[str, float]:
     noted = model.observe(output, step=step) or {}
     losses = objective(output, labels, step=step)
@@ -108,7 +98,7 @@ def _backward(
 
 
 def _backward_in_parts(
-    model: Model, objective: nn.Module, parts: Sequence[Tensor], labels: Tensor, *, step: int, accumulate: int,
+    model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], labels: Tensor, *, step: int, accumulate: int,
     forward: Forward,
 ) -> dict[str, float]:  # fmt: skip
     outputs: list[ModelOutput] = []
@@ -158,7 +148,7 @@ def _joined(outputs: Sequence[ModelOutput], sizes: Sequence[int]) -> ModelOutput
 
 
 @contextlib.contextmanager
-def _resting_statistics(model: Model) -> Iterator[None]:
+def _resting_statistics(model: MetricModel) -> Iterator[None]:
     """Training batch norms normalize as before, by the statistics of what they are given, but do not note them."""
     assert isinstance(model, nn.Module)
     tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]

@@ -6,14 +6,14 @@ import signal
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dmlbench.data.batches.samplers import IndexBatch
+from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.runtime import available_cores, derive_seed
@@ -22,22 +22,6 @@ from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArr
 _GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on
 
 logger = logging.getLogger(__name__)
-
-
-class BatchSampler(Protocol):
-    """An endless iterator over batches of positions into ``labels`` [N] that can be saved and taken up again."""
-
-    labels: IntArray
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[IndexBatch]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def state_after(self, batch: IndexBatch) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class TrainBatches:

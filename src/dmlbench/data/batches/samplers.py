@@ -1,4 +1,4 @@
-"""Which images make a batch: samplers of training rows, in an order that can be saved and taken up again.
+"""Which images make a batch: samplers of training rows, in an order that can be saved and resumed.
 
 They differ in what they draw without replacement:
 
@@ -6,7 +6,7 @@ They differ in what they draw without replacement:
 sampler                            classes of a batch              images of a class
 =================================  ==============================  ===============================================
 ``ClassBalancedBatchSampler``      without, over the epoch         without, over the epoch
-``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then anew
+``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
 ``IndependentClassBatchSampler``   without, within the batch       with
 ``RandomClassBatchSampler``        a few; any number of images     with
 ``RandomBatchSampler``             not looked at                   without, over the epoch
@@ -42,10 +42,10 @@ class IndexBatch:
     index: int
 
 
-class _PlannedSampler:
+class BatchSampler:
     """An endless iterator over batches whose epochs are planned whole, epoch e from (seed, e) alone.
 
-    So the state is a pair of numbers, epoch and batch, beside what the plan was made from. Subclasses set their sizes
+    So the state is a pair of numbers, epoch and batch, besides what the plan was made from. Subclasses set their sizes
     and implement ``_plan_epoch``.
     """
 
@@ -116,7 +116,7 @@ class _PlannedSampler:
             if state.get(name) != expected[name]:
                 raise RunError(
                     f"the saved sampler has {name} = {state.get(name)}, this run has {expected[name]}; "
-                    "continue with the settings and data that it was saved with, or start anew"
+                    "continue with the settings and data that it was saved with, or start again"
                 )
         epoch, index = int(state["epoch"]), int(state["index"])
         plan = self._plan if epoch == self._epoch else self._plan_epoch(epoch)
@@ -158,7 +158,7 @@ class _PlannedSampler:
         return len(self.labels) // batch_size
 
 
-class _BalancedSampler(_PlannedSampler):
+class _BalancedSampler(BatchSampler):
     """Batches of ``classes_per_batch`` classes x ``images_per_class`` images."""
 
     with_replacement: ClassVar[bool] = False
@@ -174,8 +174,8 @@ class _BalancedSampler(_PlannedSampler):
             seed: of every draw.
 
         Raises:
-            ConfigError: a number below 1, more classes than ``labels`` has, or, where each batch draws classes anew, a
-                batch larger than it.
+            ConfigError: a number below 1, more classes than ``labels`` has, or, where each batch draws its own classes,
+                a batch larger than it.
         """
         self.classes_per_batch = classes_per_batch
         self.images_per_class = images_per_class
@@ -232,7 +232,7 @@ class ClassBalancedBatchSampler(_BalancedSampler):
 
 
 class RotatingClassBatchSampler(_BalancedSampler):
-    """Each batch: classes drawn anew, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
+    """Each batch: newly drawn classes, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
 
     A class's sequence is shuffled again when fewer than ``images_per_class`` images are left in it. A class with fewer
     images than that is filled by going through them again (the public code returns a smaller batch).
@@ -278,8 +278,8 @@ class IndependentClassBatchSampler(_BalancedSampler):
         return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
 
 
-class RandomClassBatchSampler(_PlannedSampler):
-    """Each batch: a few classes drawn anew, and every image of a random one of them, with replacement (ProxyNCA++).
+class RandomClassBatchSampler(BatchSampler):
+    """Each batch: a few newly drawn classes, and every image of a random one of them, with replacement (ProxyNCA++).
 
     Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
         (``RandomBatchSampler``), the baseline of its class-balanced sampling; incomplete batches are left out.
@@ -309,7 +309,7 @@ class RandomClassBatchSampler(_PlannedSampler):
         return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
 
 
-class RandomBatchSampler(_PlannedSampler):
+class RandomBatchSampler(BatchSampler):
     """Shuffled epochs cut into batches, whatever the classes; an incomplete last batch is left out (ProxyAnchor)."""
 
     def __init__(self, labels: IntArray, *, batch_size: int, seed: int) -> None:

@@ -1,8 +1,8 @@
 """What happens to an image between the data set and the batch: where it is cropped, shifted and flipped.
 
-Every random choice comes from the image's own seed, so it does not matter who reads the image, or when. A transform
-either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images at once on
-the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
+transform either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images
+at once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
+from dmlbench.data.images.pixels import Kernel, resized
 from dmlbench.types import ConfigError, IntArray
 
 PaddingMode = Literal["reflect", "edge", "constant"]
-Kernel = Literal["pillow", "torch"]
 
 _ATTEMPTS = 10  # torchvision's RandomResizedCrop gives up after as many and takes the middle
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -30,7 +29,7 @@ class Cut:
 
     Attributes:
         boxes: [B, 4] top, left, height, width in pixels of the resized image.
-        flip: [B] whether the result is mirrored; left to whoever has the batch on the device.
+        flip: [B] whether the result is mirrored; left to the code that has the batch on the device.
     """
 
     boxes: IntArray
@@ -209,39 +208,6 @@ def random_shift(*, padding: int, padding_mode: PaddingMode = "reflect", flip: f
 def identity() -> ShiftTransform:
     """Equally sized images as they are."""
     return ShiftTransform()
-
-
-def short_side_resized(image: Image.Image, short_side: int | None, kernel: Kernel) -> NDArray[np.uint8]:
-    """[H, W, 3] of an RGB image whose short side is ``short_side`` pixels, the long one in proportion, rounded down."""
-    if short_side is None or min(image.size) == short_side:
-        return np.asarray(image)
-    width, height = resized_size(image.width, image.height, short_side)
-    if kernel == "pillow":
-        return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
-    return resized(np.asarray(image), height, width, kernel)
-
-
-def resized_size(width: int, height: int, short_side: int | None) -> tuple[int, int]:
-    """Width and height after the short side was resized, rounded as torchvision's ``Resize`` does."""
-    if short_side is None:
-        return width, height
-    short, long = sorted((width, height))
-    long = short_side * long // short
-    return (short_side, long) if width <= height else (long, short_side)
-
-
-def resized(image: NDArray[np.uint8], height: int, width: int, kernel: Kernel) -> NDArray[np.uint8]:
-    """[height, width, 3] of an image [H, W, 3], bilinear with antialiasing."""
-    image = np.ascontiguousarray(image)
-    if kernel == "pillow":
-        # Unlike fromarray, frombuffer neither copies nor guesses.
-        source = Image.frombuffer("RGB", (image.shape[1], image.shape[0]), image, "raw", "RGB", 0, 1)
-        return np.asarray(source.resize((width, height), Image.Resampling.BILINEAR))
-    if not image.flags.writeable:
-        image = image.copy()
-    pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
-    result = torch.nn.functional.interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)
-    return result.permute(0, 2, 3, 1)[0].numpy()
 
 
 def _random_boxes(

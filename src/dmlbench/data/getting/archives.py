@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmlbench.data.getting.files import Progress, file_digest, locked_file, no_progress, storage_error
-from dmlbench.data.getting.unpack import MAX_BYTES, MAX_MEMBERS, Unpacked, unpack
+from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, storage_error
+from dmlbench.data.getting.unpack import Unpacked, unpack
 from dmlbench.types import DataError
 
 MARKER = ".prepared-by-dmlbench.json"
 
 Stage = Callable[[str], AbstractContextManager[Progress]]
-"""Announces a piece of long work in words and hands out who is told of its bytes."""
+"""Announces a piece of long work in words and returns what its progress in bytes is reported to."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,13 @@ def extract(
     into: str | Path,
     *,
     password: str | None = None,
-    max_bytes: int = MAX_BYTES,
-    max_members: int = MAX_MEMBERS,
     notes: Mapping[str, str] | None = None,
     check: Callable[[Path], None] = lambda folder: None,
     stage: Stage = silent,
 ) -> Extraction:
     """Make the folder ``into`` of archives and single files.
 
-    Everything goes into a hidden folder beside it, which takes its name only when all parts are in: after an error, a
+    Everything goes into a hidden folder next to it, which takes its name only when all parts are in: after an error, a
     full disk or a kill there is no ``into``. What a killed process left is removed by the next one. The marker file
     ``.prepared-by-dmlbench.json`` inside says what the folder was made of.
 
@@ -81,8 +79,6 @@ def extract(
         parts: what the folder is made of, in order.
         into: the folder; its parent is made when it is missing.
         password: of encrypted zip archives.
-        max_bytes: limit of each archive's unpacked size, see ``unpack``.
-        max_members: limit of each archive's number of members.
         notes: what else the marker should say.
         check: called with the filled folder before it takes its name; what it raises ends the extraction.
         stage: told of each part, for progress bars.
@@ -103,14 +99,10 @@ def extract(
         return made
     try:
         into.parent.mkdir(parents=True, exist_ok=True)
-        lock = into.parent / f".{into.name}.lock"
-        with locked_file(lock, doing=f"making '{into}'"):
-            try:
-                if (made := _made_before(into, described)) is not None:  # by another process meanwhile
-                    return made
-                return _extract(known, into, password, max_bytes, max_members, described, notes or {}, check, stage)
-            finally:
-                lock.unlink(missing_ok=True)
+        with locked(into, doing=f"making '{into}'"):
+            if (made := _made_before(into, described)) is not None:  # by another process meanwhile
+                return made
+            return _extract(known, into, password, described, notes or {}, check, stage)
     except OSError as error:
         raise storage_error(error, into.parent, doing=f"make '{into}'") from error
 
@@ -150,8 +142,6 @@ def _extract(
     parts: Sequence[Part],
     into: Path,
     password: str | None,
-    max_bytes: int,
-    max_members: int,
     described: list[dict[str, Any]],
     notes: Mapping[str, str],
     check: Callable[[Path], None],
@@ -168,10 +158,7 @@ def _extract(
         for part in parts:
             with stage(f"{'extracting' if part.is_archive else 'copying'} {part.path.name}") as progress:
                 if part.is_archive:
-                    done = unpack(
-                        part.path, partial, password=password, max_bytes=max_bytes, max_members=max_members,
-                        progress=progress,
-                    )  # fmt: skip
+                    done = unpack(part.path, partial, password=password, progress=progress)
                 else:
                     shutil.copyfile(part.path, partial / part.path.name)
                     done = Unpacked(1, part.path.stat().st_size)

@@ -1,12 +1,11 @@
 """Where each published data set comes from: its archives and their checksums, its terms, and how it must lie."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from dmlbench.data.image_table import Published
-from dmlbench.data.readers.layouts import Layout
+from dmlbench.data.readers import cars196, cifar, cub200, inshop, omniglot, sop, tiny_imagenet
+from dmlbench.data.readers.layouts import DataFolder, Layout
 from dmlbench.types import DataError
 
 
@@ -44,9 +43,8 @@ class Source:
         expected: how the data set lies below the data folder, one line each.
         folder: name of the folder that ``prepare`` makes or puts files into.
         is_read_packed: True when the archives are read as they are and never unpacked.
-        module: module of ``dmlbench.data.readers`` that reads it.
-        finder: that module's function ``root -> (folder, layout)``.
-        published: that module's constant with the published counts.
+        place: how its reader finds it.
+        published: the counts that identify the benchmark.
     """
 
     name: str
@@ -58,10 +56,9 @@ class Source:
     by_hand: str
     expected: tuple[str, ...]
     folder: str
-    module: str
+    place: DataFolder
+    published: Published
     is_read_packed: bool = False
-    finder: str = "find"
-    published: str = "PUBLISHED"
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -85,10 +82,9 @@ def _cifar(classes: int, *, md5: str, size: int, unpacked: str) -> Source:
         by_hand=f"get {archive} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
         expected=(f"{archive}, not unpacked", unpacked),
         folder=f"cifar{classes}",
-        module="cifar",
+        place=cifar.FOLDER_10 if classes == 10 else cifar.FOLDER_100,
+        published=cifar.PUBLISHED_10 if classes == 10 else cifar.PUBLISHED_100,
         is_read_packed=True,
-        finder=f"find{classes}",
-        published=f"PUBLISHED_{classes}",
     )
 
 
@@ -114,7 +110,8 @@ SOURCES: dict[str, Source] = {
             by_hand="get CUB_200_2011.tgz from data.caltech.edu/records/65de6-vp158",
             expected=("CUB_200_2011/{images.txt, image_class_labels.txt, classes.txt, images/}", "class folders"),
             folder="cub200",
-            module="cub200",
+            place=cub200.FOLDER,
+            published=cub200.PUBLISHED,
         ),
         Source(
             name="cars196",
@@ -141,7 +138,8 @@ SOURCES: dict[str, Source] = {
             ),
             expected=("cars_annos.mat with car_ims/", "cars_train/, cars_test/ with devkit/", "class folders"),
             folder="cars196",
-            module="cars196",
+            place=cars196.FOLDER,
+            published=cars196.PUBLISHED,
         ),
         Source(
             name="sop",
@@ -167,7 +165,8 @@ SOURCES: dict[str, Source] = {
                 "images/ with Info_Files/",
             ),
             folder="sop",
-            module="sop",
+            place=sop.FOLDER,
+            published=sop.PUBLISHED,
         ),
         Source(
             name="inshop",
@@ -185,7 +184,8 @@ SOURCES: dict[str, Source] = {
             ),
             expected=("inshop/{img/WOMEN/..., img/MEN/..., list_eval_partition.txt or Eval/list_eval_partition.txt}",),
             folder="inshop",
-            module="inshop",
+            place=inshop.FOLDER,
+            published=inshop.PUBLISHED,
         ),
         _cifar(10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071, unpacked="cifar-10-batches-py/"),
         _cifar(100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437, unpacked="cifar-100-python/"),
@@ -215,7 +215,8 @@ SOURCES: dict[str, Source] = {
             ),
             expected=("omniglot/{images_background.zip, images_evaluation.zip}, not unpacked",),
             folder="omniglot",
-            module="omniglot",
+            place=omniglot.FOLDER,
+            published=omniglot.PUBLISHED,
             is_read_packed=True,
         ),
         Source(
@@ -237,35 +238,16 @@ SOURCES: dict[str, Source] = {
             by_hand="get tiny-imagenet-200.zip from cs231n.stanford.edu",
             expected=("tiny-imagenet-200/{wnids.txt, words.txt, train/<wnid>/images/}",),
             folder="tiny_imagenet",
-            module="tiny_imagenet",
+            place=tiny_imagenet.FOLDER,
+            published=tiny_imagenet.PUBLISHED,
         ),
     )
 }
 
 
-def find(source: Source, root: str | Path) -> tuple[Path, Layout]:
-    """The folder of a data set below ``root`` and how it lies there.
-
-    Args:
-        source: the data set.
-        root: its folder, or the one that holds all data sets.
-
-    Raises:
-        DataError: it is not there; says where was looked.
-    """
-    finder = getattr(importlib.import_module(f"dmlbench.data.readers.{source.module}"), source.finder)
-    return cast(tuple[Path, Layout], finder(root))
-
-
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """What ``find`` says, or None where the data set is not there."""
+    """The data set's folder below ``root`` and its layout, or None where it is not found."""
     try:
-        return find(source, root)
+        return source.place.find(root)
     except DataError:
         return None
-
-
-def published(source: Source) -> Published | None:
-    """The counts that identify the benchmark, or None where its reader states none."""
-    value = getattr(importlib.import_module(f"dmlbench.data.readers.{source.module}"), source.published, None)
-    return value if isinstance(value, Published) else None

@@ -12,9 +12,9 @@ from lzma import LZMAError
 from pathlib import Path
 
 from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
-from dmlbench.data.getting.catalog import Archive, Source, find, is_found
+from dmlbench.data.getting.catalog import Archive, Source, is_found
+from dmlbench.data.getting.disk import file_digest, storage_error
 from dmlbench.data.getting.download import fetch
-from dmlbench.data.getting.files import file_digest, storage_error
 from dmlbench.types import DataError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def prepare(
             parts, _free_place(place, parts), password=password, notes=notes, stage=stage,
             check=lambda folder: _check_layout(source, folder, parts),
         )  # fmt: skip
-    folder, layout = find(source, root)
+    folder, layout = source.place.find(root)
     return Prepared(folder, layout.description, was_there=False)
 
 
@@ -125,7 +125,7 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
 
 
 def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: dict[str, Path]) -> str:
-    there = f"{', '.join(name for name in wanted if name in files)} lies there; " if files else ""
+    there = f"{', '.join(name for name in wanted if name in files)} is there; " if files else ""
     missing = ", ".join(name for name in wanted if name not in files)
     return (
         f"{source.title} is not in '{root}', nor is {missing}; {there}{source.by_hand}; put it into '{root}' and start "
@@ -134,7 +134,8 @@ def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: d
 
 
 def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> Path:
-    for number, url in enumerate(archive.urls):
+    assert archive.md5 is not None, "an archive with links has a checksum"
+    for url in archive.urls:
         try:
             with stage(f"downloading {url}") as progress:
                 return fetch(
@@ -142,8 +143,8 @@ def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> P
                     progress=progress,
                 )  # fmt: skip
         except DataError as error:
-            if number == len(archive.urls) - 1 or list(folder.glob(f"{archive.name}.part")):
-                raise  # the next link would start over what has arrived
+            if url == archive.urls[-1]:
+                raise
             logger.warning("%s; trying the next link", error)
     raise AssertionError("an archive without links is not downloaded")
 
@@ -164,7 +165,7 @@ def _checked(
             continue
         other.append(name)
         if accept_other_checksum:
-            logger.warning("%s has md5 %s, which is none of the published ones; taken all the same", part.path, md5)
+            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", part.path, md5)
             continue
         expected = " and ".join(
             f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")

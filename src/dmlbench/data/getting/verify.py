@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from dmlbench.data.getting.files import file_digest
-from dmlbench.data.image_table import file_sizes, read_image
+from dmlbench.data.getting.disk import file_digest
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
 from dmlbench.types import ROLES, DataError, ImageTable
@@ -121,7 +122,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
 
 
 def unlisted(table: ImageTable) -> list[str]:
-    """Image files beside the listed ones that no list names, sorted, relative to the root.
+    """Image files that no list names, sorted, relative to the root.
 
     Looks into the folders right below the root that hold listed images, so that other data sets are left alone.
     """

@@ -9,26 +9,24 @@ pixels of one image after the other as [H, W, 3] uint8. Images are in the order 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
 
-from dmlbench.data.batches.transforms import Kernel, resized_size, short_side_resized
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import Kernel, read_image, resized_size, short_side_resized
 from dmlbench.data.images.threads import for_each
 from dmlbench.runtime import available_cores
 from dmlbench.types import DataError, ImageTable, IntArray
@@ -53,7 +51,7 @@ class _Layout:
     @classmethod
     def after(cls, start: int, heights: NDArray[np.int32], widths: NDArray[np.int32]) -> "_Layout":
         sizes = heights.astype(np.int64) * widths * 3
-        return cls(heights, widths, start + np.concatenate([[0], np.cumsum(sizes)]))
+        return cls(heights, widths, start + -start % _ALIGNMENT + np.concatenate([[0], np.cumsum(sizes)]))
 
 
 class CachedImages:
@@ -132,14 +130,16 @@ def cached_images(
         "kernel": kernel,
     }
     try:
-        layout, _ = _read_layout(path, header)
+        layout = _read_layout(path, header)
         if layout is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path, check):
-                layout, fault = _read_layout(path, header)  # another process may have built it meanwhile
-                if fault:
-                    logger.warning("the image cache %s %s; building it anew", path, fault)
+                layout = _read_layout(path, header)  # another process may have built it meanwhile
                 if layout is None:
+                    if path.exists():
+                        logger.warning(
+                            "the image cache %s is damaged, or of another version or data; building it again", path
+                        )
                     names = [os.path.join(table.root, name) for name in table.paths[order].tolist()]
                     layout = _build(path, header, names, num_threads, progress, check, table.name)
     except OSError as error:
@@ -166,52 +166,43 @@ def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel, stamp:
     return f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
 
 
-def _encode(header: dict[str, Any], heights: NDArray[np.int32], widths: NDArray[np.int32]) -> bytes:
+def _encode(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
-    head = _MAGIC + len(text).to_bytes(8, "little") + text + heights.tobytes() + widths.tobytes()
-    return head + bytes(-len(head) % _ALIGNMENT)
+    return _MAGIC + len(text).to_bytes(8, "little") + text
 
 
-def _read_layout(path: Path, header: dict[str, Any]) -> tuple[_Layout | None, str]:
-    """The layout of a whole cache file with this header, or None and what is wrong with the file that lies there."""
+def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
+    """The layout of a whole cache file with this header; None where there is no such file."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(len(_MAGIC) + 8)[len(_MAGIC) :], "little")
-            try:
-                found = json.loads(file.read(min(length, 2**16)))
-            except ValueError:
-                return None, "is damaged"
-            if found != header:
-                version = found.get("version") if isinstance(found, dict) else None
-                return None, "holds other data" if version == VERSION else f"is of version {version}, not {VERSION}"
-            index = file.read(8 * header["count"])
-            if len(index) == 8 * header["count"]:
-                heights, widths = np.frombuffer(index, dtype=np.int32).reshape(2, -1)
-                layout = _Layout.after(file.tell() + -file.tell() % _ALIGNMENT, heights, widths)
-                if layout.offsets[-1] == size:
-                    return layout, ""
-            return None, "is damaged"
+            expected = _encode(header)
+            head = file.read(len(expected) + 8 * header["count"])
+            if not head.startswith(expected) or len(head) < len(expected) + 8 * header["count"]:
+                return None
+            heights, widths = np.frombuffer(head, dtype=np.int32, offset=len(expected)).reshape(2, -1)
+            layout = _Layout.after(len(head), heights, widths)
+            return layout if layout.offsets[-1] == os.fstat(file.fileno()).st_size else None
     except FileNotFoundError:
-        return None, ""
+        return None
 
 
 @contextlib.contextmanager
 def _locked(path: Path, check: Callable[[], None]) -> Iterator[None]:
     """Hold the right to build ``path``; the system takes it back when the process ends, however that happens."""
-    with open(path.with_suffix(".lock"), "w") as lock:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    logger.info("another process is building %s; waiting for it", path)
-                waiting = True
-                check()
-                time.sleep(0.2)
+    lock = FileLock(path.with_suffix(".lock"))
+    announced = False
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            if not announced:
+                logger.info("another process is building %s (it holds %s); waiting for it", path, lock.lock_file)
+            announced = True
+            check()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _build(
@@ -238,7 +229,7 @@ def _build(
         sizes[k] = _size_on_disk(names[k], short_side)
 
     each(measure, "sizes")
-    head = _encode(header, sizes[:, 0].copy(), sizes[:, 1].copy())
+    head = _encode(header) + sizes.T.tobytes()
     layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1])
     total = int(layout.offsets[-1])
     logger.info(
@@ -294,7 +285,7 @@ def _require_space(folder: Path, size: int, data_set: str) -> None:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Claim the disk space now: a disk that fills later must not kill who writes or reads."""
+    """Claim the disk space now: a disk that fills later must not kill those that write or read."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)

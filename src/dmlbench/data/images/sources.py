@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dmlbench.data.batches.transforms import Kernel, short_side_resized
-from dmlbench.data.image_table import read_image
+from dmlbench.data.images.pixels import Kernel, read_image, short_side_resized
 from dmlbench.types import DataError, ImageTable
 
 

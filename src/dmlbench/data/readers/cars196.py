@@ -14,11 +14,12 @@ from dmlbench.data.image_table import Listing, Published, leaves_root, table_of_
 from dmlbench.data.readers.cars196_names import NAMES
 from dmlbench.data.readers.layouts import (
     SPLIT_FOLDERS,
+    DataFolder,
     Layout,
     first_match,
     images_by_folder,
     images_in,
-    locate,
+    plain_name,
     resolve,
     subfolders,
 )
@@ -27,16 +28,6 @@ from dmlbench.types import DataError, ImageTable, IntArray
 NUM_TRAIN_CLASSES = 98
 PUBLISHED = Published({"train": (8_054, 98), "test": (8_131, 98)})
 
-USUAL_NAMES = (
-    "cars196",
-    "cars_196",
-    "cars",
-    "car_data",
-    "stanford_cars",
-    "stanfordcars",
-    "stanford_cars_dataset",
-    "stanford_car_dataset_by_classes_folder",
-)
 _DEVKIT = ("devkit/", "car_devkit/devkit/", "car_devkit/", "")
 
 
@@ -51,40 +42,35 @@ _META = _in_devkit("cars_meta.mat")
 
 
 def _has_class_folders(folder: Path) -> bool:
-    return folder.is_dir() and any(_key(name) in _CLASS_OF_KEY for name in subfolders(folder))
+    return folder.is_dir() and any(plain_name(name) in _CLASS_OF_KEY for name in subfolders(folder))
 
 
 def _has_split_class_folders(folder: Path) -> bool:
     return all(_has_class_folders(folder / part) for part in ("train", "test"))
 
 
-LAYOUTS = (
-    Layout("car_ims", "car_ims and cars_annos.mat", ("cars_annos.mat", "car_ims")),
-    Layout(
-        "cars_train_test",
-        "cars_train, cars_test and devkit with cars_train_annos.mat and cars_test_annos_withlabels.mat",
-        ("cars_train", "cars_test", _TRAIN_LABELS),
+FOLDER = DataFolder(
+    "Cars196",
+    (
+        *("cars196", "cars", "car_data", "stanford_cars", "stanford_cars_dataset"),
+        "stanford_car_dataset_by_classes_folder",
     ),
-    Layout("folders", f"class folders such as '{NAMES[0]}'", (), _has_class_folders),
-    Layout("split", "class folders in train and test", ("train", "test"), _has_split_class_folders),
-)
-REMEDY = (
-    "unpack car_ims.tgz beside cars_annos.mat; or put the devkit's .mat files beside cars_train and cars_test, to "
-    "which cars_annos.mat does not belong, because its images are numbered otherwise"
+    (
+        Layout("car_ims", "car_ims and cars_annos.mat", ("cars_annos.mat", "car_ims")),
+        Layout(
+            "cars_train_test",
+            "cars_train, cars_test and devkit with cars_train_annos.mat and cars_test_annos_withlabels.mat",
+            ("cars_train", "cars_test", _TRAIN_LABELS),
+        ),
+        Layout("folders", f"class folders such as '{NAMES[0]}'", (), _has_class_folders),
+        Layout("split", "class folders in train and test", ("train", "test"), _has_split_class_folders),
+    ),
+    "unpack car_ims.tgz next to cars_annos.mat; or put the devkit's .mat files next to cars_train and cars_test, to "
+    "which cars_annos.mat does not belong, because its images are numbered otherwise",
 )
 
 # What scipy raises on damaged files, and what follows when a field is not there.
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    NotImplementedError,
-    MatReadError,
-    zlib.error,
-)
+_UNREADABLE = (OSError, EOFError, LookupError, TypeError, ValueError, NotImplementedError, MatReadError, zlib.error)
 
 
 def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -104,7 +90,7 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     Source: J. Krause et al., "3D Object Representations for Fine-Grained Categorization", 3DRR 2013; halves by
         H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
-    folder, layout = find(root)
+    folder, layout = FOLDER.find(root)
     if layout.name == "car_ims":
         listed = _of_car_ims(folder)
     elif layout.name == "cars_train_test":
@@ -122,15 +108,6 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         role=np.where(published <= NUM_TRAIN_CLASSES, "train", "test"),
     )
     return table_of_files(listing, published=PUBLISHED if check_counts else None)
-
-
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the data set and how it lies there.
-
-    Raises:
-        DataError: it is not found.
-    """
-    return locate(root, title="Cars196", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
 
 
 _Listed = tuple[Path, list[str], IntArray]  # folder of the images, paths below it, published classes from 1
@@ -178,7 +155,7 @@ def _of_class_folders(folder: Path, parts: Sequence[str]) -> _Listed:
         if (folder / part).is_dir():
             for name, images in _class_images(folder / part).items():
                 paths += [f"{part}/{name}/{image}" if part else f"{name}/{image}" for image in images]
-                published += [_CLASS_OF_KEY[_key(name)]] * len(images)
+                published += [_CLASS_OF_KEY[plain_name(name)]] * len(images)
     return folder, paths, np.array(published, dtype=np.int64)
 
 
@@ -186,7 +163,7 @@ def _class_images(folder: Path) -> dict[str, list[str]]:
     """Class folder -> its images; one class may be nested, where its name's slash became 'Ram C' and 'V Cargo Van'."""
     found = images_by_folder(folder)
     for name in found:
-        if _key(name) not in _CLASS_OF_KEY:
+        if plain_name(name) not in _CLASS_OF_KEY:
             near = get_close_matches(name, NAMES, n=1)
             hint = f" (nearest is '{near[0]}')" if near else ""
             raise DataError(
@@ -194,8 +171,8 @@ def _class_images(folder: Path) -> dict[str, list[str]]:
                 "away"
             )
     for name in subfolders(folder):
-        if _key(name) not in _CLASS_OF_KEY:
-            nested = [inner for inner in subfolders(folder / name) if _key(name + inner) in _CLASS_OF_KEY]
+        if plain_name(name) not in _CLASS_OF_KEY:
+            nested = [inner for inner in subfolders(folder / name) if plain_name(name + inner) in _CLASS_OF_KEY]
             found |= {f"{name}/{inner}": images_in(folder / name / inner) for inner in nested}
     return found
 
@@ -241,9 +218,4 @@ def _unreadable(file: Path, error: Exception) -> DataError:
     return DataError(f"Cars196 cannot read its annotations '{file}' ({error!r}); put the original file there")
 
 
-def _key(name: str) -> str:
-    """What is left of a class name whatever was done to its slash, blanks and dots."""
-    return "".join(character for character in name.casefold() if character.isalnum())
-
-
-_CLASS_OF_KEY = {_key(name): number for number, name in enumerate(NAMES, start=1)}
+_CLASS_OF_KEY = {plain_name(name): number for number, name in enumerate(NAMES, start=1)}

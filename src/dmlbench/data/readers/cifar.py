@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dmlbench.data.image_table import Published, check_published, halved_roles, make_table
-from dmlbench.data.readers.array_cache import cached_array
-from dmlbench.data.readers.layouts import Layout, locate, resolve
+from dmlbench.data.images.array_cache import cached_array
+from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.types import DataError, ImageTable
 
 SIDE = 32
-PUBLISHED = PUBLISHED_10 = Published({"train": (30_000, 5), "test": (30_000, 5)})
+PUBLISHED_10 = Published({"train": (30_000, 5), "test": (30_000, 5)})
 PUBLISHED_100 = Published({"train": (30_000, 50), "test": (30_000, 50)})
 
 CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -70,8 +70,8 @@ class _Kind:
         return f"{self.name}.zip|{self.name}[!0-9]*.zip"
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return (
+    def place(self) -> DataFolder:
+        layouts = (
             Layout("folder", f"the python version in {self.folder}", tuple(f"{self.folder}/{b}" for b in self.batches)),
             Layout("bare", "the python version's files", (*self.batches, self.meta)),
             Layout("archive", f"the python version's archive ({self.archives.split('|')[0]})", (self.archives,)),
@@ -81,6 +81,9 @@ class _Kind:
             ),
             Layout("zip", f"a {self.name}*.zip of images in train and test", (self.zips,)),
         )  # fmt: skip
+        usual_names = (self.name, f"{self.name}_images")
+        remedy = f"put {self.archives.split('|')[0]} there, unpacked or not"
+        return DataFolder(self.title, usual_names, layouts, remedy)
 
 
 _CIFAR10 = _Kind(
@@ -107,6 +110,7 @@ _CIFAR100 = _Kind(
     folder="cifar-100-python",
     published=PUBLISHED_100,
 )
+FOLDER_10, FOLDER_100 = _CIFAR10.place, _CIFAR100.place
 
 
 def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
@@ -139,29 +143,8 @@ def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tr
     return _read(_CIFAR100, Path(root), cache_dir, check_counts)
 
 
-def find10(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of CIFAR-10 and how it lies there."""
-    return _find(_CIFAR10, root)
-
-
-def find100(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of CIFAR-100 and how it lies there."""
-    return _find(_CIFAR100, root)
-
-
-def _find(kind: _Kind, root: str | Path) -> tuple[Path, Layout]:
-    digits = kind.name.removeprefix("cifar")
-    return locate(
-        root,
-        title=kind.title,
-        usual_names=(kind.name, f"cifar_{digits}", f"cifar_{digits}_images"),
-        layouts=kind.layouts,
-        remedy=f"put {kind.archives.split('|')[0]} there, unpacked or not",
-    )
-
-
 def _read(kind: _Kind, root: Path, cache_dir: str | Path, check_counts: bool) -> ImageTable:
-    folder, layout = _find(kind, root)
+    folder, layout = kind.place.find(root)
     width = SIDE * SIDE * 3
     if layout.name in ("tree", "zip"):
         place = folder if layout.name == "tree" else resolve(folder, kind.zips)

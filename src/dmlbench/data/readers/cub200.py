@@ -6,42 +6,50 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published, table_of_files
-from dmlbench.data.readers.layouts import SPLIT_FOLDERS, Layout, first_match, images_by_folder, locate
-from dmlbench.data.readers.lists import TextList, read_list
+from dmlbench.data.readers.layouts import SPLIT_FOLDERS, DataFolder, Layout, first_match, images_by_folder
+from dmlbench.data.readers.lists import read_list
 from dmlbench.types import DataError, ImageTable
 
 NUM_TRAIN_CLASSES = 100
 NUM_CLASSES = 200
 PUBLISHED = Published({"train": (5_864, 100), "test": (5_924, 100)})
 
-USUAL_NAMES = (
-    "cub200",
-    "cub",
-    "cub_200",
-    "cub_200_2011",
-    "cub200_2011",
-    "cub2002011",
-    "caltech_ucsd_birds",
-    "caltech_ucsd_birds_200_2011",
-)
 _LISTS = ("images.txt", "image_class_labels.txt", "classes.txt")
 _CLASS = "[0-9][0-9][0-9].*"
-LAYOUTS = (
-    Layout(
-        "lists",
-        "CUB_200_2011 with images.txt, image_class_labels.txt, classes.txt and images",
-        (*_LISTS, f"images|{_CLASS}"),
+_FOLDERS = "class folders such as 001.Black_footed_Albatross"
+
+
+def _has_no_list(folder: Path) -> bool:
+    """Where some of the lists are, the others are missing: class folders alone are not what is meant."""
+    return not any((folder / name).is_file() for name in _LISTS)
+
+
+FOLDER = DataFolder(
+    "CUB-200-2011",
+    ("cub200", "cub", "cub_200_2011", "caltech_ucsd_birds", "caltech_ucsd_birds_200_2011"),
+    (
+        Layout(
+            "lists",
+            "CUB_200_2011 with images.txt, image_class_labels.txt, classes.txt and images",
+            (*_LISTS, f"images|{_CLASS}"),
+        ),
+        Layout(
+            "images",
+            "images with class folders such as 001.Black_footed_Albatross",
+            (f"images/{_CLASS}",),
+            _has_no_list,
+        ),
+        Layout("folders", "class folders such as 001.Black_footed_Albatross", (_CLASS,), _has_no_list),
+        Layout("split", "class folders in train and test", (f"train/{_CLASS}", f"test/{_CLASS}"), _has_no_list),
+        Layout(
+            "split_images",
+            "class folders in images/train and images/test",
+            (f"images/train/{_CLASS}", f"images/test/{_CLASS}"),
+            _has_no_list,
+        ),
     ),
-    Layout("images", "images with class folders such as 001.Black_footed_Albatross", (f"images/{_CLASS}",)),
-    Layout("folders", "class folders such as 001.Black_footed_Albatross", (_CLASS,)),
-    Layout("split", "class folders in train and test", (f"train/{_CLASS}", f"test/{_CLASS}")),
-    Layout(
-        "split_images",
-        "class folders in images/train and images/test",
-        (f"images/train/{_CLASS}", f"images/test/{_CLASS}"),
-    ),
+    "unpack CUB_200_2011.tgz there",
 )
-REMEDY = "unpack CUB_200_2011.tgz there"
 
 
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -61,69 +69,46 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
         H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
-    folder, layout = find(root)
-    listing = _from_lists(folder, layout) if layout.name == "lists" else _from_folders(folder, layout)
-    return table_of_files(listing, published=PUBLISHED if check_counts else None)
-
-
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the data set and how it lies there.
-
-    Raises:
-        DataError: it is not found, or only some of its three lists are there.
-    """
-    folder, layout = locate(root, title="CUB-200-2011", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
-    present = [name for name in _LISTS if (folder / name).is_file()]
-    if 0 < len(present) < len(_LISTS):
-        missing = ", ".join(name for name in _LISTS if name not in present)
-        raise DataError(
-            f"CUB-200-2011 in '{folder}' has {', '.join(present)} but lacks {missing}; put the original lists there "
-            "(or remove the others: the class folders alone are enough)"
-        )
-    return folder, layout
-
-
-def _from_lists(folder: Path, layout: Layout) -> Listing:
-    images = read_list(folder / "images.txt", ("image_id", "path"))
-    labels = read_list(folder / "image_class_labels.txt", ("image_id", "class_id"))
-    classes = read_list(folder / "classes.txt", ("class_id", "name"))
-    names = dict(zip(classes.unique_numbers("class_id").tolist(), classes.texts("name"), strict=True))
-    class_of = _classes_of_images(images, labels, names)
+    folder, layout = FOLDER.find(root)
+    listed = _of_lists(folder) if layout.name == "lists" else _of_folders(folder, layout)
+    images_root, paths, class_of, names = listed
     ids = sorted(names)
-    is_beside = first_match(folder, f"images/{_CLASS}") is None and first_match(folder, _CLASS) is not None
-    return Listing(
+    listing = Listing(
         name="cub200",
-        root=folder if is_beside else folder / "images",
+        root=images_root,
         layout=layout.description,
-        paths=images.paths("path"),
+        paths=paths,
         labels=np.searchsorted(ids, class_of).astype(np.int64),
         class_names=[names[i] for i in ids],
         role=np.where(np.array(class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
     )
+    return table_of_files(listing, published=PUBLISHED if check_counts else None)
 
 
-def _classes_of_images(images: TextList, labels: TextList, names: dict[int, str]) -> list[int]:
-    """[N] published class of each image, which counts from 1."""
+_Listed = tuple[Path, list[str], list[int], dict[int, str]]  # folder of the images, paths, class of each, class names
+
+
+def _of_lists(folder: Path) -> _Listed:
+    images = read_list(folder / "images.txt", ("image_id", "path"))
+    labels = read_list(folder / "image_class_labels.txt", ("image_id", "class_id"))
+    classes = read_list(folder / "classes.txt", ("class_id", "name"))
+    for rows, column in ((images, "image_id"), (labels, "image_id"), (classes, "class_id")):
+        rows.numbers(column)
+        rows.check_once(column)
     class_ids = labels.numbers("class_id").tolist()
-    for row, class_id in enumerate(class_ids):
-        if class_id not in names:
-            raise DataError(
-                f"{labels.where(row)} names the class {class_id}, which has no name in classes.txt; put the original "
-                "lists there"
-            )
-    by_image = dict(zip(labels.unique_numbers("image_id").tolist(), class_ids, strict=True))
-    class_of = []
-    for row, image_id in enumerate(images.unique_numbers("image_id").tolist()):
-        if image_id not in by_image:
-            raise DataError(
-                f"{images.where(row)} lists the image {image_id}, which has no class in '{labels.file.name}'; put the "
-                "original lists there"
-            )
-        class_of.append(by_image[image_id])
-    return class_of
+    labels.check_known("class_id", classes.texts("class_id"), "classes.txt")
+    class_by_image = dict(zip(labels.texts("image_id"), class_ids, strict=True))
+    images.check_known("image_id", class_by_image, labels.file.name)
+    is_beside = first_match(folder, f"images/{_CLASS}") is None and first_match(folder, _CLASS) is not None
+    return (
+        folder if is_beside else folder / "images",
+        images.paths("path"),
+        [class_by_image[image] for image in images.texts("image_id")],
+        dict(zip(classes.numbers("class_id").tolist(), classes.texts("name"), strict=True)),
+    )
 
 
-def _from_folders(folder: Path, layout: Layout) -> Listing:
+def _of_folders(folder: Path, layout: Layout) -> _Listed:
     root = folder / "images" if layout.name in ("images", "split_images") else folder
     parts = [f"{part}/" for part in SPLIT_FOLDERS if (root / part).is_dir()] if "split" in layout.name else [""]
     names: dict[int, str] = {}
@@ -143,16 +128,7 @@ def _from_folders(folder: Path, layout: Layout) -> Listing:
                     raise DataError(f"'{path}' lies in '{root}' a second time as '{other}'; keep one of them")
                 paths.append(path)
                 class_of.append(class_id)
-    ids = sorted(names)
-    return Listing(
-        name="cub200",
-        root=root,
-        layout=layout.description,
-        paths=paths,
-        labels=np.searchsorted(ids, class_of).astype(np.int64),
-        class_names=[names[i] for i in ids],
-        role=np.where(np.array(class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
-    )
+    return root, paths, class_of, names
 
 
 def _class_id(folder: Path) -> int:

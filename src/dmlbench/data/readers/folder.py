@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dmlbench.data.image_table import Listing, leaves_root, shorten, table_of_files
 from dmlbench.data.readers.layouts import images_in, subfolders
+from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, closest
 
 _PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
@@ -23,6 +24,7 @@ _COLUMNS = ("path", "label", "role", "super_label")
 _NEEDED = {"path", "label"}
 _COMMENT = re.compile(r"(^|\s)#.*")
 _SEPARATORS = (",", ";", "\t")
+_CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ def folder(
     if not root.is_dir():
         raise DataError(f"data set '{name}' looks for its images in '{root}', which is not a folder; correct root")
     has_lists = train_classes is not None or test_classes is not None
-    images = _read_csv(root / csv, name) if csv is not None else _read_tree(root, name, merge=has_lists)
+    images = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
     class_names = _sorted_classes(images.class_of)
     num_train = len(class_names) // 2
     if has_lists:
@@ -187,10 +189,10 @@ def _images_below(top: Path) -> list[str]:
     return sorted(walk(top, "", frozenset({top.parent.resolve()})))
 
 
-def _read_csv(file: Path, name: str) -> _Images:
+def _read_csv(file: Path) -> _Images:
     rows: list[dict[str, str]] = []
     line_of: dict[str, int] = {}
-    for number, row in _csv_rows(file, name):
+    for number, row in _csv_rows(file):
         if row.get("role", "train") not in ROLES:
             raise DataError(
                 f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
@@ -216,9 +218,9 @@ def _read_csv(file: Path, name: str) -> _Images:
     )
 
 
-def _csv_rows(file: Path, name: str) -> Iterable[tuple[int, dict[str, str]]]:
+def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
     """Line number and values by column of each row."""
-    text = _text(file, name, what="csv")
+    text = read_text(file, remedy=_CORRECT_PATH)
     first = text.split("\n", 1)[0]
     separator = max(_SEPARATORS, key=first.count)
     reader = csv_reader.DictReader(io.StringIO(text), skipinitialspace=True, delimiter=separator)
@@ -244,8 +246,8 @@ def _listed_classes(
 ) -> tuple[list[str], int]:
     """The classes in the order of the lists, those to train on first, and how many these are."""
     known = set(classes)
-    train = None if train_list is None else _read_classes(train_list, known, name)
-    test = None if test_list is None else _read_classes(test_list, known, name)
+    train = None if train_list is None else _read_classes(train_list, known)
+    test = None if test_list is None else _read_classes(test_list, known)
     if train is not None and test is not None and (both := [c for c in test if c in train]):
         raise DataError(
             f"line {test[both[0]]} of '{test_list}' names '{both[0]}', which line {train[both[0]]} of '{train_list}' "
@@ -265,11 +267,11 @@ def _listed_classes(
     return [*train, *test], len(train)
 
 
-def _read_classes(file: Path, known: set[str], name: str) -> dict[str, int]:
+def _read_classes(file: Path, known: set[str]) -> dict[str, int]:
     """Class -> the number of its line, in the order of the lines."""
     line_of: dict[str, int] = {}
     written = {unicodedata.normalize("NFC", c): c for c in known}  # file systems store an accent in one of two ways
-    for number, line in enumerate(_text(file, name, what="list of classes").split("\n"), start=1):
+    for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
         class_name = _COMMENT.sub("", line).strip()
         if not class_name:
             continue
@@ -284,16 +286,6 @@ def _read_classes(file: Path, known: set[str], name: str) -> dict[str, int]:
     if not line_of:
         raise DataError(f"'{file}' names no class; write one a line")
     return line_of
-
-
-def _text(file: Path, name: str, *, what: str) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except OSError as error:
-        reason = "which is missing" if not file.exists() else f"which cannot be read ({error.strerror})"
-        raise DataError(f"data set '{name}' looks for its {what} in '{file}', {reason}; correct the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"'{file}' is not text in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def _sorted_classes(class_of: Iterable[str]) -> list[str]:

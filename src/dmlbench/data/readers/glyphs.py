@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.image_table import halved_roles, make_table
-from dmlbench.data.readers.array_cache import cached_array
+from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.letters import (
     FACE_NAMES,
     NUISANCE_SYMBOLS,
@@ -139,7 +139,7 @@ def glyphs_collage(
 
 
 def nuisance_pools() -> tuple[str, str]:
-    """Symbols beside train classes and symbols beside test classes: every other one, so that both are of one kind."""
+    """Symbols next to train classes and symbols next to test classes: every other one, so that both are of one kind."""
     return NUISANCE_SYMBOLS[0::2], NUISANCE_SYMBOLS[1::2]
 
 

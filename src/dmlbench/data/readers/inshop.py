@@ -6,47 +6,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.image_table import Listing, Published, table_of_files
-from dmlbench.data.readers.layouts import Layout, locate, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
 from dmlbench.data.readers.lists import TextList, read_list
 from dmlbench.types import DataError, ImageTable, IntArray
 
 PUBLISHED = Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)})
 
-USUAL_NAMES = (
-    "inshop",
-    "in_shop",
-    "in_shop_clothes_retrieval_benchmark",
-    "in_shop_clothes_retrieval",
-    "in_shop_clothes",
-    "inshop_clothes",
-    "deepfashion",
-    "deep_fashion",
-    "deepfashion_inshop",
-)
 _LIST = "|".join(f"{place}list_eval_partition.txt" for place in ("Eval/", "Anno/", ""))
 # The list says img/WOMEN/...; the images of the papers are those of img.zip, so these come before img_highres.
-_IMAGES = "|".join(
-    f"{place}/*MEN"
-    for place in (
-        "img",
-        "Img/img",
-        "img/img",
-        "Img",
-        "img_highres",
-        "Img/img_highres",
-        "img_highres/img_highres",
-        "Img/img_highres/img_highres",
-    )
-)
-LAYOUTS = (
-    Layout(
-        "lists",
-        "list_eval_partition.txt (there, in Eval or in Anno) and folders MEN and WOMEN in img or img_highres (there or "
-        "in Img)",
-        (_LIST, _IMAGES),
+_PLACES = "img Img/img img/img Img img_highres Img/img_highres img_highres/img_highres Img/img_highres/img_highres"
+_IMAGES = "|".join(f"{place}/*MEN" for place in _PLACES.split())
+FOLDER = DataFolder(
+    "In-shop",
+    (
+        *("inshop", "in_shop_clothes_retrieval_benchmark", "in_shop_clothes_retrieval", "in_shop_clothes"),
+        *("deepfashion", "deepfashion_inshop"),
     ),
+    (
+        Layout(
+            "lists",
+            "list_eval_partition.txt (there, in Eval or in Anno) and folders MEN and WOMEN in img or img_highres "
+            "(there or in Img)",
+            (_LIST, _IMAGES),
+        ),
+    ),
+    "put list_eval_partition.txt and the unpacked img.zip there",
 )
-REMEDY = "put list_eval_partition.txt and the unpacked img.zip there"
 _COLUMNS = ("image_name", "item_id", "evaluation_status")
 _ROLES = ("train", "query", "gallery")
 
@@ -67,7 +52,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
         CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
     """
-    folder, layout = find(root)
+    folder, layout = FOLDER.find(root)
     images = resolve(folder, _IMAGES).parent
     rows = read_list(resolve(folder, _LIST), _COLUMNS, has_count=True, has_header=True)
     items, labels = np.unique(rows.texts("item_id"), return_inverse=True)
@@ -83,15 +68,6 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         super_labels=super_labels,
     )
     return table_of_files(listing, published=PUBLISHED if check_counts else None)
-
-
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the data set and how it lies there.
-
-    Raises:
-        DataError: it is not found.
-    """
-    return locate(root, title="In-shop", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
 
 
 def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:

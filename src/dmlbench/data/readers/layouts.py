@@ -1,7 +1,7 @@
 """Finding a data set on disk: under the names that people give its folder, in the layouts that circulate."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,44 +34,48 @@ class Layout:
     recognizes: Callable[[Path], bool] | None = None
 
 
-def locate(
-    root: str | Path, *, title: str, usual_names: Sequence[str], layouts: Sequence[Layout], remedy: str
-) -> tuple[Path, Layout]:
-    """The folder of a data set and its layout.
+@dataclass(frozen=True)
+class DataFolder:
+    """The folder of a data set: what it is called in the wild, and what it may look like.
 
-    Looks in ``root`` and, up to three levels down, in folders that have one of the usual names (upper and lower case,
-    ``-``, ``_`` and spaces are the same) or are wrappers such as ``archive``. Layouts are tried in order.
-
-    Args:
-        root: the data set's folder or one that holds it.
+    Attributes:
         title: the data set's name, for messages.
-        usual_names: names that its folder has in the wild.
+        usual_names: names that its folder has; upper and lower case, blanks and punctuation do not matter.
         layouts: what it may look like, the preferred one first.
         remedy: how to get the data, the end of the message where there are none.
-
-    Raises:
-        DataError: no layout is complete; says where was looked, and what the nearest one lacks.
     """
-    root = Path(root)
-    if not root.is_dir():
-        raise DataError(
-            f"{title} is looked for in '{root}', which is not a folder; set DMLBENCH_DATA (or paths.data_dir) to the "
-            f"folder that holds your data sets; {remedy}"
-        )
-    folders = list(_candidates(root, {_normal(name) for name in (*usual_names, *_WRAPPERS)}))
-    nearest: tuple[int, str] = (0, "")
-    for layout in layouts:
-        for folder in folders:
-            missing = [marker for marker in layout.markers if first_match(folder, marker) is None]
-            if not missing and (layout.recognizes is None or layout.recognizes(folder)):
-                return folder, layout
-            present = len(layout.markers) - len(missing)
-            if missing and present > nearest[0]:
-                lacking = ", ".join(marker.replace("|", " or ") for marker in missing)
-                nearest = present, f"; nearest is '{folder}' ({layout.description}), which lacks {lacking}"
-    looked = ", ".join(f"'{folder}'" for folder in folders)
-    expected = "; or ".join(layout.description for layout in layouts)
-    raise DataError(f"{title} is not in {looked}{nearest[1]}; expected {expected}; {remedy}")
+
+    title: str
+    usual_names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    remedy: str
+
+    def find(self, root: str | Path) -> tuple[Path, Layout]:
+        """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
+
+        Raises:
+            DataError: no layout is complete; says where was looked, and what the nearest one lacks.
+        """
+        root = Path(root)
+        if not root.is_dir():
+            raise DataError(
+                f"{self.title} is looked for in '{root}', which is not a folder; set DMLBENCH_DATA (or paths.data_dir) "
+                f"to the folder that holds your data sets; {self.remedy}"
+            )
+        folders = list(_candidates(root, {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}))
+        nearest: tuple[int, str] = (0, "")
+        for layout in self.layouts:
+            for folder in folders:
+                missing = [marker for marker in layout.markers if first_match(folder, marker) is None]
+                if not missing and (layout.recognizes is None or layout.recognizes(folder)):
+                    return folder, layout
+                present = len(layout.markers) - len(missing)
+                if missing and present > nearest[0]:
+                    lacking = ", ".join(marker.replace("|", " or ") for marker in missing)
+                    nearest = present, f"; nearest is '{folder}' ({layout.description}), which lacks {lacking}"
+        looked = ", ".join(f"'{folder}'" for folder in folders)
+        expected = "; or ".join(layout.description for layout in self.layouts)
+        raise DataError(f"{self.title} is not in {looked}{nearest[1]}; expected {expected}; {self.remedy}")
 
 
 def resolve(folder: Path, marker: str) -> Path:
@@ -119,8 +123,10 @@ def images_in(folder: Path) -> list[str]:
     names = [entry.name for entry in _entries(folder) if entry.name[0] != "."]
     names = sorted(name for name in names if name.lower().endswith(IMAGE_SUFFIXES))
     for name in (folder.name, *names):
-        if not name.isascii() and not _is_text(name):
-            raise DataError(f"'{folder}' has the name {os.fsencode(name)!r}, which is not UTF-8; rename it")
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # the file system's bytes as Python escapes them
+            raise DataError(f"'{folder}' has the name {os.fsencode(name)!r}, which is not UTF-8; rename it") from None
     return names
 
 
@@ -133,12 +139,17 @@ def subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and entry.is_dir())
 
 
+def plain_name(name: str) -> str:
+    """What is left of a name whatever was done to its case, slashes, blanks and punctuation."""
+    return "".join(character for character in name.casefold() if character.isalnum())
+
+
 def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
     level = [root]
     for depth in range(_DEPTH + 1):
         yield from level
         if depth < _DEPTH:
-            level = [folder / name for folder in level for name in subfolders(folder) if _normal(name) in names]
+            level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -147,15 +158,3 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise DataError(f"cannot look into '{folder}' ({error.strerror}); make it a readable folder") from error
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # the file system's bytes as Python escapes them
-        return False
-    return True
-
-
-def _normal(name: str) -> str:
-    return name.casefold().replace("-", "_").replace(" ", "_")

@@ -22,8 +22,8 @@ FACE_NAMES = (
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
 )
 
-# Symbols that stand beside a letter in a collage. All twelve faces have them; none is a letter or looks like one (so no
-# 0, 1, ○, ∑, ∪, ∃), and none is so small that it could not distract. A test holds this to account.
+# Symbols that stand next to a letter in a collage. All twelve faces have them; none is a letter or looks like one (so
+# no 0, 1, ○, ∑, ∪, ∃), and none is so small that it could not distract. A test checks this.
 NUISANCE_SYMBOLS = (
     "#$%&+2345789<=>@£¤¥§¶±÷†‡‽€←↑→↓↔↕↯⇐⇑⇒⇓⇔⇦⇧⇨⇩∇√∞∫≈≠≡≤≥⊕⊖⊗⊞⊠⌂⌘"
     "■□▣▤▥▦▧▨▩▲△▶▷▼▽◀◁◆◇◈◉◎●◐◑◒◓◘◙☀☹☺☻☼♀♁♂♃♄♅♆♇♠♡♢♣♤♥♦♧♩♪♫♬♭♯"

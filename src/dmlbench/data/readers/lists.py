@@ -1,6 +1,6 @@
 """Reading the text lists that benchmarks come with: columns apart by blanks, every fault named by file and line."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,21 +76,35 @@ class TextList:
             )
         return numbers
 
-    def unique_numbers(self, column: str) -> IntArray:
-        """Like ``numbers``, of a column in which each id must be named once.
+    def check_once(self, column: str) -> None:
+        """Refuse a column that names something twice.
 
         Raises:
-            DataError: an id occurs twice; names both lines.
+            DataError: names the value and both lines.
         """
-        numbers = self.numbers(column)
-        first: dict[int, int] = {}
-        for row, number in enumerate(numbers.tolist()):
-            if number in first:
+        first: dict[str, int] = {}
+        for line, value in zip(self.lines, self.texts(column), strict=True):
+            if first.setdefault(value, line) != line:
                 raise DataError(
-                    f"{self.where(row)} repeats the {column} {number} of line {self.lines[first[number]]}; {_REMEDY}"
+                    f"line {line} of '{self.file}' repeats the {column} {value} of line {first[value]}; {_REMEDY}"
                 )
-            first[number] = row
-        return numbers
+
+    def check_known(self, column: str, known: Container[str], where: str) -> None:
+        """Refuse a column with values that another list does not have.
+
+        Args:
+            column: of this list.
+            known: what the other one has.
+            where: its file's name, for the message.
+
+        Raises:
+            DataError: names the first such value and its line.
+        """
+        for row, value in enumerate(self.texts(column)):
+            if value not in known:
+                raise DataError(
+                    f"{self.where(row)} has the {column} {value}, which is not in {where}; put the original lists there"
+                )
 
 
 def read_list(
@@ -114,7 +128,7 @@ def read_list(
         DataError: the file is missing, is not UTF-8 or empty, has another header, another number of rows than its
             first line says, or a line with another number of columns.
     """
-    text = _read_text(file)
+    text = read_text(file)
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
     lines = [(number, line) for number, line in lines if line]
     count = _pop_count(file, lines) if has_count else None
@@ -137,11 +151,16 @@ def read_list(
     return TextList(file, tuple(columns), rows, [number for number, _ in lines])
 
 
-def _read_text(file: Path) -> str:
+def read_text(file: Path, *, remedy: str = "put the original file there") -> str:
+    """Text in UTF-8, its line ends as \\n and without a byte order mark.
+
+    Raises:
+        DataError: the file is missing or unreadable, or is not UTF-8.
+    """
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"the list '{file}' is missing; put the original file there") from None
+        raise DataError(f"the list '{file}' is missing; {remedy}") from None
     except OSError as error:
         raise DataError(f"the list '{file}' cannot be read ({error.strerror}); make it a readable file") from error
     try:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dmlbench.data.image_table import Published, halved_roles, make_table
-from dmlbench.data.readers.array_cache import cached_array
-from dmlbench.data.readers.layouts import Layout, images_in, locate, subfolders
+from dmlbench.data.images.array_cache import cached_array
+from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 ARCHIVES = (
@@ -33,15 +33,18 @@ _COUNTS = {
     "images_background_small1": (2_720, 136),
     "images_evaluation": PUBLISHED.by_role["test"],
 }
-USUAL_NAMES = ("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python")
-LAYOUTS = (
-    Layout(
-        "archives",
-        "images_background.zip or images_evaluation.zip, unpacked or not",
-        ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
+FOLDER = DataFolder(
+    "Omniglot",
+    ("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python"),
+    (
+        Layout(
+            "archives",
+            "images_background.zip or images_evaluation.zip, unpacked or not",
+            ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
+        ),
     ),
+    "download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)",
 )
-REMEDY = "download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)"
 _VERSION = 1  # raise it whenever the pixels change
 _MEMBER = re.compile(r"^[^/]+/(?P<alphabet>[^/]+)/(?P<character>character\d+)/(?P<file>[^/]+\.png)$")
 _MAX_DRAWING_BYTES = 2**20  # the published ones have some 200
@@ -95,7 +98,7 @@ def omniglot(
     """
     if not 8 <= image_size <= 105:
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
-    folder, layout = find(root)
+    folder, layout = FOLDER.find(root)
     drawings = _list_drawings(_find_places(folder, archives), check_counts=check_counts)
     key = {
         "version": _VERSION,
@@ -124,15 +127,6 @@ def omniglot(
     )
 
 
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the archives and how they lie there.
-
-    Raises:
-        DataError: there is none.
-    """
-    return locate(root, title="Omniglot", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
-
-
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
     """Archives, or the folders that they were unpacked to."""
     present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
@@ -144,7 +138,7 @@ def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
         if name not in ARCHIVES:
             raise ConfigError(f"Omniglot has no archive '{name}'; {closest(name, ARCHIVES)}")
         if name not in present:
-            raise DataError(f"Omniglot's archive '{name}' is not in '{folder}'; {REMEDY}")
+            raise DataError(f"Omniglot's archive '{name}' is not in '{folder}'; {FOLDER.remedy}")
     if not archives:
         raise ConfigError("archives is empty; name at least one of " + ", ".join(ARCHIVES))
     return [present[name] for name in ARCHIVES if name in archives]

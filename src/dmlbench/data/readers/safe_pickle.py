@@ -2,8 +2,7 @@
 
 import io
 import pickle
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dmlbench.types import DataError
 
@@ -22,7 +21,6 @@ _ALLOWED = {
         for name in ("set", "frozenset", "bytes", "bytearray", "complex")
     ),
 }
-MAX_BYTES = 2**31
 
 
 class _Unpickler(pickle.Unpickler):
@@ -35,35 +33,19 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to objects outside of itself")
 
 
-def load_pickle(path: str | Path, *, encoding: str = "ASCII") -> Any:
-    """The value in a pickle file.
+def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
+    """The value in a pickle.
 
     Args:
-        path: the file.
-        encoding: of Python 2's byte strings: "latin1" for files with numpy arrays, "bytes" to leave them.
+        content: the pickle.
+        name: its file, for messages.
+        encoding: of Python 2's byte strings: "latin1" for numpy arrays, "bytes" to leave them.
 
     Raises:
-        DataError: the file is missing, truncated, too large, no pickle, or asks for anything but plain values and
-            numpy arrays.
+        DataError: it is truncated, no pickle, or asks for anything but plain values and numpy arrays.
     """
-    path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise DataError(f"'{path}' has {size:,} bytes, more than a pickle may have ({MAX_BYTES:,}); check the file")
-        with open(path, "rb") as file:
-            return read_pickle(file, name=str(path), encoding=encoding)
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read ({error.strerror or error}); put the original file there") from error
-
-
-def read_pickle(file: IO[bytes] | bytes, *, name: str, encoding: str = "ASCII") -> Any:
-    """As ``load_pickle``, from an open file or from bytes; ``name`` is for messages."""
-    stream = io.BytesIO(file) if isinstance(file, bytes) else file
-    try:
-        return _Unpickler(stream, encoding=encoding).load()
-    except OSError:
-        raise
+        return _Unpickler(io.BytesIO(content), encoding=encoding).load()
     # A pickle is a program: damaged, it fails with whatever its instructions run into.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -5,33 +5,30 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published, shorten, table_of_files
-from dmlbench.data.readers.layouts import Layout, locate
+from dmlbench.data.readers.layouts import DataFolder, Layout
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import DataError, ImageTable
 
 NUM_CLASSES = 22_634
 PUBLISHED = Published({"train": (59_551, 11_318), "test": (60_502, 11_316)})
 
-USUAL_NAMES = (
-    "sop",
-    "online_products",
-    "stanford_online_product",
-    "stanford_online_products",
-    "stanfordonlineproducts",
-)
-LAYOUTS = (
-    Layout(
-        "original",
-        "Stanford_Online_Products with Ebay_train.txt, Ebay_test.txt and folders such as bicycle_final",
-        ("Ebay_train.txt", "Ebay_test.txt"),
+FOLDER = DataFolder(
+    "Stanford Online Products",
+    ("sop", "online_products", "stanford_online_product", "stanford_online_products"),
+    (
+        Layout(
+            "original",
+            "Stanford_Online_Products with Ebay_train.txt, Ebay_test.txt and folders such as bicycle_final",
+            ("Ebay_train.txt", "Ebay_test.txt"),
+        ),
+        Layout(
+            "info_files",
+            "Info_Files with Ebay_train.txt and Ebay_test.txt, and images with folders such as bicycle_final",
+            ("Info_Files/Ebay_train.txt", "Info_Files/Ebay_test.txt"),
+        ),
     ),
-    Layout(
-        "info_files",
-        "Info_Files with Ebay_train.txt and Ebay_test.txt, and images with folders such as bicycle_final",
-        ("Info_Files/Ebay_train.txt", "Info_Files/Ebay_test.txt"),
-    ),
+    "unpack Stanford_Online_Products.zip there",
 )
-REMEDY = "unpack Stanford_Online_Products.zip there"
 _COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
 
@@ -50,11 +47,12 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     Source: H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
-    folder, layout = find(root)
+    folder, layout = FOLDER.find(root)
     lists = folder if layout.name == "original" else folder / "Info_Files"
     rows = {role: read_list(lists / f"Ebay_{role}.txt", _COLUMNS, has_header=True) for role in ("train", "test")}
     for part in rows.values():
-        part.unique_numbers("image_id")
+        part.numbers("image_id")
+        part.check_once("image_id")
     class_ids = {role: part.numbers("class_id") for role, part in rows.items()}
     shared = np.intersect1d(class_ids["train"], class_ids["test"])
     if len(shared):
@@ -84,17 +82,8 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     return table
 
 
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the data set and how it lies there.
-
-    Raises:
-        DataError: it is not found.
-    """
-    return locate(root, title="Stanford Online Products", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
-
-
 def _image_root(folder: Path, first_path: str) -> Path:
-    """Where the folders of the categories lie: in ``images`` or beside the lists."""
+    """Where the folders of the categories lie: in ``images`` or next to the lists."""
     category = first_path.split("/")[0]
     has_own = (folder / category).exists()
     return folder / "images" if (folder / "images").is_dir() and not has_own else folder

@@ -6,18 +6,22 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published, halved_roles, table_of_files
-from dmlbench.data.readers.layouts import Layout, images_in, locate, subfolders
-from dmlbench.data.readers.lists import TextList, read_list
+from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
+from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ConfigError, DataError, ImageTable
 
 PARTS = ("train", "val")
-USUAL_NAMES = ("tiny_imagenet", "tiny_imagenet_200", "tinyimagenet", "tinyimagenet_200", "tinyimagenet200")
-LAYOUTS = (
-    Layout(
-        "original",
-        "tiny-imagenet-200 with wnids.txt, words.txt and train/<wnid>/images",
-        ("wnids.txt", "words.txt", "train"),
+FOLDER = DataFolder(
+    "Tiny-ImageNet",
+    ("tiny_imagenet", "tiny_imagenet_200"),
+    (
+        Layout(
+            "original",
+            "tiny-imagenet-200 with wnids.txt, words.txt and train/<wnid>/images",
+            ("wnids.txt", "words.txt", "train"),
+        ),
     ),
+    "unpack tiny-imagenet-200.zip there",
 )
 PUBLISHED = Published({"train": (50_000, 100), "test": (50_000, 100)})
 _PUBLISHED_OF_PARTS = {
@@ -25,7 +29,6 @@ _PUBLISHED_OF_PARTS = {
     ("val",): Published({"train": (5_000, 100), "test": (5_000, 100)}),
     ("train", "val"): Published({"train": (55_000, 100), "test": (55_000, 100)}),
 }
-REMEDY = "unpack tiny-imagenet-200.zip there"
 
 
 def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_counts: bool = True) -> ImageTable:
@@ -52,9 +55,13 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         raise ConfigError(
             f"parts ({shown}) of tiny_imagenet must be a list of train, val or both; correct dataset.table.parts"
         )
-    folder, layout = find(root)
-    wnids = _wnids(folder)
-    number_of = {wnid: number for number, wnid in enumerate(wnids.texts("wnid"))}
+    folder, layout = FOLDER.find(root)
+    listed = read_list(folder / "wnids.txt", ("wnid",))
+    listed.check_once("wnid")
+    wnids = listed.texts("wnid")
+    words = dict(read_list(folder / "words.txt", ("wnid", "words"), separator="\t").rows)
+    listed.check_known("wnid", words, "words.txt")
+    number_of = {wnid: number for number, wnid in enumerate(wnids)}
     paths: list[str] = []
     labels: list[int] = []
     for part in merged:
@@ -67,42 +74,10 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         layout=layout.description,
         paths=paths,
         labels=np.array(labels, dtype=np.int64),
-        class_names=_class_names(folder, wnids),
+        class_names=[f"{wnid} {words[wnid]}" for wnid in wnids],  # words alone are not unique
         role=halved_roles(np.array(labels, dtype=np.int64), len(wnids)),
     )
     return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged] if check_counts else None)
-
-
-def find(root: str | Path) -> tuple[Path, Layout]:
-    """The folder of the data set and how it lies there.
-
-    Raises:
-        DataError: it is not found.
-    """
-    return locate(root, title="Tiny-ImageNet", usual_names=USUAL_NAMES, layouts=LAYOUTS, remedy=REMEDY)
-
-
-def _wnids(folder: Path) -> TextList:
-    wnids = read_list(folder / "wnids.txt", ("wnid",))
-    first: dict[str, int] = {}
-    for row, wnid in enumerate(wnids.texts("wnid")):
-        if first.setdefault(wnid, row) != row:
-            raise DataError(
-                f"{wnids.where(row)} repeats '{wnid}' of line {wnids.lines[first[wnid]]}; put the original file there"
-            )
-    return wnids
-
-
-def _class_names(folder: Path, wnids: TextList) -> list[str]:
-    """One name per class, such as ``n01443537 goldfish, Carassius auratus``; words alone are not unique."""
-    words = read_list(folder / "words.txt", ("wnid", "words"), separator="\t")
-    words_of = dict(words.rows)
-    for row, wnid in enumerate(wnids.texts("wnid")):
-        if wnid not in words_of:
-            raise DataError(
-                f"{wnids.where(row)} has the class '{wnid}', which '{words.file}' does not name; complete it"
-            )
-    return [f"{wnid} {words_of[wnid]}" for wnid in wnids.texts("wnid")]
 
 
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
@@ -128,11 +103,8 @@ def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> di
 def _images_of_val_list(folder: Path, number_of: Mapping[str, int]) -> dict[str, list[str]]:
     """The validation images lie in one folder; a list has their classes (and boxes, which are not needed)."""
     rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
+    rows.check_known("wnid", number_of, "wnids.txt")
     found: dict[str, list[str]] = {}
-    for row, (name, wnid) in enumerate(zip(rows.paths("file"), rows.texts("wnid"), strict=True)):
-        if wnid not in number_of:
-            raise DataError(
-                f"{rows.where(row)} names the class '{wnid}', which is not in wnids.txt; put the original lists there"
-            )
+    for name, wnid in zip(rows.paths("file"), rows.texts("wnid"), strict=True):
         found.setdefault(wnid, []).append(f"val/images/{name}")
     return found

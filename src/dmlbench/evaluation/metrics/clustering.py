@@ -2,14 +2,14 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
-from dmlbench.evaluation.metrics.scores import CLUSTER_METRICS, DISTANCE_METRICS
 from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
@@ -19,36 +19,37 @@ _CHUNK_ROWS = 4096  # unit rows held in float64 at once
 logger = logging.getLogger(__name__)
 
 
-def cluster_scores(
-    queries: EmbeddingSet, gallery: EmbeddingSet | None, *, metrics: Sequence[str], kmeans_seed: int
-) -> dict[str, float]:
-    """Those of ``metrics`` that belong to the whole set, over all items: the queries, then the gallery's other ones.
-
-    - nmi, ami: normalized and adjusted mutual information of classes and k-means clusters (see ``kmeans``), normalized
-      by the arithmetic mean of both entropies;
-    - intra_class_distance, inter_class_distance: see ``class_distances``.
+class WholeSet:
+    """All items of an evaluation, each once: the queries, then the gallery's other ones.
 
     pytorch-metric-learning clusters the queries alone; where there is no separate gallery, that is the same set.
+
+    Attributes:
+        rows: unit rows [N, D].
+        labels: [N].
+        kmeans_seed: decides where clusters begin.
     """
-    if not set(metrics) & set(CLUSTER_METRICS):
-        return {}
-    rows, labels = _items(queries, gallery)
-    scores: dict[str, float] = {}
-    if "nmi" in metrics or "ami" in metrics:
-        clusters = kmeans(rows, len(np.unique(labels)), seed=kmeans_seed)
-        scores |= mutual_information(labels, clusters)
-    if set(metrics) & set(DISTANCE_METRICS):
-        scores |= dict(zip(DISTANCE_METRICS, class_distances(rows, labels), strict=True))
-    return {name: scores[name] for name in CLUSTER_METRICS if name in metrics}
 
+    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, kmeans_seed: int) -> None:
+        self.kmeans_seed = kmeans_seed
+        self.labels = labels_of(queries)
+        rows = queries.rows
+        if gallery is not None:
+            only = self_columns(ids_of(gallery), ids_of(queries)) < 0
+            rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
+            self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
+        self.rows = unit_rows(rows)
 
-def _items(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> tuple[FloatRows, IntArray]:
-    """Unit rows [N, D] and labels [N] of every item once."""
-    if gallery is None:
-        return unit_rows(queries.rows), labels_of(queries)
-    only = self_columns(ids_of(gallery), ids_of(queries)) < 0
-    rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
-    return unit_rows(rows), np.concatenate([labels_of(queries), labels_of(gallery)[only]])
+    @cached_property
+    def mutual_information(self) -> dict[str, float]:
+        """nmi and ami of the classes and as many k-means clusters."""
+        clusters = kmeans(self.rows, len(np.unique(self.labels)), seed=self.kmeans_seed)
+        return mutual_information(self.labels, clusters)
+
+    @cached_property
+    def class_distances(self) -> tuple[float, float]:
+        """(intra, inter), see the function of this name."""
+        return class_distances(self.rows, self.labels)
 
 
 def kmeans_library() -> str:
@@ -126,7 +127,7 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
     if not intra or len(starts) < 2:
         raise RunError(
             f"{len(labels)} items of {len(starts)} classes: distances within and between classes need two classes, one "
-            f"of them with two items; leave {' and '.join(DISTANCE_METRICS)} out of evaluation.metrics"
+            f"of them with two items; leave intra_class_distance and inter_class_distance out of evaluation.metrics"
         )
     inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
     return float(np.mean(intra)), inter

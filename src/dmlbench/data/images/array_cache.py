@@ -1,0 +1,100 @@
+"""Arrays that are expensive to make and cheap to keep: written once, whole or not at all, and checked when read."""
+
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.runtime import atomic_write
+from dmlbench.types import DataError
+
+_DIGEST_BYTES = 32
+_READ_BYTES = 1 << 22
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CachedArray:
+    """A memory-mapped, read-only array and the hexadecimal sha256 of its file's contents."""
+
+    array: NDArray[np.uint8]
+    digest: str
+
+
+def cached_array(
+    cache_dir: str | Path,
+    name: str,
+    *,
+    key: Mapping[str, Any],
+    build: Callable[[], NDArray[np.uint8]],
+) -> CachedArray:
+    """The array that ``build`` returns, read from ``cache_dir`` where it has been stored.
+
+    The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
+    truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
+    each writes a file of its own and puts it in place by renaming.
+
+    Args:
+        cache_dir: folder, made when it is missing.
+        name: first part of the file's name.
+        key: everything that the array depends on, a version of the code that makes it included; JSON values only.
+        build: makes the array.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
+    path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
+    digest = _verified_digest(path)
+    if digest is None:
+        remedy = "free some space or choose another cache_dir"
+        try:  # before the work, so that a wrong folder is known at once
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot make the cache folder '{path.parent}' ({error.strerror}); {remedy}") from error
+        if not os.access(path.parent, os.W_OK):
+            raise DataError(f"cannot write to the cache folder '{path.parent}'; {remedy}")
+        array = np.ascontiguousarray(build())
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+        buffer.write(bytes.fromhex(digest))
+        try:
+            atomic_write(path, buffer.getvalue())
+        except OSError as error:
+            size = buffer.getbuffer().nbytes
+            raise DataError(f"cannot write the cache '{path}' ({size} bytes: {error.strerror}); {remedy}") from error
+    return CachedArray(array=np.load(path, mmap_mode="r", allow_pickle=False), digest=digest)
+
+
+def _verified_digest(path: Path) -> str | None:
+    """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
+    try:
+        with open(path, "rb") as file:
+            left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+            digest = hashlib.sha256()
+            while left > 0:
+                block = file.read(min(left, _READ_BYTES))
+                if not block:
+                    break
+                digest.update(block)
+                left -= len(block)
+            if left == 0 and file.read() == digest.digest():
+                return digest.hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(
+            f"cannot read the cache '{path}' ({error.strerror or error}); choose another cache_dir"
+        ) from error
+    logger.warning("the cached file %s is damaged; making it again", path)
+    return None

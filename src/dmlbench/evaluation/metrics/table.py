@@ -1,0 +1,253 @@
+"""The one table of metrics: names, labels, formulas, and what each reads; all else about a metric follows from it.
+
+Every value is a fraction in [0, 1] unless its entry says otherwise. R is the number of relevant gallery items of a
+query (itself not counted), rel(r) whether the item at rank r is relevant, P(r) the share of relevant items among the
+nearest r. A name that ends in ``_at_k`` stands for every K of ``recall_at``; with a number, as in ``ndcg_at_10``, for
+that K.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.evaluation.metrics.clustering import WholeSet
+from dmlbench.evaluation.metrics.ranking import Ranking
+from dmlbench.types import ConfigError, IntArray, closest
+
+Reads = Literal["nearest", "ranking", "clusters", "distances"]
+MUSGRAVE = "Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2"
+ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML 2020"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An entry of the table.
+
+    Attributes:
+        name: as configurations write it; ``_at_k`` at its end takes a K.
+        label: as tables print it, ``{k}`` being that K.
+        formula: what is computed.
+        source: where it is defined.
+        reads: "nearest" (the first places of each query's ranking), "ranking" (all of it), "clusters" (of k-means) or
+            "distances" (between images of the whole set).
+        score: from what it reads and K (None without one) to the scores [Q] of the queries, or the score of the set.
+        places: how many first places of a ranking it needs: K, "R" for every query's own, or a number.
+        better: "higher", or None where neither direction is.
+        percent: whether tables print it times 100.
+    """
+
+    name: str
+    label: str
+    formula: str
+    source: str
+    reads: Reads
+    score: Callable[[Any, int], Any]
+    places: int | Literal["R", "K"] = "K"
+    better: Literal["higher"] | None = "higher"
+    percent: bool = True
+
+    @property
+    def takes_k(self) -> bool:
+        return self.name.endswith("_at_k")
+
+    @property
+    def is_of_queries(self) -> bool:
+        """Whether every query has a score, so that embeddings can be joined and a mean taken; else the set has one."""
+        return self.reads in ("nearest", "ranking")
+
+
+def _ndcg(ranking: Ranking, k: int) -> NDArray[np.float64]:
+    gain = 1 / np.log2(np.arange(2, k + 2))
+    found = np.where(ranking.relevant[:, :k], gain[: ranking.relevant.shape[1]], 0.0)
+    return np.cumsum(found, axis=1)[:, -1] / np.cumsum(gain)[np.minimum(ranking.positives, k) - 1]
+
+
+TABLE: tuple[Metric, ...] = (
+    Metric(
+        "p_at_1", "P@1", "rel(1)", MUSGRAVE, "nearest",
+        lambda ranking, _: ranking.relevant[:, 0], places=1,
+    ),
+    Metric(
+        "recall_at_k", "R@{k}", "whether any of the nearest K items (or the whole gallery) is relevant",
+        "Jegou et al., Product Quantization for Nearest Neighbor Search, TPAMI 2011, as DML papers use it", "nearest",
+        lambda ranking, k: ranking.at(ranking.hits, k) > 0,
+    ),
+    Metric(
+        "precision_at_k", "P@{k}", "P(K); what a gallery of fewer than K items lacks counts as not relevant",
+        "Manning et al., Introduction to Information Retrieval, 2008, section 8.4", "nearest",
+        lambda ranking, k: ranking.at(ranking.hits, k) / k,
+    ),
+    Metric(
+        "r_precision", "R-precision", "P(R)", MUSGRAVE, "nearest",
+        lambda ranking, _: ranking.at_r(ranking.hits) / ranking.positives, places="R",
+    ),
+    Metric(
+        "map_at_r", "MAP@R", "(1/R) sum_{r <= R} rel(r) P(r)", MUSGRAVE, "nearest",
+        lambda ranking, _: ranking.at_r(ranking.precision_sum) / ranking.positives, places="R",
+    ),
+    Metric(
+        "map_at_k", "MAP@{k}", "(1/min(R, K)) sum_{r <= K} rel(r) P(r)",
+        "Weyand et al., Google Landmarks Dataset v2, CVPR 2020, equation 2", "nearest",
+        lambda ranking, k: ranking.at(ranking.precision_sum, k) / np.minimum(ranking.positives, k),
+    ),
+    Metric(
+        "ndcg_at_k", "NDCG@{k}", "sum_{r <= K} rel(r) / log2(r + 1), divided by that of a perfect ranking",
+        "Jarvelin and Kekalainen, Cumulated Gain-Based Evaluation of IR Techniques, TOIS 2002, with binary gains",
+        "nearest", _ndcg,
+    ),
+    Metric(
+        "map", "MAP", "(1/R) sum_r rel(r) P(r) over the whole ranking (pytorch-metric-learning's ends at its own k)",
+        "Manning et al., Introduction to Information Retrieval, 2008, section 8.4", "ranking",
+        lambda ranking, _: ranking.precision_sum[:, -1] / ranking.positives,
+    ),
+    Metric(
+        "oodml_map_at_1000", "mAP@1000 (ooDML)",
+        "(1/(R + 1)) sum_{r <= 1000} rel(r) P(r): the divisor counts the query to its class, so "
+        "that even a perfect ranking stays below 1; a query without a positive is left out, not 0",
+        "Milbich et al., Characterizing Generalization under Out-of-Distribution Shifts in Deep Metric Learning, "
+        "NeurIPS 2021, and metrics/mAP_1000.py of its code at commit 65156380", "nearest",
+        lambda ranking, _: ranking.at(ranking.precision_sum, 1000) / (ranking.positives + 1), places=1000,
+    ),
+    Metric(
+        "nmi", "NMI", "mutual information of classes and k-means clusters by the arithmetic mean of their entropies",
+        "Manning et al., Introduction to Information Retrieval, 2008, section 16.3", "clusters",
+        lambda whole, _: whole.mutual_information["nmi"],
+    ),
+    Metric(
+        "ami", "AMI", "adjusted mutual information of classes and k-means clusters (may fall below 0)",
+        "Vinh et al., Information Theoretic Measures for Clusterings Comparison, JMLR 2010", "clusters",
+        lambda whole, _: whole.mutual_information["ami"],
+    ),
+    Metric(
+        "intra_class_distance", "intra-class distance", "mean cosine distance within classes, in [0, 2]", ROTH,
+        "distances",
+        lambda whole, _: whole.class_distances[0], better=None, percent=False,
+    ),
+    Metric(
+        "inter_class_distance", "inter-class distance", "mean cosine distance between class means, in [0, 2]", ROTH,
+        "distances", lambda whole, _: whole.class_distances[1], better=None, percent=False,
+    ),
+)  # fmt: skip
+"""Every metric, in the order in which results list them."""
+
+METRICS = {metric.name: metric for metric in TABLE}
+DEFAULT_RECALL_AT = (1, 2, 4, 8)
+DEFAULT_METRICS = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A metric with its K, if it takes one: what results name."""
+
+    metric: Metric
+    k: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric.name[:-1]}{self.k}" if self.metric.takes_k else self.metric.name
+
+    @property
+    def label(self) -> str:
+        return self.metric.label.format(k=self.k)
+
+    @property
+    def scale(self) -> float:
+        """What tables multiply it by."""
+        return 100.0 if self.metric.percent else 1.0
+
+
+def score_named(name: str) -> Score:
+    """What a single score's name means, such as ``map_at_r`` or ``recall_at_10``.
+
+    Raises:
+        ConfigError: there is no such score.
+    """
+    if name in METRICS and not METRICS[name].takes_k:
+        return Score(METRICS[name])
+    family, _, k = name.rpartition("_at_")
+    metric = METRICS.get(f"{family}_at_k")
+    if metric is None or not re.fullmatch("[1-9][0-9]{0,8}", k):
+        hint = closest(name, list(METRICS))
+        raise ConfigError(f"'{name}' is no score: {hint}; _at_k stands for a number, as in recall_at_10")
+    return Score(metric, int(k))
+
+
+def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
+    """All scores that ``metrics`` name, each once, in the order in which results list them.
+
+    Raises:
+        ConfigError: a name is unknown or repeated, there is none at all, or a K is wrong.
+    """
+    values = list(recall_at)
+    if any(not isinstance(k, Integral) or k < 1 for k in values) or values != sorted(set(values)):
+        raise ConfigError(f"recall_at ({values}) must be increasing whole numbers of at least 1, such as [1, 2, 4, 8]")
+    if not metrics:
+        raise ConfigError(f"metrics is empty; name at least one of {', '.join(METRICS)}")
+    if len(set(metrics)) < len(metrics):
+        raise ConfigError(f"metrics ({', '.join(metrics)}) names one twice; name each once")
+    found: set[Score] = set()
+    for name in metrics:
+        metric = METRICS.get(name)
+        found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
+    return tuple(sorted(found, key=_order))
+
+
+def _order(score: Score) -> tuple[int, int]:
+    return TABLE.index(score.metric), score.k
+
+
+def score_names(scores: Iterable[Score]) -> tuple[str, ...]:
+    return tuple(score.name for score in scores)
+
+
+def in_table_order(names: Iterable[str]) -> list[str]:
+    """Names of scores, each once, in the order in which results list them."""
+    return [score.name for score in sorted({score_named(name) for name in names}, key=_order)]
+
+
+def of_queries(scores: Sequence[Score]) -> tuple[Score, ...]:
+    """Those that every query has."""
+    return tuple(score for score in scores if score.metric.is_of_queries)
+
+
+def depth(positives: IntArray, num_gallery: int, scores: Sequence[Score]) -> int:
+    """First places of a ranking that the scores need, k; a gallery may end before.
+
+    Args:
+        positives: R [Q].
+        num_gallery: gallery items.
+        scores: what is computed.
+    """
+    needed = {"R": int(positives.max())}
+    k = 1
+    for score in of_queries(scores):
+        places = num_gallery if score.metric.reads == "ranking" else needed.get(str(score.metric.places))
+        k = max(k, places or (score.k if score.metric.takes_k else min(int(score.metric.places), num_gallery)))
+    return k
+
+
+def query_scores(
+    relevant: NDArray[np.bool_], positives: IntArray, scores: Sequence[Score]
+) -> dict[str, NDArray[np.float64]]:
+    """Those of ``scores`` that queries have, [Q] by name.
+
+    Args:
+        relevant: [Q, k] by rank, nearest first, False beyond the end of the gallery; k >= ``depth``, or the gallery's
+            end.
+        positives: R [Q], at least 1 each.
+        scores: what to compute.
+    """
+    ranking = Ranking(relevant, positives)
+    return {
+        score.name: np.asarray(score.metric.score(ranking, score.k), dtype=np.float64) for score in of_queries(scores)
+    }
+
+
+def set_scores(whole: WholeSet, scores: Sequence[Score]) -> dict[str, float]:
+    """Those of ``scores`` that belong to the whole set of embeddings."""
+    return {score.name: float(score.metric.score(whole, 0)) for score in scores if not score.metric.is_of_queries}

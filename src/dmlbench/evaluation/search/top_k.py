@@ -1,0 +1,246 @@
+"""Which gallery items may be among the k nearest, and their exact order: float32 values propose, float64 ones decide.
+
+A candidate is one 64-bit number, its *key*: the float32 similarity in the upper half, turned so that larger
+similarities give smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark).
+Sorting keys sorts by similarity, nearest first, ties by gallery index.
+
+Letters: T queries of a tile, W columns, C candidates of a query, k places that matter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmlbench.evaluation.search.parallel import Workspace
+from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.types import IntArray
+
+Keys = NDArray[np.uint64]
+
+PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
+LOWEST = np.finfo(np.float32).min  # a floor that all but -inf, which marks the query itself, reach
+MAX_GALLERY = 2**31 - 1  # indices that fit into a key
+
+ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
+"""Float64 similarities [M] of M pairs (row of the tile [M], column [M])."""
+
+_GROUPS = (16, 8, 4, 2)
+_workspace = Workspace()
+
+
+def pack(value: FloatRows, column: IntArray) -> Keys:
+    """Keys of similarities and gallery indices of any shape; padding where the similarity is -inf."""
+    bits = value.view(np.uint32).astype(np.uint64)
+    negative = bits >= 2**31
+    # floats of one sign are ordered as their bits are; the larger a positive one, the smaller its key
+    upper = np.where(negative, bits, np.uint64(2**31 - 1) - bits)
+    keys = (upper << np.uint64(32)) | (column.astype(np.uint64) << np.uint64(1))
+    keys[bits == 0xFF800000] = PADDING
+    return keys
+
+
+def value_of(keys: Keys) -> FloatRows:
+    """Float32 similarities of keys of any shape; -inf for padding."""
+    upper = keys >> np.uint64(32)
+    bits = np.where(upper >= 2**31, upper, np.uint64(2**31 - 1) - upper).astype(np.uint32)
+    bits[keys >= PADDING] = 0xFF800000
+    return bits.view(np.float32)
+
+
+def column_of(keys: Keys) -> IntArray:
+    """Gallery indices of keys of any shape; -1 for padding."""
+    column = ((keys & np.uint64(2**32 - 1)) >> np.uint64(1)).astype(np.int64)
+    column[keys >= PADDING] = -1
+    return column
+
+
+@dataclass(frozen=True)
+class Found:
+    """Entries of a tile, by row.
+
+    Attributes:
+        count: [T] entries of each row.
+        keys: [M] their keys, the rows one after the other.
+    """
+
+    count: IntArray
+    keys: Keys
+
+    def padded(self) -> Keys:
+        """[T, C] with C the largest count."""
+        target, shape = padded_place(self.count)
+        result = np.full(shape, PADDING)
+        result.reshape(-1)[target] = self.keys
+        return result
+
+
+def padded_place(count: IntArray) -> tuple[IntArray, tuple[int, int]]:
+    """Where entries [M], ``count`` [T] for each row, stand in a flattened [T, C], C the largest count; its shape."""
+    width = int(count.max(initial=0))
+    first = np.cumsum(count) - count
+    place = np.arange(int(count.sum())) + np.repeat(np.arange(len(count)) * width - first, count)
+    return place, (len(count), width)
+
+
+def entries_above(similarity: FloatRows, floor: FloatRows, *, first_column: int = 0) -> Found:
+    """Entries of ``similarity`` [T, W] that are at least ``floor`` [T, 1] (> -inf); column 0 is ``first_column``."""
+    height, width = similarity.shape
+    mask = np.greater_equal(similarity, floor, out=_workspace.array("mask", similarity.shape, np.bool_))
+    flat = np.flatnonzero(mask)
+    edges = np.searchsorted(flat, np.arange(height + 1) * width)
+    count = np.diff(edges)
+    column = flat - np.repeat(np.arange(height) * width - first_column, count)
+    return Found(count, pack(similarity.reshape(-1)[flat], column))
+
+
+def floor_below(kth: FloatRows, slack: float) -> FloatRows:
+    """Float32 floors that lie at least ``slack`` under ``kth``, and above -inf."""
+    # float32 minus float32 rounds; nextafter keeps the floor on the safe side
+    floor = np.nextafter(kth - np.float32(slack), np.float32(-np.inf), dtype=np.float32)
+    return np.maximum(floor, LOWEST)
+
+
+def kth_bound(similarity: FloatRows, k: int) -> FloatRows:
+    """Values [T, 1] that at least k entries of each row of ``similarity`` [T, W] reach; close to the k-th largest.
+
+    The k-th largest of the maxima of groups of columns: k groups hold an entry as large. Finding maxima is many times
+    faster than partitioning. Rows of fewer than k entries have no such value: -inf.
+    """
+    width = similarity.shape[1]
+    if k > width:
+        return np.full((len(similarity), 1), -np.inf, dtype=np.float32)
+    size = next((size for size in _GROUPS if width // size >= 2 * k), 1)
+    groups = width // size
+    maxima = similarity
+    if size > 1:
+        maxima = similarity[:, : groups * size].reshape(-1, size, groups).max(axis=1)
+    return np.partition(maxima, groups - k, axis=1)[:, groups - k, None]
+
+
+def narrow_keys(keys: Keys, k: int, *, slack: float) -> tuple[Keys, FloatRows]:
+    """Those of keys [T, C >= k] that may be among the k first of their row, padded anew, and the floor [T, 1]."""
+    kth = value_of(np.partition(keys, k - 1, axis=1)[:, k - 1 : k])
+    floor = floor_below(kth, slack)
+    mask = value_of(keys) >= floor
+    return Found(mask.sum(axis=1), keys[mask]).padded(), floor
+
+
+class TopK:
+    """What may be among the k nearest of T queries, from one tile of the gallery after the other.
+
+    Attributes:
+        keys: [T, C] so far.
+        floor: [T, 1] similarity below which nothing counts.
+    """
+
+    def __init__(self, floor: FloatRows, k: int, *, slack: float) -> None:
+        self.keys: Keys = np.empty((len(floor), 0), dtype=np.uint64)
+        self.floor = floor
+        self._k, self._slack = k, slack
+
+    def add(self, similarity: FloatRows, *, first_column: int) -> None:
+        """Take a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
+        self._narrow()
+        if (self.floor == LOWEST).any():
+            self.floor = np.maximum(self.floor, floor_below(kth_bound(similarity, self._k), self._slack))
+        self.add_found(entries_above(similarity, self.floor, first_column=first_column))
+
+    def add_found(self, found: Found) -> None:
+        """Take what was found in a tile elsewhere."""
+        self._narrow()
+        self.keys = np.concatenate([self.keys, found.padded()], axis=1) if self.keys.size else found.padded()
+
+    def _narrow(self) -> None:
+        if self.keys.shape[1] >= 2 * self._k:
+            self.keys, self.floor = narrow_keys(self.keys, self._k, slack=self._slack)
+
+
+def narrow_on_device(similarity: Tensor, k: int, *, slack: float, first_column: int) -> Found:
+    """Entries of ``similarity`` [T, W], on an accelerator, that may be among the k largest: only they travel."""
+    floor = torch.full_like(similarity[:, :1], float(LOWEST))
+    width = similarity.shape[1]
+    if k < width:
+        size = next((size for size in _GROUPS if width // size >= 2 * k), 1)
+        groups = width // size
+        maxima = similarity[:, : groups * size].unflatten(1, (size, groups)).amax(dim=1)
+        kth = torch.topk(maxima, k, dim=1).values[:, -1:]
+        floor = torch.maximum(floor, torch.nextafter(kth - slack, torch.full_like(kth, -torch.inf)))
+    row, column = torch.nonzero(similarity >= floor, as_tuple=True)
+    value = similarity[row, column].cpu().numpy()
+    count = torch.bincount(row, minlength=len(similarity)).cpu().numpy()
+    return Found(count, pack(value, column.cpu().numpy() + first_column))
+
+
+def settle(
+    keys: Keys,
+    exact: ExactSimilarity,
+    *,
+    k: int,
+    slack: float,
+    relevant: NDArray[np.bool_] | None = None,
+) -> tuple[IntArray, NDArray[np.bool_] | None]:
+    """Order candidates by (exact similarity descending, column ascending); only near ones are computed exactly.
+
+    Args:
+        keys: [T, C] that hold the k nearest of every row for certain.
+        exact: float64 similarities of (row, column) pairs.
+        k: places that matter; the order beyond may be that of the float32 values.
+        slack: values further apart than this are in the right order.
+        relevant: [T, C] whether a candidate is of the query's class. Where given, only the order between relevant and
+            irrelevant candidates is right: no score depends on the others.
+
+    Returns:
+        Columns [T, C] in order, padding (-1) last, and ``relevant`` in the same order.
+    """
+    if keys.size == 0:
+        return column_of(keys), relevant
+    marked = keys if relevant is None else keys | relevant.astype(np.uint64)
+    ordered = np.sort(marked, axis=1)
+    row, place = _undecided(ordered, k=k, slack=slack, marked=relevant is not None)
+    if len(row):
+        chosen = ordered[row, place]
+        column = column_of(chosen)
+        # entries that follow each other in a row are put in order together
+        run = np.cumsum((np.diff(row, prepend=-1) != 0) | (np.diff(place, prepend=-1) != 1))
+        ordered[row, place] = chosen[np.lexsort((column, -exact(row, column), run))]
+    marks = None if relevant is None else (ordered & np.uint64(1)).astype(bool)
+    return column_of(ordered), marks
+
+
+def _undecided(ordered: Keys, *, k: int, slack: float, marked: bool) -> tuple[IntArray, IntArray]:
+    """(row [M], place [M]) of sorted keys [T, C] that the float32 values cannot put in order.
+
+    These are the entries that lie within ``slack`` of one with the other mark (without marks: of their neighbor),
+    where such a pair starts before place k. All between two such entries are among them, so ordering each stretch by
+    exact similarities gives the right order of relevant against irrelevant ones.
+    """
+    change = np.ones((len(ordered), ordered.shape[1] - 1), dtype=bool)
+    if marked:
+        odd = (ordered & np.uint64(1)).astype(bool)
+        change = odd[:, 1:] != odd[:, :-1]
+    row, place = np.nonzero(change[:, :k])
+    left, right = ordered[row, place], ordered[row, place + 1]
+    # the upper halves of near values differ little, and those of equal ones not at all
+    near = value_of(left).astype(np.float64) - value_of(right) <= slack
+    near &= right < PADDING
+    rows = np.unique(row[near])
+    part = ordered[rows]  # the few rows with something to decide
+    value = value_of(part).astype(np.float64)
+    starts = np.ones(part.shape, dtype=bool)
+    starts[:, 1:] = change[rows]
+    width = part.shape[1]
+    first = np.maximum.accumulate(np.where(starts, np.arange(width), 0), axis=1)  # of the run of equal marks
+    ends = np.ones(part.shape, dtype=bool)
+    ends[:, :-1] = starts[:, 1:]
+    last = np.minimum.accumulate(np.where(ends, np.arange(width), width)[:, ::-1], axis=1)[:, ::-1]
+    beyond = np.pad(value, ((0, 0), (1, 1)), constant_values=((0, 0), (np.inf, -np.inf)))
+    before = np.take_along_axis(beyond, first, axis=1)  # the nearest one above with the other mark
+    after = np.take_along_axis(beyond, last + 2, axis=1)
+    with np.errstate(invalid="ignore"):  # padding less padding
+        undecided = ((before - value <= slack) | (value - after <= slack)) & (part < PADDING)
+    at, place = np.nonzero(undecided)
+    return rows[at], place

@@ -1,0 +1,227 @@
+"""All objects of a run, made from its configuration in one call; whatever works with them reads no configuration."""
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from dmlbench import build
+from dmlbench.build import Data, component
+from dmlbench.config import cell_sha256, config_sha256
+from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
+from dmlbench.data.batches.transforms import Transform
+from dmlbench.data.images.sources import ImageSource
+from dmlbench.data.protocols import Protocol
+from dmlbench.evaluation.embeddings.embed import embed
+from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.losses.objective import Objective
+from dmlbench.models.head import MetricModel
+from dmlbench.runtime import autocast, derive_seed, seed_everything
+from dmlbench.training.fit import FitSettings
+from dmlbench.training.log import Logger
+from dmlbench.training.replay import Plan
+from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet
+
+Images = ImageSource | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What training and the applications share: data, images as evaluation sees them, and the model on its device.
+
+    Attributes:
+        data: the images, who trains and who is tested.
+        images: opened for ``transform``.
+        transform: of evaluation, without augmentation.
+        model: with the weights that it starts from.
+        settings: of the training.
+        spec: what is computed of embeddings.
+        choices: the chosen option of each group of the configuration.
+        device: where the model lies.
+        eval_batch_size: images embedded at once.
+        num_workers: processes that read ahead; None is the loader's own choice.
+    """
+
+    data: Data
+    images: Images
+    transform: Transform
+    model: MetricModel
+    settings: FitSettings
+    spec: EvaluationSpec
+    choices: dict[str, str]
+    device: torch.device
+    eval_batch_size: int
+    num_workers: int | None
+
+    def batches(self, rows: IntArray) -> EvalBatches:
+        """Table rows as batches without augmentation."""
+        return EvalBatches(
+            self.data.table, rows, images=self.images, transform=self.transform, batch_size=self.eval_batch_size,
+            device=self.device, num_workers=self.num_workers,
+        )  # fmt: skip
+
+    def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        """Queries and, where it is a set of its own, the gallery, by the weights of now."""
+        queries = self._embed_rows(part.query, "queries")
+        return queries, None if part.gallery is None else self._embed_rows(part.gallery, "gallery")
+
+    def score(
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
+        *, partial: Path | None = None,
+    ) -> Evaluation:  # fmt: skip
+        """Scores by the model's distance; ``partial`` is the file by which an interrupted search by it goes on."""
+        return evaluate(
+            queries, gallery, spec or self.spec, distance=self.model.distance, partial=partial,
+            progress=sys.stderr.isatty(),
+        )  # fmt: skip
+
+    def validate(self) -> dict[str, float]:
+        """Scores of the weights of now on the validation set.
+
+        Clustering costs more than a ranking: it is left out unless the run is selected by it.
+        """
+        assert self.data.split.val is not None
+        kept = [s.name for s in self.spec.scores if s.metric.is_of_queries or s.name == self.settings.monitor]
+        return self.score(*self.embed(self.data.split.val), self.spec.replaced(metrics=tuple(kept))).scores
+
+    def _embed_rows(self, rows: IntArray, describe: str) -> EmbeddingSet:
+        self.model.eval()
+        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
+
+        def rows_of(images: torch.Tensor) -> torch.Tensor:
+            with autocast(self.device, self.settings.precision):
+                return self.model(images.contiguous(memory_format=memory_format)).embedding
+
+        return embed(
+            rows_of, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), count=len(rows),
+            describe=describe,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that one run works with.
+
+    Attributes:
+        setup: data, model and how they are evaluated.
+        protocol: which classes train, and how runs are summed up.
+        fold, repeat, base_seed: the coordinates and what seeds derive from.
+        seed: of this run.
+        cell_sha256, config_sha256: what identifies the cell, and the run.
+        plan: of stage 1, which this training follows; None where there is none.
+        batches: endless training batches.
+        objective, optimizer, schedule, loggers: of the training; no schedule is None.
+        num_classes: classes to train on.
+        steps_per_epoch: optimizer steps of the sampler's epoch.
+        configuration: all settings with every value resolved, as YAML.
+    """
+
+    setup: Setup
+    protocol: Protocol
+    fold: int
+    repeat: int
+    base_seed: int
+    seed: int
+    cell_sha256: str
+    config_sha256: str
+    plan: Plan | None
+    batches: TrainBatches
+    objective: Objective
+    optimizer: Optimizer
+    schedule: Any
+    loggers: list[Logger]
+    num_classes: int
+    steps_per_epoch: int
+    configuration: str
+
+
+def make_setup(
+    cfg: DictConfig,
+    device: torch.device,
+    *,
+    before_model: Callable[[Data, Callable[[Any], Images]], None] = lambda data, open_images: None,
+    check: Callable[[], None] = lambda: None,
+) -> Setup:
+    """What ``Setup`` holds, with initial weights; ``cfg.runtime`` then says what only data and model know.
+
+    Args:
+        cfg: a checked configuration.
+        device: where the model goes.
+        before_model: called with the data and what opens images for a transform, before anything random happens.
+        check: called now and then while images are prepared; what it raises ends that.
+
+    Raises:
+        DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
+    """
+    data = build.build_data(cfg)
+    open_images = build.image_opener(cfg, data.table, device, check=check)
+    images = open_images(cfg.transform.eval)
+    before_model(data, open_images)
+    model = build.build_model(cfg)
+    settings = component(cfg.fit)
+    build.move(model, device, channels_last=settings.channels_last)
+    choices: Any = OmegaConf.to_container(cfg.runtime.choices)
+    return Setup(
+        data, images, component(cfg.transform.eval), model, settings, component(cfg.evaluation), choices, device,
+        cfg.eval_batch_size, cfg.num_workers,
+    )  # fmt: skip
+
+
+def make_experiment(
+    cfg: DictConfig,
+    run_dir: Path,
+    device: torch.device,
+    *,
+    plan: Plan | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Experiment:
+    """What ``Experiment`` holds; ``cfg`` itself stays as it is.
+
+    Args:
+        cfg: a checked configuration.
+        run_dir: where loggers write.
+        device: where the model goes.
+        plan: what the training follows instead of its own length and schedule.
+        check: called now and then while images are prepared; what it raises ends that.
+
+    Raises:
+        DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
+    """
+    cfg = copy.deepcopy(cfg)
+    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the cell: cells are compared pair by pair
+    opened: list[Images] = []
+
+    def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
+        opened.append(open_images(cfg.transform.train))
+        seed_everything(seed)  # now: an image cache that has to be filled must not move the initial weights
+
+    setup = make_setup(cfg, device, before_model=before_model, check=check)
+    objective = build.build_objective(cfg, setup.model).to(device)
+    setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
+    optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
+    return Experiment(
+        setup=setup,
+        protocol=component(cfg.protocol),
+        fold=cfg.fold,
+        repeat=cfg.repeat,
+        base_seed=cfg.base_seed,
+        seed=seed,
+        cell_sha256=cell_sha256(cfg),
+        config_sha256=config_sha256(cfg),
+        plan=plan,
+        batches=build.build_train_batches(cfg, setup.data, opened[0], seed=seed, device=device),
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+        loggers=build.build_loggers(cfg, run_dir),
+        num_classes=cfg.runtime.num_classes,
+        steps_per_epoch=cfg.runtime.steps_per_epoch,
+        configuration=OmegaConf.to_yaml(cfg, resolve=True),
+    )

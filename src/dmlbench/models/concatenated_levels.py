@@ -1,0 +1,48 @@
+"""A head that lays the embeddings of several levels side by side."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.models.net import LevelsHead
+from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError, ModelOutput
+
+
+class ConcatenatedLevels(LevelsHead):
+    """Pool and project the highest levels' maps and concatenate their unit embeddings, in which each counts alike.
+
+    The cosine of two images is the mean of their levels' cosines. One pooling serves all levels.
+    """
+
+    def __init__(self, in_channels: Sequence[int], out_features: int, *, num_levels: int = 2) -> None:
+        """
+        Args:
+            in_channels: C of every map of the backbone, low to high.
+            out_features: dimensions that the pooling wants of each level.
+            num_levels: L, how many of the highest maps are taken; at least 1.
+
+        Raises:
+            ConfigError: the backbone has fewer maps.
+        """
+        super().__init__()
+        if not 1 <= num_levels <= len(in_channels):
+            raise ConfigError(
+                f"num_levels ({num_levels}) must lie in 1 .. {len(in_channels)}, the maps that the backbone returns; "
+                "choose a backbone of levels, such as resnet20_levels"
+            )
+        self.projections = nn.ModuleList(Projection(channels, out_features) for channels in in_channels[-num_levels:])
+        self.out_features = out_features
+
+    def forward(self, maps: Sequence[Tensor], pooling: Pooling | None) -> ModelOutput:
+        assert pooling is not None
+        highest = maps[-len(self.projections) :]
+        pooled = [pooling(x, project) for x, project in zip(highest, self.projections, strict=True)]
+        return ModelOutput(torch.cat([normalize(one.embedding) for one in pooled], 1), pooled[-1].side)
+
+    def embedding_size(self, pooling: Pooling | None) -> int:
+        assert pooling is not None
+        return len(self.projections) * pooling.output_width(self.out_features)

@@ -1,0 +1,227 @@
+"""Aggregation rules: how the runs of a cell become one summary. A protocol names the rule of its runs.
+
+To add one: an object with the members of ``AggregationRule``, in ``RULES`` or importable from anywhere, by whose name
+(``collections``, or ``my_module.my_rule``) the protocol's ``aggregation`` calls it.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pandas as pd
+
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
+from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.results.collections import collections, confidence_interval, summarize
+from dmlbench.results.run_scores import DistanceOf, scores_of_run
+from dmlbench.results.store import EMBEDDINGS, locked
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError, closest
+
+COLLECTIONS = "collections.csv"
+PARTIAL = "collections.partial"
+"""Folder of what an interrupted ranking of collections knows so far; a finished one removes it."""
+
+_JOINED = "concatenated_"
+Coordinates = tuple[int, int]
+"""Fold and repeat."""
+
+
+@dataclass(frozen=True)
+class CellRuns:
+    """The complete runs of a cell, and how to look at them.
+
+    Attributes:
+        path: folder of the cell.
+        runs: run directories by coordinates, in their order.
+        results: what ``result.json`` says of each.
+        distance_of: the distance of a run, by its directory.
+        known: the cell's summary so far, of the very same runs, or None.
+        force: compute again what is known.
+        progress: whether to show bars on long work.
+    """
+
+    path: Path
+    runs: Mapping[Coordinates, Path]
+    results: Mapping[Coordinates, Mapping[str, Any]]
+    distance_of: DistanceOf
+    known: Mapping[str, Any] | None = None
+    force: bool = False
+    progress: bool = False
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The result of the first run."""
+        return next(iter(self.results.values()))
+
+    def tested(self, spec: EvaluationSpec) -> dict[Coordinates, dict[str, float]]:
+        """Test scores of every run: all that ``spec`` asks for, and the others that its result has."""
+        return {
+            key: dict(self.results[key]["metrics"].get("test") or {})
+            | scores_of_run(
+                run_dir, self.results[key], spec,
+                distance_of=self.distance_of, progress=self.progress,
+            )
+            for key, run_dir in self.runs.items()
+        }  # fmt: skip
+
+
+class AggregationRule(Protocol):
+    """What makes a summary of runs.
+
+    Attributes:
+        scored_on: which scores of the runs it sums up; those on validation classes are compared with each other only.
+        spread: what the deviations in its summaries are over, in words.
+    """
+
+    @property
+    def scored_on(self) -> Literal["test", "val"]: ...
+
+    @property
+    def spread(self) -> str: ...
+
+    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        """``{"scores": {kind: {score: {"mean", "std"}}}, "raw": scores of the runs by coordinates, ...}``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collections:
+    """Mean and population deviation over all collections of one run per fold, apart (separated) and joined.
+
+    Joined embeddings rank the whole gallery, also where the runs ranked a shortlist.
+    """
+
+    scored_on: Literal["test", "val"] = "test"
+    spread: str = "collections of fold models"
+
+    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        with locked(cell.path):  # two processes must not write into the same partial scores
+            tested = cell.tested(spec)
+            frame, dimension = self._frame(cell, spec, tested)
+            atomic_write(cell.path / COLLECTIONS, frame.to_csv(index=False).encode())
+        folds = sorted({fold for fold, _ in tested})
+        scores: dict[str, dict[str, Any]] = {"separated": {}, "concatenated": {}}
+        for column, value in summarize(frame).items():
+            kind, _, score = column.partition("_")
+            scores[kind][score] = value
+        intervals: dict[str, list[float] | None] = {}
+        for score in scores["separated"]:
+            interval = confidence_interval(
+                [[run[score] for (f, _), run in tested.items() if f == fold] for fold in folds]
+            )
+            intervals[score] = None if interval is None else list(interval)
+        return {
+            "scores": scores,
+            "n_collections": len(frame),
+            **({} if cell.first["search"] == "exact" else {"concatenated_search": "exact"}),
+            "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
+            "interval_95": intervals,
+            "raw": _by_name(tested),
+        }
+
+    def _frame(
+        self, cell: CellRuns, spec: EvaluationSpec, tested: Mapping[Coordinates, Mapping[str, float]]
+    ) -> tuple[pd.DataFrame, int]:
+        """The scores of all collections, what was ranked before included, and the embeddings' width."""
+        keys = [[key for key in tested if key[0] == fold] for fold in sorted({fold for fold, _ in tested})]
+        loaded = [[load_embeddings(cell.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
+        count = prod(len(fold) for fold in keys)
+        ranked = pd.DataFrame() if cell.force or cell.known is None else _ranked_before(cell.path, count)
+        asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked]
+        frame = collections(
+            [[stored.queries for stored in fold] for fold in loaded],
+            None
+            if loaded[0][0].gallery is None
+            else [[s.gallery for s in fold if s.gallery is not None] for fold in loaded],
+            scores=[[tested[key] for key in fold] for fold in keys],
+            metrics=score_names(asked),
+            tile_bytes=spec.tile_bytes,
+            distances=[[cell.distance_of(cell.runs[key]) for key in fold] for fold in keys],
+            partial=cell.path / PARTIAL,
+            progress=cell.progress,
+        )
+        if len(ranked.columns):
+            frame = frame.join(ranked)
+            columns = [str(name) for name in frame]
+            joined = in_table_order(name.removeprefix(_JOINED) for name in columns if name.startswith(_JOINED))
+            apart = [name for name in columns if not name.startswith(_JOINED)]
+            frame = frame[[*apart, *(_JOINED + name for name in joined)]]
+        return frame, int(loaded[0][0].queries.rows.shape[1])
+
+
+@dataclass(frozen=True)
+class OverRepeats:
+    """Mean and population deviation over the repeats; with ``best`` also the one run that its own selection favors."""
+
+    scored_on: Literal["test", "val"]
+    best: bool = False
+    spread: str = "repeats"
+
+    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        if self.scored_on == "test":
+            rows = cell.tested(spec)
+        else:  # embeddings of validation sets are not kept: what the runs computed is all there is
+            rows = {key: dict(result["metrics"]["val"]) for key, result in cell.results.items()}
+        names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
+        columns = {name: np.array([row[name] for row in rows.values()]) for name in names}
+        scores = {
+            "mean": {
+                name: {"mean": float(values.mean()), "std": float(values.std()) if len(values) > 1 else None}
+                for name, values in columns.items()
+            }
+        }
+        extras: dict[str, Any] = {}
+        if self.best:
+            # One run, chosen by the score that it was selected by, with all its scores.
+            at = int(columns[cell.first["monitor"]].argmax())
+            scores["best"] = {name: {"mean": float(values[at]), "std": None} for name, values in columns.items()}
+            extras["best_run"] = _name(list(rows)[at])
+        return {"scores": scores, "n_collections": None, "raw": _by_name(rows), **extras}
+
+
+RULES: dict[str, AggregationRule] = {
+    "collections": Collections(),
+    "best_and_mean": OverRepeats("test", best=True),
+    "mean_of_test": OverRepeats("test"),
+    "mean": OverRepeats("val"),
+}
+"""By the names that protocols and results use."""
+
+
+def rule_named(name: str) -> AggregationRule:
+    """A rule of ``RULES``, or of another package by its importable name.
+
+    Raises:
+        RunError: there is no such rule.
+    """
+    if name in RULES:
+        return RULES[name]
+    module, _, attribute = name.rpartition(".")
+    try:
+        rule: AggregationRule = getattr(importlib.import_module(module), attribute)
+        return rule
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
+
+
+def _ranked_before(cell: Path, count: int) -> pd.DataFrame:
+    """Scores of the joined embeddings that are known; none where the file is missing or damaged."""
+    try:
+        frame = pd.read_csv(cell / COLLECTIONS, dtype=str).astype(float).filter(regex=f"^{_JOINED}")
+    except (OSError, ValueError):
+        return pd.DataFrame()
+    return frame if len(frame) == count and not frame.isna().any(axis=None) else pd.DataFrame()
+
+
+def _name(key: Coordinates) -> str:
+    return f"fold{key[0]}_rep{key[1]}"
+
+
+def _by_name(rows: Mapping[Coordinates, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {_name(key): dict(scores) for key, scores in rows.items()}

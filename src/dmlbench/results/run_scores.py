@@ -1,0 +1,124 @@
+"""Test scores of a finished run by any metric: those that it has, and the others from its stored embeddings, once."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.metrics.table import Score, of_queries
+from dmlbench.evaluation.task import EvaluationSpec, rerank_of
+from dmlbench.results.store import DISTANCE, EMBEDDINGS
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+DistanceOf = Callable[[Path], "BaseDistance | None"]
+"""The distance that compares a run's embeddings, by its directory; None is that of unit vectors."""
+
+SCORES = "scores.json"
+"""Scores computed after the run, beside its result, bound to the embeddings and the distance that they are of."""
+_SCHEMA = 1
+
+log = logging.getLogger(__name__)
+
+
+def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
+    """``spec`` with the run's own shortlist where it names none."""
+    rerank = rerank_of(result["search"]) if spec.rerank is None else spec.rerank
+    return spec.replaced(rerank=rerank)
+
+
+def scores_of_run(
+    run_dir: Path,
+    result: Mapping[str, Any],
+    spec: EvaluationSpec,
+    *,
+    distance_of: DistanceOf,
+    progress: bool = False,
+) -> dict[str, float]:
+    """The test scores that ``spec`` asks for; what neither the result nor an earlier call knows is computed and kept.
+
+    Args:
+        run_dir: of a complete run.
+        result: its ``result.json``.
+        spec: what to compute; without ``rerank`` the run's own search.
+        distance_of: see ``DistanceOf``.
+        progress: whether to show a bar, with a distance of its own.
+
+    Raises:
+        RunError: a score is missing, and the run was never tested or its embeddings are gone.
+        ConfigError: a metric that the run's distance does not allow.
+    """
+    spec = spec_of_run(spec, result)
+    known = _of_result(result, spec)
+    missing = [score for score in spec.scores if score.name not in known]
+    if missing:
+        bound = _bound_to(run_dir, result)
+        kept = _kept(run_dir, bound)
+        for score in list(missing):
+            value = kept.get(_way(score, spec), {}).get(score.name)
+            if value is not None:
+                known[score.name] = value
+                missing.remove(score)
+    if missing:
+        names = [score.name for score in missing]
+        log.info("%s: computing %s from the stored embeddings", run_dir, ", ".join(names))
+        stored = load_embeddings(run_dir / EMBEDDINGS)
+        found = evaluate(
+            stored.queries, stored.gallery, spec.replaced(metrics=tuple(names)),
+            distance=distance_of(run_dir), progress=progress,
+        ).scores  # fmt: skip
+        known |= found
+        for score in missing:
+            kept.setdefault(_way(score, spec), {})[score.name] = found[score.name]
+        held = json.dumps({"schema": _SCHEMA, **bound, "scores": kept}, indent=1, allow_nan=False)
+        atomic_write(run_dir / SCORES, (held + "\n").encode())
+    return {score.name: known[score.name] for score in spec.scores}
+
+
+def _of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+    """The scores of a result that were found in the way that ``spec`` asks for."""
+    ways = {result["search"], result.get("kmeans"), ""}
+    tested = result["metrics"].get("test") or {}
+    return {s.name: tested[s.name] for s in spec.scores if s.name in tested and _way(s, spec) in ways}
+
+
+def _way(score: Score, spec: EvaluationSpec) -> str:
+    """What a score depends on besides the embeddings: the search, or library and seed of the clusters."""
+    if of_queries([score]):
+        return spec.search
+    return spec.kmeans if score.metric.reads == "clusters" else ""
+
+
+def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
+    """Hashes of the files that scores are computed from."""
+    if not result["metrics"].get("test"):
+        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    hashes = {}
+    for name in (EMBEDDINGS, DISTANCE):
+        if (run_dir / name).exists():
+            with (run_dir / name).open("rb") as file:
+                hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        elif name == EMBEDDINGS:
+            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
+    return hashes
+
+
+def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """What earlier calls computed of these very files."""
+    try:
+        held = json.loads((run_dir / SCORES).read_text(encoding="utf-8"))
+        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
+            return {way: {name: float(v) for name, v in scores.items()} for way, scores in held["scores"].items()}
+        log.info("%s is of other embeddings; computing again", run_dir / SCORES)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged (%s); computing again", run_dir / SCORES, error)
+    return {}

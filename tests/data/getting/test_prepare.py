@@ -1,0 +1,230 @@
+"""Making a data set ready: from archives that lie there, from a link, or a message that says what is missing."""
+
+import hashlib
+import io
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dmlbench.data.getting.archives import MARKER, read_marker
+from dmlbench.data.getting.catalog import SOURCES, Archive, Source
+from dmlbench.data.getting.prepare import prepare
+from dmlbench.types import DataError
+
+BIRDS = {
+    "CUB_200_2011/images.txt": b"1 001.A/a.jpg\n2 101.B/b.jpg\n",
+    "CUB_200_2011/image_class_labels.txt": b"1 1\n2 101\n",
+    "CUB_200_2011/classes.txt": b"1 001.A\n101 101.B\n",
+    "CUB_200_2011/images/001.A/a.jpg": b"a",
+    "CUB_200_2011/images/101.B/b.jpg": b"b",
+    "attributes.txt": b"",
+}
+
+
+def birds(folder: Path, name: str = "CUB_200_2011.tgz", files: dict[str, bytes] = BIRDS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / name, "w:gz") as out:
+        for member, content in files.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            out.addfile(info, io.BytesIO(content))
+    return folder / name
+
+
+def source_of(archive: Path, *, url: str | None = None) -> Source:
+    """The birds, published as this archive."""
+    published = Archive(
+        "CUB_200_2011.tgz", md5=hashlib.md5(archive.read_bytes()).hexdigest(), urls=(url,) if url else ()
+    )
+    return replace(SOURCES["cub200"], alternatives=((published,),))
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[str]:
+    """Link of the archive on a server of this machine."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    birds(tmp_path / "server")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "server"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/CUB_200_2011.tgz"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_an_archive_in_the_data_folder_is_extracted_and_found(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "data")
+    made = prepare(source_of(archive), tmp_path / "data", download=False)
+    assert made.folder == tmp_path / "data" / "cub200" / "CUB_200_2011"
+    assert not made.was_there
+    again = prepare(source_of(archive), tmp_path / "data", download=False)
+    assert (again.folder, again.was_there) == (made.folder, True)
+
+
+def test_an_archive_in_the_folder_of_the_data_set_is_extracted_inside_it(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "data" / "cub200")
+    made = prepare(source_of(archive), tmp_path / "data")
+    assert made.folder == tmp_path / "data" / "cub200" / "cub200" / "CUB_200_2011"
+    assert archive.exists()
+
+
+def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "data")
+    (tmp_path / "data" / "cub200").mkdir()
+    (tmp_path / "data" / "cub200" / "mine.txt").write_text("mine")
+    with pytest.raises(DataError, match="was not made by dmlbench"):
+        prepare(source_of(archive), tmp_path / "data")
+    assert [path.name for path in (tmp_path / "data" / "cub200").iterdir()] == ["mine.txt"]
+
+
+def test_an_archive_from_elsewhere_may_have_another_name(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "downloads", "archive (1).tar.gz")
+    source = source_of(archive)
+    made = prepare(source, tmp_path / "new" / "data", given=[archive])
+    assert made.folder.is_relative_to(tmp_path / "new" / "data" / "cub200")
+    marker = read_marker(tmp_path / "new" / "data" / "cub200")
+    assert marker is not None
+    assert "accepted_other_checksum" not in marker
+
+
+def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "data")
+    source = source_of(archive)
+    birds(tmp_path / "data", files={**BIRDS, "attributes.txt": b"other"})
+    found = hashlib.md5(archive.read_bytes()).hexdigest()
+    published = source.archives[0].md5
+    with pytest.raises(
+        DataError, match=rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
+    ):
+        prepare(source, tmp_path / "data", download=False)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["CUB_200_2011.tgz"]
+    prepare(source, tmp_path / "data", download=False, accept_other_checksum=True)
+    marker = read_marker(tmp_path / "data" / "cub200")
+    assert marker is not None
+    assert marker["accepted_other_checksum"] == "CUB_200_2011.tgz"
+
+
+def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
+    archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
+    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
+        prepare(source_of(archive), tmp_path / "data")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["CUB_200_2011.tgz"]
+
+
+def test_what_no_link_leads_to_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nor is car_ims\.tgz, cars_annos\.mat; the publisher's links are dead"):
+        prepare(SOURCES["cars196"], tmp_path)
+    (tmp_path / "cars_annos.mat").write_bytes(b"")
+    with pytest.raises(DataError, match=r"nor is car_ims\.tgz; cars_annos\.mat is there"):
+        prepare(SOURCES["cars196"], tmp_path)
+    (tmp_path / "cars_annos.mat").unlink()
+    (tmp_path / "cars_train.tgz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"nor is cars_test\.tgz, car_devkit\.tgz, cars_test_annos_withlabels\.mat"):
+        prepare(SOURCES["cars196"], tmp_path)
+
+
+def test_a_given_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing\.tgz' is no file; correct --from"):
+        prepare(SOURCES["cub200"], tmp_path, given=[tmp_path / "nothing.tgz"])
+
+
+def test_several_files_make_one_folder(tmp_path: Path) -> None:
+    birds(tmp_path, "img.zip", {"img/WOMEN/Dresses/id_00000001/a.jpg": b"a"})
+    lines = [b"1", b"image_name item_id evaluation_status", b"img/WOMEN/Dresses/id_00000001/a.jpg id_00000001 train"]
+    (tmp_path / "list_eval_partition.txt").write_bytes(b"\n".join(lines))
+    made = prepare(SOURCES["inshop"], tmp_path)
+    assert sorted(path.name for path in made.folder.iterdir()) == [MARKER, "img", "list_eval_partition.txt"]
+
+
+def test_a_link_that_lives_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    texts: list[str] = []
+
+    def stage(text: str) -> object:
+        texts.append(text)
+        from dmlbench.data.getting.archives import silent
+
+        return silent(text)
+
+    with pytest.raises(DataError, match=r"nor is CUB_200_2011\.tgz"):
+        prepare(source, tmp_path / "data", download=False)
+    made = prepare(source, tmp_path / "data", stage=stage)
+    assert made.folder == tmp_path / "data" / "cub200" / "CUB_200_2011"
+    assert [text.split()[0] for text in texts] == ["downloading", "checksum", "extracting"]
+
+
+def test_the_next_link_is_tried_where_the_first_is_dead(tmp_path: Path, link: str) -> None:
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
+    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
+    dead = replace(archive, urls=(link.replace("CUB", "gone"),))
+    with pytest.raises(DataError, match=r"is dead .* get CUB_200_2011"):
+        prepare(replace(source, alternatives=((dead,),)), tmp_path / "other")
+
+
+def test_what_one_link_began_the_next_one_ends(tmp_path: Path, link: str) -> None:
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
+    begun = tmp_path / "data" / "CUB_200_2011.tgz.part"
+    begun.parent.mkdir()
+    begun.write_bytes((tmp_path / "server" / "CUB_200_2011.tgz").read_bytes()[:100])
+    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
+    assert not begun.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("images_background.zip", "is no archive"), ("foo.zip", "must have its published name")]
+)
+def test_what_is_read_packed_is_refused_before_it_lies_in_place(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"<html>gone</html>")
+    given = [tmp_path / name, tmp_path / "images_evaluation.zip"]
+    with zipfile.ZipFile(given[1], "w") as archive:
+        archive.writestr("images_evaluation/A/character01/1.png", b"")
+    with pytest.raises(DataError, match=message):
+        prepare(SOURCES["omniglot"], tmp_path / "data", given=given, accept_other_checksum=True)
+    assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.zip")) == []
+
+
+def test_half_of_the_archives_may_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "omniglot" / "images_background").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "omniglot" / "images_evaluation.zip", "w") as archive:
+        archive.writestr("images_evaluation/A/character01/1.png", b"")
+    assert prepare(SOURCES["omniglot"], tmp_path, download=False, accept_other_checksum=True).was_there
+
+
+def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) -> None:
+    archive = tmp_path / "images_background_small1.zip"  # published without a checksum
+    with zipfile.ZipFile(archive, "w") as out:
+        out.writestr("images_background/A/character01/1.png", b"")
+    made = prepare(SOURCES["omniglot"], tmp_path / "data", given=[archive])
+    assert made.folder == tmp_path / "data" / "omniglot"
+    assert [path.name for path in made.folder.iterdir()] == ["images_background_small1.zip"]
+    assert prepare(SOURCES["omniglot"], tmp_path / "data", download=False).was_there
+
+
+def test_a_damaged_archive_that_is_read_packed_is_noticed_where_it_lies(tmp_path: Path) -> None:
+    for name in ("images_background.zip", "images_evaluation.zip"):
+        (tmp_path / "omniglot").mkdir(exist_ok=True)
+        (tmp_path / "omniglot" / name).write_bytes(b"PK half")
+    with pytest.raises(DataError, match=r"images_background\.zip' has md5 \w+ \(7 bytes\), .* download it again"):
+        prepare(SOURCES["omniglot"], tmp_path, download=False)
+    assert (tmp_path / "omniglot" / "images_background.zip").read_bytes() == b"PK half"
+
+
+def test_the_missing_one_of_two_packed_archives_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "omniglot").mkdir()
+    (tmp_path / "omniglot" / "images_background.zip").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"nor is images_evaluation\.zip; images_background\.zip is there"):
+        prepare(SOURCES["omniglot"], tmp_path, download=False)

@@ -1,0 +1,210 @@
+"""What looking at every image of a data set finds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
+from dmlbench.data.image_table import make_table
+from dmlbench.data.readers.folder import folder
+from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.types import ImageTable
+
+CLASSES = ("ant", "bee", "cat", "dog")  # the first two train
+
+
+def save(
+    root: Path, name: str, *, seed: int, mode: str = "RGB", size: tuple[int, int] = (24, 20), exif: int = 1
+) -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    tags = image.getexif()
+    tags[0x0112] = exif
+    image.convert(mode).save(path, exif=tags)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for k, name in enumerate(CLASSES):
+        for i in range(3):
+            save(tmp_path, f"{name}/{i}.jpg", seed=10 * k + i)
+    return tmp_path
+
+
+def report_of(root: Path) -> Report:
+    return verify(folder(root), num_threads=2)
+
+
+def array_table(pixels: np.ndarray, labels: Sequence[int], role: Sequence[str]) -> ImageTable:
+    return make_table(
+        "array", "", paths=[f"{k}.png" for k in range(len(labels))], labels=np.array(labels),
+        class_names=[str(c) for c in range(max(labels) + 1)], role=np.array(role), content="x", pixels=pixels,
+    )  # fmt: skip
+
+
+def test_a_whole_data_set_has_nothing_to_report(root: Path) -> None:
+    assert report_of(root) == Report(looked_at=12)
+    assert report_of(root).is_whole
+
+
+def test_every_broken_image_is_counted_with_its_reason(root: Path) -> None:
+    (root / "ant" / "0.jpg").write_bytes((root / "ant" / "0.jpg").read_bytes()[:-200])
+    (root / "bee" / "1.jpg").write_bytes(b"")
+    (root / "dog" / "2.jpg").write_text("<html>not an image</html>")
+    report = report_of(root)
+    assert [path for path, _ in report.broken] == ["ant/0.jpg", "bee/1.jpg", "dog/2.jpg"]
+    assert "truncated" in report.broken[0][1]
+    assert "cannot identify image file" in report.broken[1][1]
+    assert not report.is_whole
+    assert report.looked_at == 12
+    assert str(root) not in report.broken[1][1]
+
+
+@pytest.mark.parametrize("names", [["ant/0.jpg"], ["ant/0.jpg", "bee/0.jpg"]])  # two have one size: they are compared
+def test_a_reason_of_the_system_is_given_in_its_words(root: Path, names: list[str]) -> None:
+    table = folder(root)
+    for name in names:
+        (root / name).unlink()
+        (root / name).mkdir()
+    assert verify(table).broken == tuple((name, "Is a directory") for name in names)
+
+
+def test_truncated_images_are_broken_also_where_another_library_lets_them_pass(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    (root / "ant" / "0.jpg").write_bytes((root / "ant" / "0.jpg").read_bytes()[:-200])
+    assert [path for path, _ in report_of(root).broken] == ["ant/0.jpg"]
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_a_decompression_bomb_is_broken_and_called_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root, "ant/0.jpg", seed=1, size=(100, 100))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    report = report_of(root)
+    assert [path for path, _ in report.broken] == ["ant/0.jpg"]
+    assert "decompression bomb" in report.broken[0][1]
+
+
+def test_modes_rotations_and_tiny_images_are_counted_and_not_broken(root: Path) -> None:
+    save(root, "ant/grey.jpg", seed=1, mode="L")
+    save(root, "ant/grey2.jpg", seed=2, mode="L")
+    save(root, "bee/palette.png", seed=3, mode="P")
+    save(root, "cat/cmyk.jpg", seed=4, mode="CMYK")
+    save(root, "cat/alpha.png", seed=5, mode="RGBA")
+    Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 100).save(root / "dog" / "deep.png")
+    save(root, "dog/turned.jpg", seed=6, exif=6)
+    save(root, "dog/tiny.jpg", seed=7, size=(15, 40))
+    report = report_of(root)
+    assert report.modes == {"CMYK": 1, "I;16": 1, "L": 2, "P": 1, "RGBA": 1}
+    assert report.rotated == 1
+    assert report.tiny == ("dog/tiny.jpg",)
+    assert report.is_whole
+
+
+def test_identical_files_are_grouped_and_counted_across_classes_and_halves(root: Path) -> None:
+    def copy(old: str, new: str) -> None:
+        (root / new).write_bytes((root / old).read_bytes())
+
+    copy("ant/0.jpg", "ant/twin.jpg")  # within a class
+    copy("ant/1.jpg", "bee/twin.jpg")  # across classes of one half
+    copy("bee/0.jpg", "dog/twin.jpg")  # across halves
+    copy("bee/0.jpg", "dog/twin2.jpg")
+    duplicates = report_of(root).duplicates
+    assert set(duplicates.groups) == {
+        ("ant/0.jpg", "ant/twin.jpg"),
+        ("ant/1.jpg", "bee/twin.jpg"),
+        ("bee/0.jpg", "dog/twin.jpg", "dog/twin2.jpg"),
+    }
+    assert (duplicates.images, duplicates.across_classes, duplicates.across_halves) == (7, 2, 1)
+
+
+def test_files_of_one_size_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    for k, name in enumerate(CLASSES):
+        Image.fromarray(np.full((20, 20, 3), 50 * k, dtype=np.uint8)).save(tmp_path / f"{name}.bmp")
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.bmp").rename(tmp_path / name / "0.bmp")
+    assert report_of(tmp_path).duplicates.groups == ()
+
+
+def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) -> None:
+    (root / "list.csv").write_text("path,label\nant/0.jpg,a\nbee/0.jpg,b\n")
+    (root / "ant" / "notes.txt").write_text("no image")
+    save(root, "ant/deeper/x.png", seed=3)
+    table = folder(root, csv="list.csv")
+    expected = ["ant/1.jpg", "ant/2.jpg", "ant/deeper/x.png", "bee/1.jpg", "bee/2.jpg"]
+    assert unlisted(table) == expected  # cat and dog may be another data set
+    assert list(verify(table).unlisted) == expected
+
+
+def test_progress_adds_up_to_all_images(root: Path) -> None:
+    for table in (folder(root), array_table(np.zeros((40, 4, 4), np.uint8), [0] * 40, ["train"] * 40)):
+        seen: list[int] = []
+        verify(table, watch=seen.append)
+        assert sum(seen) == len(table)
+        assert min(seen) > 0
+
+
+@pytest.mark.parametrize("channels", [(), (3,)])
+def test_arrays_are_searched_for_twins_and_constant_images(channels: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, *channels), dtype=np.uint8)
+    pixels[3] = pixels[0]
+    pixels[5] = np.array([7, 8, 9][: max(1, len(channels) * 3)]) if channels else 7
+    report = verify(array_table(pixels, [0, 0, 1, 1, 2, 2], ["train"] * 2 + ["test"] * 4))
+    assert report.duplicates.groups == (("0.png", "3.png"),)
+    assert (report.duplicates.across_classes, report.duplicates.across_halves) == (1, 1)
+    assert report.constant == ("5.png",)
+    assert (report.looked_at, report.is_whole) == (6, True)
+
+
+def test_query_and_gallery_are_one_half() -> None:
+    pixels = np.zeros((2, 8, 8), np.uint8)
+    report = verify(array_table(pixels, [0, 0], ["query", "gallery"]))
+    assert (len(report.duplicates.groups), report.duplicates.across_halves) == (1, 0)
+
+
+def test_glyphs_are_whole(tmp_path: Path) -> None:
+    table = glyphs(cache_dir=tmp_path, num_classes=4, images_per_class=3, image_size=32)
+    report = verify(table)
+    assert (report.looked_at, report.constant, report.duplicates.images) == (12, (), 0)
+
+
+def test_counts_by_role_are_those_of_the_table(root: Path) -> None:
+    assert counts_by_role(folder(root)) == {"train": (6, 2), "test": (6, 2)}
+
+
+def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr("dmlbench.data.getting.verify.read_image", fail)
+    with pytest.raises(MemoryError):
+        report_of(root)
+
+
+@pytest.mark.data
+def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> None:
+    from dmlbench.data.getting.archives import Part, extract
+    from dmlbench.data.readers.cub200 import cub200
+
+    made = extract([Part(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar")], tmp_path / "cub200")
+    report = verify(cub200(made.folder, check_counts=False), num_threads=2)
+    assert report.looked_at == 51
+    assert report.is_whole
+    assert (report.duplicates.groups, report.unlisted) == ((), ())
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_cifar_100_has_the_known_number_of_distinct_images(shared_dir: Path, tmp_path: Path) -> None:
+    from dmlbench.data.readers.cifar import cifar100
+
+    table = cifar100(shared_dir / "data/cifar100", cache_dir=tmp_path)
+    duplicates = verify(table).duplicates
+    assert len(table) - duplicates.images + len(duplicates.groups) == 59_974

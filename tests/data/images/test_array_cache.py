@@ -1,0 +1,76 @@
+"""Cached arrays: made once, checked when read, whole or not there."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmlbench.data.images.array_cache import CachedArray, cached_array
+from dmlbench.types import DataError
+
+
+class Builder:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> np.ndarray:
+        self.calls += 1
+        return np.arange(600, dtype=np.uint8).reshape(20, 30)
+
+
+def get(folder: Path, build: Builder, **key: int) -> CachedArray:
+    return cached_array(folder, "numbers", key=key, build=build)
+
+
+def test_the_second_call_maps_the_file_of_the_first(tmp_path: Path) -> None:
+    build = Builder()
+    first, second = get(tmp_path / "new", build, a=1), get(tmp_path / "new", build, a=1)
+    assert build.calls == 1
+    assert isinstance(second.array, np.memmap)
+    np.testing.assert_array_equal(second.array, build())
+    assert first.digest == second.digest
+    assert [f.name for f in (tmp_path / "new").iterdir()] == [Path(str(second.array.filename)).name]
+    np.testing.assert_array_equal(np.load(str(second.array.filename)), build())  # a plain .npy for everyone else
+    with pytest.raises(ValueError, match="read-only"):
+        second.array[0, 0] = 1
+
+
+def test_another_key_is_another_file(tmp_path: Path) -> None:
+    build = Builder()
+    get(tmp_path, build, a=1)
+    get(tmp_path, build, a=2)
+    assert build.calls == len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "append"])
+def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    build = Builder()
+    digest = get(tmp_path, build).digest
+    (file,) = tmp_path.iterdir()
+    content = bytearray(file.read_bytes())
+    content[300] ^= damage == "flip"
+    file.write_bytes({"truncate": content[:400], "flip": content, "empty": b"", "append": content + b"x"}[damage])
+    with caplog.at_level(logging.WARNING):
+        again = get(tmp_path, build)
+    assert build.calls == 2
+    assert again.digest == digest
+    assert "damaged" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    build = Builder()
+    with pytest.raises(DataError, match="another cache_dir"):
+        get(tmp_path / "file" / "cache", build)
+    assert build.calls == 0
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dmlbench.data.images.array_cache.atomic_write", full)
+    with pytest.raises(DataError, match="No space left"):
+        get(tmp_path, Builder())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,281 @@
+"""The image cache: what it gives is what decoding gives, it appears whole or not at all, and it holds no memory."""
+
+import errno
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.data.image_table import file_sizes, make_table
+from dmlbench.data.images import image_cache
+from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.sources import DecodedImages
+from dmlbench.data.readers.folder import folder
+from dmlbench.types import DataError, ImageTable
+
+NAMES = ("wide.jpg", "tall.jpg", "grey.png", "palette.gif", "cmyk.jpg", "turned.jpg", "small.png", "deep.png")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> ImageTable:
+    root = tmp_path / "images"
+    root.mkdir()
+    random = np.random.default_rng(0)
+
+    def noise(height: int, width: int, *channels: int) -> np.ndarray:
+        return random.integers(0, 255, (height, width, *channels), dtype=np.uint8)
+
+    Image.fromarray(noise(40, 61, 3)).save(root / "wide.jpg")
+    Image.fromarray(noise(90, 33, 3)).save(root / "tall.jpg")
+    Image.fromarray(noise(50, 40)).save(root / "grey.png")
+    Image.fromarray(noise(48, 40, 3)).convert("P").save(root / "palette.gif")
+    Image.fromarray(noise(44, 52, 4), mode="CMYK").save(root / "cmyk.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(noise(40, 70, 3)).save(root / "turned.jpg", exif=exif)
+    Image.fromarray(noise(9, 11, 3)).save(root / "small.png")
+    Image.fromarray(noise(40, 41).astype(np.uint16) * 256).save(root / "deep.png")
+    return table_of(root)
+
+
+def table_of(root: Path, order: list[int] | None = None) -> ImageTable:
+    names = [NAMES[i] for i in order or range(len(NAMES))]
+    labels = np.arange(len(NAMES)) % 2
+    return make_table(
+        "pictures",
+        root,
+        paths=names,
+        labels=labels if order is None else labels[order],
+        class_names=["a", "b"],
+        role=np.full(len(NAMES), "train"),
+        content=file_sizes(root, names, name="pictures"),
+    )
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.suffix != ".lock") if folder.exists() else []
+
+
+@pytest.mark.parametrize("kernel", ["pillow", "torch"])
+@pytest.mark.parametrize("short_side", [32, None])
+def test_every_kind_of_image_comes_out_as_it_decodes(table: ImageTable, tmp_path, short_side, kernel) -> None:
+    cached = cached_images(table, tmp_path / "cache", short_side=short_side, kernel=kernel, num_threads=3)
+    decoded = DecodedImages(table, short_side=short_side, kernel=kernel)
+    for row in range(len(table)):
+        image = cached.read(row)
+        np.testing.assert_array_equal(image, decoded.read(row))
+        assert not image.flags.writeable
+        if short_side:
+            assert min(image.shape[:2]) == short_side
+    assert cached.read(NAMES.index("turned.jpg")).shape[0] > cached.read(NAMES.index("turned.jpg")).shape[1]
+    assert cached.path.stat().st_size == cached._layout.offsets[-1]
+
+
+def test_it_is_built_once_and_needs_no_image_afterwards(table: ImageTable, tmp_path, monkeypatch) -> None:
+    first = cached_images(table, tmp_path / "cache", short_side=32)
+    expected = [first.read(row).copy() for row in range(len(table))]
+    monkeypatch.setattr(image_cache, "read_image", lambda name: pytest.fail(f"{name} was decoded again"))
+    again = cached_images(table, tmp_path / "cache", short_side=32)
+    for name in NAMES:
+        (Path(table.root) / name).unlink()
+    for row in range(len(table)):
+        np.testing.assert_array_equal(again.read(row), expected[row])
+    assert len(files_in(tmp_path / "cache")) == 1
+
+
+def test_an_image_that_was_edited_is_decoded_again(table: ImageTable, tmp_path: Path) -> None:
+    before = cached_images(table, tmp_path / "cache", short_side=32)
+    row = table.paths.tolist().index("wide.jpg")
+    file = Path(table.root) / "wide.jpg"
+    content, status = file.read_bytes(), file.stat()
+    Image.new("RGB", Image.open(file).size, (0, 255, 0)).save(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    after = cached_images(table, tmp_path / "cache", short_side=32)  # the same table: a fingerprint does not tell
+    assert after.path != before.path
+    assert after.read(row)[5, 5, 1] > 250
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert cached_images(table, tmp_path / "cache", short_side=32).path == before.path
+
+
+@pytest.mark.parametrize("suffix", ["tiff", "jpg", "png", "webp"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_images_turned_by_exif_are_cached_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (96, 64)).save(tmp_path / label / f"1.{suffix}", exif=exif)
+    table = folder(tmp_path)
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    assert cached.read(0).shape == ((48, 32, 3) if orientation in (6, 8) else (32, 48, 3))
+    np.testing.assert_array_equal(cached.read(0), DecodedImages(table, short_side=32).read(0))
+
+
+def test_tables_of_another_row_order_share_it(table: ImageTable, tmp_path: Path) -> None:
+    first = cached_images(table, tmp_path / "cache", short_side=32)
+    order = [5, 2, 7, 0, 1, 6, 3, 4]
+    other = cached_images(table_of(Path(table.root), order), tmp_path / "cache", short_side=32)
+    assert other.path == first.path
+    for row, original in enumerate(order):
+        np.testing.assert_array_equal(other.read(row), first.read(original))
+
+
+def test_changed_data_another_size_and_another_kernel_get_files_of_their_own(table: ImageTable, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    paths = {cached_images(table, cache, short_side=32).path, cached_images(table, cache, short_side=16).path}
+    paths.add(cached_images(table, cache, short_side=32, kernel="torch").path)
+    Image.new("RGB", (50, 60), "red").save(Path(table.root) / "small.png")
+    changed = table_of(Path(table.root))
+    cached = cached_images(changed, cache, short_side=32)
+    paths.add(cached.path)
+    assert len(paths) == 4
+    assert (cached.read(NAMES.index("small.png")) == [255, 0, 0]).all()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _other_data(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"fingerprint": "', b'"fingerprint": "0', 1))
+
+
+def _older(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 0', 1))
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"\xff" * 100)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("spoil", [_truncate, _other_data, _older, _garbage, _empty])
+def test_a_wrong_file_is_reported_and_built_again(
+    table: ImageTable, tmp_path: Path, caplog: Any, spoil: Callable[[Path], None]
+) -> None:
+    first = cached_images(table, tmp_path / "cache", short_side=32)
+    whole = first.path.read_bytes()
+    spoil(first.path)
+    with caplog.at_level(logging.WARNING):
+        cached_images(table, tmp_path / "cache", short_side=32)
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "building it again" in record.message
+    assert first.path.read_bytes() == whole
+
+
+def test_an_unreadable_image_is_named_and_nothing_is_left(table: ImageTable, tmp_path: Path) -> None:
+    image = Path(table.root) / "wide.jpg"
+    image.write_bytes(image.read_bytes()[:-500])  # the header is whole, the pixels are not
+    with pytest.raises(DataError, match=r"wide\.jpg.*truncated"):
+        cached_images(table, tmp_path / "cache", short_side=32)
+    image.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"wide\.jpg"):
+        cached_images(table, tmp_path / "cache", short_side=32)
+    assert files_in(tmp_path / "cache") == []
+
+
+def test_a_disk_that_fills_or_is_too_small_leaves_nothing(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("posix_fallocate", "pwrite"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"),
+        ):
+            patch.setattr(os, name, full)
+            cached_images(table, tmp_path / "cache", short_side=32)
+        assert files_in(tmp_path / "cache") == []
+    monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
+    with pytest.raises(DataError, match=r"takes 0\.00 GB.*0\.00 GB free"):
+        cached_images(table, tmp_path / "cache", short_side=32)
+    assert files_in(tmp_path / "cache") == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(table: ImageTable, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match=r"cannot build the image cache '.*cache"):
+        cached_images(table, tmp_path / "cache", short_side=32)
+
+
+def test_a_request_to_stop_ends_the_building_and_leaves_nothing(table: ImageTable, tmp_path: Path) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_images(table, tmp_path / "cache", short_side=32, check=stop)
+    assert files_in(tmp_path / "cache") == []
+
+
+def test_what_a_killed_process_left_is_removed(table: ImageTable, tmp_path: Path) -> None:
+    path = cached_images(table, tmp_path / "cache", short_side=32).path
+    path.unlink()
+    path.with_name(f".{path.name}.4711.tmp").write_bytes(b"half")
+    cached_images(table, tmp_path / "cache", short_side=32)
+    assert files_in(tmp_path / "cache") == [path.name]
+
+
+def test_of_several_that_ask_at_once_one_builds(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:
+    decoded: list[str] = []
+    read_image = image_cache.read_image
+
+    def counting(name: str) -> Image.Image:
+        decoded.append(name)
+        return read_image(name)
+
+    monkeypatch.setattr(image_cache, "read_image", counting)
+    results: list[bytes] = []
+
+    def ask() -> None:
+        results.append(cached_images(table, tmp_path / "cache", short_side=32).read(0).tobytes())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert len(decoded) == len(table)
+
+
+def test_a_copy_in_another_process_opens_the_file_itself(table: ImageTable, tmp_path: Path) -> None:
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    image = cached.read(3)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(cached)).read(3), image)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures memory through /proc")
+def test_reading_much_more_than_memory_may_hold_keeps_little_resident(tmp_path: Path, monkeypatch: Any) -> None:
+    count, side = 500, 400  # 240 MB, none of it on disk
+    heights = np.full(count, side, dtype=np.int32)
+    head = image_cache._encode({}) + heights.tobytes() * 2
+    layout = image_cache._Layout.after(len(head), heights, heights)
+    path = tmp_path / "sparse.images"
+    path.write_bytes(head)
+    os.truncate(path, layout.offsets[-1])
+    cached = image_cache.CachedImages(path, layout, np.arange(count))
+    monkeypatch.setattr(image_cache, "_RELEASE_EVERY", 2**24)
+    cached.read(0)
+    before = resident_bytes()
+    peak = 0
+    for row in range(count):
+        assert not cached.read(row).any()
+        peak = max(peak, resident_bytes())
+    assert peak - before < 60e6

@@ -1,0 +1,58 @@
+"""Reading one image: every mode becomes upright RGB, and what cannot be read is named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.data.images.pixels import read_image
+from dmlbench.types import DataError
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "I;16", "LA"])
+def test_every_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.full((4, 6), 200 * 256, dtype=np.uint16))
+    else:
+        image = Image.new("RGB", (6, 4), (200, 200, 200))
+        image = image.quantize(4) if mode == "P" else image.convert(mode)
+    file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+    image.save(file)
+    read = read_image(file)
+    assert (read.mode, read.size) == ("RGB", (6, 4))
+    value = np.asarray(read)[0, 0, 0]
+    assert value == 255 if mode == "1" else abs(int(value) - 200) <= 2
+
+
+def test_exif_rotation_is_applied(tmp_path: Path) -> None:
+    image = Image.new("RGB", (6, 4))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg").size == (4, 6)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image at all", None])
+def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "broken.jpg"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=r"broken\.jpg"):
+        read_image(file)
+
+
+def test_a_truncated_image_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jpg"
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"cut\.jpg"):
+        read_image(file)
+
+
+def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "float.tif"
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(file)
+    with pytest.raises(DataError, match="floating point"):
+        read_image(file)

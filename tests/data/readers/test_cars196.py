@@ -1,0 +1,291 @@
+"""Cars196 in every layout."""
+
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.io import loadmat, savemat
+
+import dmlbench.data.readers.cars196 as loader
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.images.pixels import read_image
+from dmlbench.data.readers.cars196 import cars196
+from dmlbench.data.readers.cars196_names import NAMES
+from dmlbench.types import DataError, ImageTable
+
+RAM = NAMES.index("Ram C/V Cargo Van Minivan 2012") + 1
+CLASSES = (98, 99, 1, 1, RAM, RAM)  # of a small data set; every second image is in the part "test"
+
+
+def save_rows(file: Path, fields: dict[str, Sequence[Any]], **more: Any) -> None:
+    """Annotations as MATLAB keeps them: one row of structs."""
+    rows = np.zeros((1, len(next(iter(fields.values())))), dtype=[(name, "O") for name in fields])
+    for name, values in fields.items():
+        for i, value in enumerate(values):
+            rows[0, i][name] = value
+    file.parent.mkdir(parents=True, exist_ok=True)
+    savemat(file, {"annotations": rows, **more})
+
+
+def cell(names: Sequence[str]) -> Any:
+    return np.array(names, dtype=object)
+
+
+def touch(*files: Path) -> None:
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def write_car_ims(root: Path, classes: Sequence[int] = CLASSES, *, names: Sequence[str] = NAMES) -> None:
+    paths = [f"car_ims/{i:06d}.jpg" for i in range(1, len(classes) + 1)]
+    fields = {"relative_im_path": paths, "class": classes, "test": [i % 2 for i in range(len(classes))]}
+    save_rows(root / "cars_annos.mat", fields, class_names=cell(names))
+    touch(*(root / path for path in paths))
+
+
+def write_train_and_test(
+    root: Path, *, devkit: str = "devkit", nested: bool = False, test_labels: str | None = "devkit", copy: str = ""
+) -> None:
+    """``cars_train`` and ``cars_test``, both numbered from 1; ``test_labels``: where the classes of the latter lie."""
+    for part, classes in (("train", CLASSES[::2]), ("test", CLASSES[1::2])):
+        names = [f"{i:05d}.jpg" for i in range(1, len(classes) + 1)]
+        touch(*(root / f"cars_{part}" / (f"cars_{part}" if nested else "") / name for name in names))
+        if part == "train":
+            save_rows(root / devkit / "cars_train_annos.mat", {"class": classes, "fname": names})
+        else:
+            save_rows(root / devkit / "cars_test_annos.mat", {"bbox_x1": [1] * len(names), "fname": names})
+            if test_labels is not None:
+                file = root / test_labels / f"cars_test_annos_withlabels{copy}.mat"
+                save_rows(file, {"class": classes, "fname": names})
+    savemat(root / devkit / "cars_meta.mat", {"class_names": cell(NAMES)})
+
+
+def write_folders(
+    root: Path, *, parts: bool = False, rename: Callable[[str], str] = lambda n: n.replace("/", "-")
+) -> None:
+    for i, number in enumerate(CLASSES):
+        part = ("train", "test")[i % 2] if parts else ""
+        # Both parts number their images from 1, so that one class may have two images of one name.
+        touch(root / part / rename(NAMES[number - 1]) / (f"{i // 2:05d}.jpg" if parts else f"{i:05d}.jpg"))
+
+
+LAYOUTS: dict[str, Callable[[Path], None]] = {
+    "cars196": write_car_ims,
+    "archive/cars/cars196": write_car_ims,
+    "stanford_cars": lambda root: write_train_and_test(root, test_labels=""),
+    "Stanford-Cars-Dataset": lambda root: write_train_and_test(
+        root, devkit="car_devkit/devkit", nested=True, test_labels="", copy=" (1)"
+    ),
+    "StanfordCars": lambda root: write_train_and_test(root, devkit="", test_labels=""),
+    "cars_196": write_folders,
+    "cars": lambda root: write_folders(root, rename=lambda name: name.replace("/", "").replace(" ", "_")),
+    "car_data/car_data": lambda root: write_folders(root, parts=True),
+    "stanford-car-dataset-by-classes-folder/car_data": lambda root: write_folders(root, rename=str),  # Ram C/V ...
+}
+
+
+def by_class(table: ImageTable) -> list[tuple[str, str]]:
+    return sorted(zip((table.class_names[c] for c in table.labels), table.role.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("place", LAYOUTS)
+def test_every_layout_gives_the_same_labels_classes_and_halves(tmp_path: Path, place: str) -> None:
+    LAYOUTS[place](tmp_path / place)
+    for root in (tmp_path, tmp_path / place):
+        table = cars196(root, check_counts=False)
+        assert table.class_names == tuple(NAMES[c - 1] for c in sorted(set(CLASSES)))
+        expected = [(NAMES[c - 1], "train" if c <= 98 else "test") for c in CLASSES]
+        assert by_class(table) == sorted(expected)
+        assert (file_sizes(table.root, table.paths, name="cars196") == 0).all()
+
+
+def test_each_image_of_the_devkit_gets_its_own_class(tmp_path: Path) -> None:
+    write_train_and_test(tmp_path)
+    table = cars196(tmp_path, check_counts=False)
+    class_of = dict(zip(table.paths.tolist(), (table.class_names[c] for c in table.labels), strict=True))
+    assert class_of["cars_train/00001.jpg"] == NAMES[97]
+    assert class_of["cars_test/00001.jpg"] == NAMES[98]
+
+
+def test_the_published_order_of_the_names_is_not_the_alphabetical_one() -> None:
+    assert len(set(NAMES)) == 196
+    assert sum(a != b for a, b in zip(NAMES, sorted(NAMES), strict=True)) == 143
+
+
+@pytest.mark.parametrize("has_boxes", [True, False])
+def test_without_classes_of_the_test_images_the_file_to_get_is_named(tmp_path: Path, has_boxes: bool) -> None:
+    write_train_and_test(tmp_path, test_labels=None)
+    write_car_ims(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/cars_annos.mat").rename(tmp_path / "cars_annos.mat")
+    if not has_boxes:
+        (tmp_path / "devkit/cars_test_annos.mat").unlink()
+    found = r"'.*cars_test_annos\.mat' has boxes but no classes" if has_boxes else "there is no list of its images"
+    with pytest.raises(DataError, match=found + r"; put cars_test_annos_withlabels\.mat into '.*devkit'"):
+        cars196(tmp_path, check_counts=False)
+
+
+def test_a_list_of_the_test_images_that_has_classes_is_enough_under_its_plain_name(tmp_path: Path) -> None:
+    write_train_and_test(tmp_path)
+    (tmp_path / "devkit/cars_test_annos_withlabels.mat").replace(tmp_path / "devkit/cars_test_annos.mat")
+    assert len(cars196(tmp_path, check_counts=False)) == 6
+
+
+def test_annotations_of_the_other_numbering_are_not_taken_for_cars_train(tmp_path: Path) -> None:
+    write_car_ims(tmp_path)
+    (tmp_path / "car_ims").rename(tmp_path / "cars_train")
+    (tmp_path / "cars_test").mkdir()
+    with pytest.raises(DataError, match=r"lacks devkit/cars_train_annos\.mat or .*cars_annos\.mat does not belong"):
+        cars196(tmp_path, check_counts=False)
+
+
+def test_an_unknown_class_folder_is_named_with_the_nearest_class(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    touch(tmp_path / "Audi V8 Sedan 1949" / "1.jpg")
+    with pytest.raises(DataError, match=r"Audi V8 Sedan 1949' holds images .* \(nearest is 'Audi V8 Sedan 1994'\)"):
+        cars196(tmp_path, check_counts=False)
+
+
+def test_missing_images_are_counted_by_folder(tmp_path: Path) -> None:
+    write_train_and_test(tmp_path)
+    for name in ("cars_test/00001.jpg", "cars_test/00003.jpg", "cars_train/00002.jpg"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=r"lacks 3 of 6 images.*missing by folder: cars_test 2 of 3, cars_train 1 of 3"):
+        cars196(tmp_path, check_counts=False)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ((0, 1), "has classes from 0 to 1, but they count from 1 to 196"),
+        ((1, 197), "has classes from 1 to 197, but"),
+    ],
+)
+def test_classes_that_do_not_count_from_1_to_196_are_refused(
+    tmp_path: Path, classes: tuple[int, int], message: str
+) -> None:
+    write_car_ims(tmp_path, classes)
+    with pytest.raises(DataError, match=message):
+        cars196(tmp_path, check_counts=False)
+
+
+def test_class_names_in_another_order_are_refused(tmp_path: Path) -> None:
+    write_car_ims(tmp_path, names=sorted(NAMES))
+    message = r"names 196 classes, class 2 'Acura Integra.*', published are 196, class 2 'Acura RL"
+    with pytest.raises(DataError, match=message):
+        cars196(tmp_path, check_counts=False)
+    write_car_ims(tmp_path, names=NAMES[:-1])
+    with pytest.raises(DataError, match="names 195 classes, published are 196; put the original file there"):
+        cars196(tmp_path, check_counts=False)
+
+
+def test_paths_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
+    write_car_ims(tmp_path)
+    fields = {"relative_im_path": ["../x.jpg", "car_ims/000001.jpg"], "class": [1, 1]}
+    save_rows(tmp_path / "cars_annos.mat", fields, class_names=cell(NAMES))
+    with pytest.raises(DataError, match=r"cars_annos\.mat' names '\.\./x\.jpg', which lies outside of its folder"):
+        cars196(tmp_path, check_counts=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a matlab file " * 20, None])
+def test_damaged_annotations_are_named(tmp_path: Path, content: bytes | None) -> None:
+    write_car_ims(tmp_path)
+    file = tmp_path / "cars_annos.mat"
+    file.write_bytes(file.read_bytes()[:-300] if content is None else content)
+    with pytest.raises(
+        DataError, match=r"cannot read its annotations '.*cars_annos\.mat'.*put the original file there"
+    ):
+        cars196(tmp_path)
+
+
+def test_annotations_without_the_fields_are_named(tmp_path: Path) -> None:
+    write_car_ims(tmp_path)
+    save_rows(tmp_path / "cars_annos.mat", {"fname": ["1.jpg", "2.jpg"]}, class_names=cell(NAMES))
+    with pytest.raises(DataError, match=r"cannot read its annotations '.*cars_annos\.mat'"):
+        cars196(tmp_path)
+
+
+def test_a_lone_image_is_a_data_set_too(tmp_path: Path) -> None:
+    write_car_ims(tmp_path, (7,))
+    assert cars196(tmp_path, check_counts=False).class_names == (NAMES[6],)
+
+
+def test_a_wrong_folder_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Cars196 is not in .*expected car_ims and cars_annos\.mat; or cars_train"):
+        cars196(tmp_path)
+    write_car_ims(tmp_path / "cars")
+    (tmp_path / "cars/car_ims").rename(tmp_path / "lost")
+    with pytest.raises(DataError, match=r"nearest is '.*cars' \(car_ims and cars_annos\.mat\), which lacks car_ims"):
+        cars196(tmp_path / "cars")
+
+
+@pytest.fixture
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists only: every image counts as there."""
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
+
+
+@pytest.mark.usefixtures("without_files")
+def test_annotations_of_full_size_pass_and_one_row_less_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [82 + (c < 18) for c in range(98)] + [82 + (c < 95) for c in range(98)]
+    classes = np.repeat(np.arange(1, 197), counts).tolist()
+    rows = {"relative_im_path": [f"car_ims/{i:06d}.jpg" for i in range(16_185)], "class": classes}
+    (tmp_path / "car_ims").mkdir()
+    save_rows(tmp_path / "cars_annos.mat", rows, class_names=cell(NAMES))
+    table = cars196(tmp_path)
+    assert (len(table), table.num_classes) == (16_185, 196)
+    assert set(table.labels[table.role == "train"]) == set(range(98))
+    paths, published = loader._annotations(tmp_path / "cars_annos.mat", "relative_im_path")
+    monkeypatch.setattr(loader, "_annotations", lambda file, field: (paths[1:], published[1:]))
+    message = (
+        r"has train 8,053 images of 98 classes, test 8,131 images of 98 classes; published are train 8,054 images of "
+        r"98 classes, test 8,131 images of 98 classes; .*check_counts=false"
+    )
+    with pytest.raises(DataError, match=message):
+        cars196(tmp_path)
+
+
+@pytest.mark.data
+@pytest.mark.usefixtures("without_files")
+@pytest.mark.parametrize("layout", ["car_ims", "cars_train_test"])
+def test_the_complete_annotations_have_the_published_counts(shared_dir: Path, tmp_path: Path, layout: str) -> None:
+    metadata = shared_dir / "data/cars196/metadata"
+    if layout == "car_ims":
+        (tmp_path / "car_ims").mkdir()
+        (tmp_path / "cars_annos.mat").symlink_to(metadata / "cars_annos.mat")
+    else:
+        for name in ("cars_train", "cars_test", "devkit"):
+            (tmp_path / name).mkdir()
+        for name in ("cars_meta", "cars_train_annos", "cars_test_annos"):
+            (tmp_path / "devkit" / f"{name}.mat").symlink_to(metadata / f"{name}.mat")
+    table = cars196(tmp_path)
+    assert (len(table), table.num_classes) == (16_185, 196)
+    assert (int((table.role == "train").sum()), int((table.role == "test").sum())) == (8_054, 8_131)
+    assert set(table.labels[table.role == "train"]) == set(range(98))
+    assert np.bincount(table.labels)[[0, 1, 195]].tolist() == [89, 64, 80]
+
+
+@pytest.mark.data
+def test_names_are_those_of_the_annotations(shared_dir: Path) -> None:
+    content = loadmat(shared_dir / "data/cars196/metadata/cars_meta.mat", squeeze_me=True)
+    assert tuple(content["class_names"].tolist()) == NAMES
+
+
+@pytest.mark.data
+def test_real_images_are_found_and_read(shared_dir: Path, tmp_path: Path) -> None:
+    with tarfile.open(shared_dir / "data" / "cars196" / "cars196_subset.tar") as archive:
+        archive.extractall(tmp_path, filter="data")
+    table = cars196(tmp_path, check_counts=False)
+    assert (len(table), table.num_classes) == (588, 196)
+    assert int((table.role == "train").sum()) == 294
+    assert table.class_names[0] == "AM General Hummer SUV 2000"
+    image = read_image(Path(table.root) / table.paths[0])
+    assert image.mode == "RGB"
+    assert min(image.size) > 50

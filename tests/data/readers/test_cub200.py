@@ -1,0 +1,201 @@
+"""CUB-200-2011 in every layout."""
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmlbench.data.image_table import file_sizes
+from dmlbench.data.readers.cub200 import FOLDER, cub200
+from dmlbench.types import DataError, ImageTable
+
+# Class ids of the images a.jpg, b.jpg, ... of a small tree; the names are made up.
+CLASSES = (1, 1, 100, 101, 101, 200)
+NAMES = {1: "001.Albatross", 2: "002.Auk", 100: "100.Pelican", 101: "101.Pélican_blanc", 200: "200.Yellowthroat"}
+
+
+def images() -> list[str]:
+    return [f"{NAMES[c]}/{letter}.jpg" for c, letter in zip(CLASSES, "abcdef", strict=True)]
+
+
+def touch(root: Path, paths: list[str]) -> None:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(path.rsplit("/", 1)[-1])
+
+
+def write_lists(root: Path) -> Path:
+    """The original layout, as a subset whose image ids have gaps, written on Windows."""
+    touch(root / "images", images())
+    ids = [3, 4, 9, 10, 11, 30]
+    lists = {
+        "images.txt": [f"{i} {path}" for i, path in zip(ids, images(), strict=True)],
+        "image_class_labels.txt": [f"{i} {c}" for i, c in zip(ids, CLASSES, strict=True)],
+        "classes.txt": [f"{c} {name}" for c, name in NAMES.items()],
+        "train_test_split.txt": ["nobody reads this"],
+    }
+    for name, lines in lists.items():
+        (root / name).write_bytes("\ufeff".encode() + "\r\n".join([*lines, ""]).encode())
+    return root
+
+
+def write_split(root: Path) -> None:
+    for i, path in enumerate(images()):
+        touch(root / ("train" if i % 2 else "test"), [path])
+
+
+LAYOUTS = {
+    "CUB_200_2011": write_lists,
+    "archive/CUB_200_2011/CUB_200_2011": write_lists,
+    "cub2002011/cub_200_2011": lambda root: touch(root / "images", images()),
+    "Caltech-UCSD-Birds": lambda root: touch(root, images()),
+    "cub-200": lambda root: [path.rename(root / path.name) for path in (write_lists(root) / "images").iterdir()],
+    "cub": write_split,
+    "cub200": lambda root: write_split(root / "images"),
+}
+
+
+def contents(table: ImageTable) -> list[tuple[str, str, str]]:
+    names = [path.removeprefix("train/").removeprefix("test/") for path in table.paths.tolist()]
+    classes = [table.class_names[c] for c in table.labels]
+    return sorted(zip(names, classes, table.role.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("place", LAYOUTS)
+def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
+    LAYOUTS[place](tmp_path / place)
+    for root in (tmp_path, tmp_path / place):
+        table = cub200(root, check_counts=False)
+        assert table.class_names == (NAMES[1], NAMES[100], NAMES[101], NAMES[200])
+        halves = {1: "train", 100: "train", 101: "test", 200: "test"}
+        assert contents(table) == [(p, NAMES[c], halves[c]) for p, c in zip(images(), CLASSES, strict=True)]
+        assert (file_sizes(table.root, table.paths, name="cub200") == 5).all()
+        assert table.layout == FOLDER.find(root)[1].description
+
+
+def test_lists_and_bare_folders_have_one_fingerprint(tmp_path: Path) -> None:
+    write_lists(tmp_path / "one")
+    touch(tmp_path / "other", images())
+    one, other = (cub200(tmp_path / name, check_counts=False) for name in ("one", "other"))
+    assert one.fingerprint == other.fingerprint
+    assert one.paths.tolist() == other.paths.tolist()
+
+
+def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Path) -> None:
+    write_lists(tmp_path)
+    (tmp_path / "image_class_labels.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"nearest is .*, which lacks image_class_labels\.txt; .*unpack CUB_200_2011\.tgz"
+    ):
+        cub200(tmp_path, check_counts=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("images.txt", "1 a b.jpg\n", r"line 1 of '.*images\.txt' has 3 columns, expected 2 \(image_id path\)"),
+        ("images.txt", "0 a.jpg\n", r"line 1 of '.*images\.txt' has the image_id 0, but ids count from 1"),
+        ("images.txt", "3 a.jpg\n3 b.jpg\n", r"line 2 of '.*images\.txt' repeats the image_id 3 of line 1"),
+        (
+            "images.txt",
+            "3 a.jpg\n99 b.jpg\n",
+            r"line 2 of '.*images\.txt' has the image_id 99, which is not in image_c",
+        ),
+        ("images.txt", "3 ../a.jpg\n", r"line 1 of '.*images\.txt' names '\.\./a\.jpg', which lies outside"),
+        ("images.txt", "3 x/gone.jpg\n4 001.Albatross/b.jpg\n", r"lacks 1 of 2 images under '.*images': x/gone\.jpg"),
+        ("image_class_labels.txt", "3 0\n", r"line 1 of '.*labels\.txt' has the class_id 0, but ids count from 1"),
+        ("image_class_labels.txt", "3 1\n4 77\n", r"line 2 of .* has the class_id 77, which is not in classes"),
+        ("classes.txt", "1 a\n1 b\n", r"line 2 of '.*classes\.txt' repeats the class_id 1"),
+        ("classes.txt", "", r"classes\.txt' lists nothing"),
+    ],
+)
+def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    write_lists(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        cub200(tmp_path, check_counts=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("000.Nothing/x.jpg", "is class 0, but those of CUB-200-2011 count from 1 to 200"),
+        ("201.Nothing/x.jpg", "is class 201, but"),
+        ("Albatross/x.jpg", "Albatross' holds images but is no class of CUB-200-2011"),
+        ("001.Alca/x.jpg", "class 1 of CUB-200-2011 has the folders '001.Albatross' and '001.Alca'"),
+    ],
+)
+def test_folders_that_are_no_class_are_refused(tmp_path: Path, path: str, message: str) -> None:
+    touch(tmp_path, [*images(), path, "attributes/list.txt"])
+    with pytest.raises(DataError, match=message):
+        cub200(tmp_path, check_counts=False)
+
+
+def test_one_image_in_both_parts_of_a_split_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, ["train/001.Albatross/a.jpg", "test/001.Albatross/a.jpg"])
+    with pytest.raises(DataError, match=r"'test/001\.Albatross/a\.jpg' lies in .* a second time as 'train/"):
+        cub200(tmp_path, check_counts=False)
+
+
+def test_where_nothing_is_found_the_message_names_the_layouts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"CUB-200-2011 is not in .*expected CUB_200_2011 with .*; unpack CUB_200_2011"):
+        cub200(tmp_path)
+
+
+def write_full_lists(root: Path, *, leave_out: int = 0) -> None:
+    """As many rows as published: 5,864 images of classes 1 to 100, 5,924 of 101 to 200."""
+    counts = [58 + (c < 64) for c in range(100)] + [59 + (c < 24) for c in range(100)]
+    classes = np.repeat(np.arange(1, 201), counts)[: -leave_out or None].tolist()
+    (root / "images").mkdir()
+    (root / "images.txt").write_text("".join(f"{i} {c:03d}.B/{i}.jpg\n" for i, c in enumerate(classes, 1)))
+    (root / "image_class_labels.txt").write_text("".join(f"{i} {c}\n" for i, c in enumerate(classes, 1)))
+    (root / "classes.txt").write_text("".join(f"{c} {c:03d}.B\n" for c in range(1, 201)))
+
+
+@pytest.fixture
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists only: every image counts as there."""
+    monkeypatch.setattr(
+        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+    )
+
+
+@pytest.mark.usefixtures("without_files")
+def test_lists_of_full_size_pass_and_one_row_less_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    write_full_lists(tmp_path / "whole")
+    table = cub200(tmp_path / "whole")
+    assert (len(table), table.num_classes) == (11_788, 200)
+    assert set(table.labels[table.role == "train"]) == set(range(100))
+    (tmp_path / "less").mkdir()
+    write_full_lists(tmp_path / "less", leave_out=1)
+    message = (
+        r"test 5,923 images of 100 classes; published are train 5,864 images of 100 classes, test 5,924 images of 100 "
+        r"classes; .*check_counts=false"
+    )
+    with pytest.raises(DataError, match=message):
+        cub200(tmp_path / "less")
+
+
+@pytest.mark.data
+@pytest.mark.usefixtures("without_files")
+def test_the_complete_published_lists_have_the_published_counts(shared_dir: Path, tmp_path: Path) -> None:
+    for file in (shared_dir / "data/cub200_2011/metadata/CUB_200_2011").glob("*.txt"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "images").mkdir()
+    table = cub200(tmp_path)
+    assert (len(table), table.num_classes) == (11_788, 200)
+    assert (int((table.role == "train").sum()), int((table.role == "test").sum())) == (5_864, 5_924)
+    assert table.class_names[0] == "001.Black_footed_Albatross"
+    assert all(path.startswith(table.class_names[c]) for path, c in zip(table.paths, table.labels, strict=True))
+
+
+@pytest.mark.data
+def test_the_subset_of_real_images_loads(shared_dir: Path, tmp_path: Path) -> None:
+    with tarfile.open(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar") as archive:
+        archive.extractall(tmp_path, filter="data")
+    table = cub200(tmp_path, check_counts=False)
+    assert (len(table), table.num_classes) == (51, 10)
+    with pytest.raises(DataError, match="train 51 images of 10 classes"):
+        cub200(tmp_path)

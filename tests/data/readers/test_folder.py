@@ -1,0 +1,276 @@
+"""Image folders and CSV lists as data sets."""
+
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dmlbench.data.images.pixels import read_image
+from dmlbench.data.readers.folder import folder
+from dmlbench.types import ConfigError, DataError
+
+
+def write_images(root: Path, paths: list[str]) -> None:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (5, 4)).save(root / path)
+
+
+def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path) -> None:
+    write_images(tmp_path, ["b/1.png", "b/2.JPG", "a/x/deep.png", "c/1.png", "d/1.png", "train/1.png", ".git/1.png"])
+    (tmp_path / "words.txt").write_text("not an image")
+    (tmp_path / "b" / "notes.txt").write_text("nor is this")
+    (tmp_path / "empty").mkdir()
+    table = folder(tmp_path, name="mine")
+    assert table.name == "mine"
+    assert table.class_names == ("a", "b", "c", "d", "train")  # a class may be a train
+    assert table.paths.tolist() == ["a/x/deep.png", "b/1.png", "b/2.JPG", "c/1.png", "d/1.png", "train/1.png"]
+    assert table.role.tolist() == ["train"] * 3 + ["test"] * 3
+
+
+def test_train_and_test_folders_set_the_roles(tmp_path: Path) -> None:
+    write_images(tmp_path, ["train/z/1.png", "train/y/1.png", "test/a/1.png", "test/a/2.png"])
+    table = folder(tmp_path)
+    assert table.class_names == ("a", "y", "z")
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True))["test/a/2.png"] == "test"
+    assert sorted(table.role.tolist()) == ["test", "test", "train", "train"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
+        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
+        (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
+        (["train/1.png", "test/b/1.png"], "lies in no class folder"),
+        (["1.png"], "finds no images"),
+    ],
+)
+def test_a_tree_that_cannot_be_understood_is_refused(tmp_path: Path, paths: list[str], message: str) -> None:
+    write_images(tmp_path, paths)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path)
+
+
+def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
+    write_images(tmp_path, ["train/a/1.png", "query/b/1.png", "gallery/b/2.png", "gallery/c/1.png"])
+    table = folder(tmp_path)
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == {
+        "train/a/1.png": "train",
+        "query/b/1.png": "query",
+        "gallery/b/2.png": "gallery",
+        "gallery/c/1.png": "gallery",
+    }
+    assert table.class_names == ("a", "b", "c")
+
+
+def test_part_folders_may_be_capital_and_what_macos_adds_is_left_out(tmp_path: Path) -> None:
+    write_images(tmp_path, ["Train/b/1.png", "Test/a/1.png", "__MACOSX/Train/1.png"])
+    assert folder(tmp_path).role.tolist() == ["test", "train"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds both test, train with folders inside and unlabe"),
+        (["images/a/1.png", "images/b/1.png"], "finds one class, 'images'.*point root at '.*images'"),
+    ],
+)
+def test_folders_that_may_be_classes_or_parts_are_refused(tmp_path: Path, paths: list[str], message: str) -> None:
+    write_images(tmp_path, paths)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path)
+
+
+@pytest.mark.parametrize("target", [".", ".."])
+def test_a_link_that_leads_back_is_refused(tmp_path: Path, target: str) -> None:
+    write_images(tmp_path, ["a/1.png", "b/1.png"])
+    (tmp_path / "a" / "link").symlink_to(target)
+    with pytest.raises(DataError, match=r"a/link' leads back to"):
+        folder(tmp_path)
+
+
+def test_two_spellings_of_a_path_are_one_image(tmp_path: Path) -> None:
+    write_images(tmp_path, ["im/1.png", "im/2.png"])
+    (tmp_path / "list.csv").write_text("path,label\nim/1.png,a\nim/2.png,b\n./im//1.png,b\n")
+    with pytest.raises(DataError, match=r"line 4 of .* lists 'im/1\.png' of line 2 again"):
+        folder(tmp_path, csv="list.csv")
+
+
+def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:
+    write_images(tmp_path, ["cafe\u0301/1.png", "tea/1.png"])
+    (tmp_path / "train.txt").write_text("caf\u00e9\n", encoding="utf-8")
+    assert folder(tmp_path, train_classes="train.txt").class_names == ("cafe\u0301", "tea")
+
+
+def test_images_of_one_size_in_bytes_are_told_apart(tmp_path: Path) -> None:
+    tables = []
+    for name, grey in (("one", 0), ("two", 200)):
+        for label in ("a", "b"):
+            (tmp_path / name / label).mkdir(parents=True)
+            Image.new("L", (8, 8), grey).save(tmp_path / name / label / "1.bmp")
+        tables.append(folder(tmp_path / name))
+    assert tables[0].fingerprint != tables[1].fingerprint
+
+
+def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path, [f"{name}/1.png" for name in ("a", "b#2", "c", "d", "é")])
+    (tmp_path / "first.txt").write_bytes("\ufeff# to train on\r\né\r\n\r\nb#2  # a comment\r\n".encode())
+    (tmp_path / "second.txt").write_text("d\nc\n")
+    with caplog.at_level("WARNING"):
+        table = folder(tmp_path, train_classes="first.txt", test_classes=tmp_path / "second.txt")
+    assert table.class_names == ("é", "b#2", "d", "c")
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == {
+        "b#2/1.png": "train",
+        "c/1.png": "test",
+        "d/1.png": "test",
+        "é/1.png": "train",
+    }
+    assert "1 classes are in neither list: a" in caplog.text
+    assert folder(tmp_path, train_classes="first.txt").class_names == ("é", "b#2", "a", "c", "d")
+    assert folder(tmp_path, test_classes="second.txt").class_names == ("a", "b#2", "é", "d", "c")
+
+
+def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_path: Path) -> None:
+    write_images(tmp_path, ["train/a/1.png", "train/b/1.png", "val/a/2.png", "val/b/2.png"])
+    (tmp_path / "train.txt").write_text("b")
+    table = folder(tmp_path, train_classes="train.txt")
+    assert table.class_names == ("b", "a")
+    assert [path for path, role in zip(table.paths, table.role, strict=True) if role == "train"] == [
+        "train/b/1.png",
+        "val/b/2.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ("a\nbb\n", None, r"line 2 of '.*train\.txt' names 'bb'.*known: a, b, c"),
+        ("a\n\na\n", None, r"line 3 of '.*train\.txt' names 'a' of line 1 again"),
+        ("a\nb\n", "c\nb\n", r"line 2 of '.*test\.txt' names 'b', which line 2 of '.*train\.txt'"),
+        ("# none\n", None, "names no class"),
+        (None, "a\nb\nc\n", "has no class to train on"),
+        ("a\nb\nc\n", None, "has no class to test on"),
+    ],
+)
+def test_a_list_of_classes_at_fault_is_refused(
+    tmp_path: Path, train: str | None, test: str | None, message: str
+) -> None:
+    write_images(tmp_path, ["a/1.png", "b/1.png", "c/1.png"])
+    for name, text in (("train.txt", train), ("test.txt", test)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
+
+
+def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, ["1.png"])
+    (tmp_path / "list.csv").write_text("path,label,role\n1.png,a,train\n")
+    with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
+        folder(tmp_path, csv="list.csv", train_classes="list.csv")
+    write_images(tmp_path, ["a/1.png", "b/1.png"])
+    with pytest.raises(DataError, match=r"list '.*none\.txt' is missing; correct its path"):
+        folder(tmp_path, train_classes="none.txt")
+
+
+def test_a_missing_root_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere', which is not a folder"):
+        folder(tmp_path / "nowhere")
+
+
+def test_a_csv_may_give_query_and_gallery(tmp_path: Path) -> None:
+    write_images(tmp_path, ["1.png", "2.png", "3.png", "4.png"])
+    (tmp_path / "list.csv").write_text(
+        "path, label, role\n1.png,x,train\n2.png,y,query\n3.png,y,gallery\n4.png,x,train\n"
+    )
+    table = folder(tmp_path, csv="list.csv")
+    assert table.labels.tolist() == [0, 1, 1, 0]
+    assert table.role.tolist() == ["train", "query", "gallery", "train"]
+
+
+def test_integer_labels_are_sorted_as_integers_and_roles_default_to_halves(tmp_path: Path) -> None:
+    write_images(tmp_path, ["1.png", "2.png", "3.png", "4.png"])
+    file = tmp_path / "elsewhere.csv"
+    file.write_text("\ufefflabel,path\n10,1.png\n9,2.png\n100,3.png\n11,4.png\n", encoding="utf-8")
+    table = folder(tmp_path, csv=file)
+    assert table.class_names == ("9", "10", "11", "100")
+    assert table.labels.tolist() == [1, 0, 3, 2]
+    assert table.role.tolist() == ["train", "train", "test", "test"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_path: Path, separator: str) -> None:
+    write_images(tmp_path, ["ä, 1.png", "2.png", "3.png"])
+    rows = [
+        ["label", "path", "super_label"],
+        ["x", '"ä, 1.png"', "chair"],
+        ["y", "2.png", "bed"],
+        ["z", "3.png", "bed"],
+    ]
+    text = "\r\n".join(separator.join(row) for row in rows)
+    (tmp_path / "list.csv").write_bytes(text.encode())
+    table = folder(tmp_path, csv="list.csv")
+    assert table.super_labels is not None
+    found = dict(zip(table.paths.tolist(), table.super_labels.tolist(), strict=True))
+    assert found == {"ä, 1.png": 1, "2.png": 0, "3.png": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\n1.png,a\n", "line 1 of .*expected path and label"),
+        ("path,label\n", "lists no images"),
+        ("path,label\n1.png,\n", "line 2 of"),
+        ("path,label\n1.png,a,b\n", "line 2 of"),
+        ("path,label,role\n1.png,a,trian\n", "'trian'; did you mean 'train'"),
+        ("path,label\n1.png,a\n1.png,b\n", r"line 3 of .* lists '1\.png' of line 2 again"),
+        ("path,label\n../1.png,a\n", r"line 2 of .*'\.\./1\.png', which lies outside"),
+        ("path,label,label\n1.png,a,b\n", "line 1 of"),
+        ("path label\n1.png a\n", "line 1 of"),
+        ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 images.*missing.png"),
+        ("path,label,role\n1.png,a,train\n2.png,a,query\n", "both to train and to test"),
+    ],
+)
+def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    write_images(tmp_path, ["1.png", "2.png"])
+    (tmp_path / "list.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path, csv="list.csv")
+
+
+def test_a_csv_that_is_missing_or_binary_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"list\.csv' is missing; correct its path"):
+        folder(tmp_path, csv="list.csv")
+    (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe\x00,a\n")
+    with pytest.raises(DataError, match="not UTF-8 text"):
+        folder(tmp_path, csv="list.csv")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("archive", "root", "images", "classes"),
+    [
+        ("clothing/clothing-dataset-small_subset.tar", "clothing-dataset-small/train", 100, 10),
+        ("tiny_imagenet/tiny-imagenet-200_subset.zip", "tiny-imagenet-200/train", 3000, 60),
+        ("cifar10/cifar10_jpg_subset.zip", "cifar10/train", 4000, 10),
+    ],
+)
+def test_real_folders_are_read(
+    shared_dir: Path, tmp_path: Path, archive: str, root: str, images: int, classes: int
+) -> None:
+    file = shared_dir / "data" / archive
+    if file.suffix == ".tar":
+        with tarfile.open(file) as tar:
+            tar.extractall(tmp_path, filter="data")
+    else:
+        with zipfile.ZipFile(file) as packed:
+            packed.extractall(tmp_path)
+    table = folder(tmp_path / root)
+    assert (len(table), table.num_classes) == (images, classes)
+    assert np.unique(table.labels[table.role == "train"]).tolist() == list(range(classes // 2))
+    for row in range(0, images, images // 20):
+        assert read_image(Path(table.root) / table.paths[row]).mode == "RGB"

@@ -1,0 +1,107 @@
+"""Finding data sets on disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_by_folder, resolve
+from dmlbench.types import DataError
+
+PREFERRED = Layout("lists", "list.txt and images", ("list.txt", "images"))
+OTHER = Layout("folders", "class folders", ("[0-9][0-9].*",))
+
+
+def make(root: Path, *paths: str) -> Path:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).touch()
+    return root
+
+
+def find(root: Path) -> tuple[Path, str]:
+    folder, layout = DataFolder("Birds", ("birds", "birds_200"), (PREFERRED, OTHER), "unpack birds.tgz").find(root)
+    return folder, layout.name
+
+
+@pytest.mark.parametrize(
+    "place", ["", "birds", "Birds-200", "BIRDS 200", "archive", "birds/birds", "archive/data/birds_200"]
+)
+def test_a_data_set_is_found_in_the_folder_itself_and_under_its_usual_names(tmp_path: Path, place: str) -> None:
+    make(tmp_path / place, "list.txt", "images/a.jpg")
+    assert find(tmp_path) == (tmp_path / place, "lists")
+
+
+def test_other_folders_and_deeper_levels_are_not_searched(tmp_path: Path) -> None:
+    make(tmp_path / "fishes", "list.txt", "images/a.jpg")
+    make(tmp_path / "data/data/data/data", "list.txt", "images/a.jpg")
+    with pytest.raises(DataError, match="Birds is not in") as error:
+        find(tmp_path)
+    assert "fishes" not in str(error.value)
+
+
+def test_the_preferred_layout_wins_over_a_nearer_folder(tmp_path: Path) -> None:
+    make(tmp_path, "01.finch/a.jpg")
+    assert find(tmp_path) == (tmp_path, "folders")
+    make(tmp_path / "birds", "list.txt", "images/a.jpg")
+    assert find(tmp_path) == (tmp_path / "birds", "lists")
+
+
+def test_where_nothing_is_found_the_message_says_where_what_is_nearest_and_how_to_get_it(tmp_path: Path) -> None:
+    make(tmp_path, "birds/list.txt")
+    with pytest.raises(DataError) as error:
+        find(tmp_path)
+    assert str(error.value) == (
+        f"Birds is not in '{tmp_path}', '{tmp_path / 'birds'}'; nearest is '{tmp_path / 'birds'}' (list.txt and "
+        "images), which lacks images; expected list.txt and images; or class folders; unpack birds.tgz"
+    )
+
+
+def test_a_root_that_is_no_folder_names_the_variable_to_set(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere', which is not a folder; set DMLBENCH_DATA.*unpack birds\.tgz"):
+        find(tmp_path / "nowhere")
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot look into '.*' \(Permission denied\); make it a readable folder"):
+        find(tmp_path)
+
+
+def test_a_marker_may_have_several_places_of_which_the_first_counts(tmp_path: Path) -> None:
+    make(tmp_path, "b/x.txt", "a/x (2).txt", "a/x (1).txt")
+    assert resolve(tmp_path, "a/x*.txt|b/x.txt") == tmp_path / "a/x (1).txt"
+    assert resolve(tmp_path, "a/y.txt|b/x.txt") == tmp_path / "b/x.txt"
+    assert first_match(tmp_path, "a/y.txt|y*") is None
+    with pytest.raises(DataError, match=r"lacks a/y\.txt or y\*"):
+        resolve(tmp_path, "a/y.txt|y*")
+
+
+def test_a_folder_must_also_be_recognized_where_a_layout_asks_for_it(tmp_path: Path) -> None:
+    make(tmp_path, "birds/a.txt", "data/a.txt")
+    layout = Layout("data", "a folder named data", ("a.txt",), lambda folder: folder.name == "data")
+    assert DataFolder("x", ("birds",), (layout,), "none").find(tmp_path)[0] == tmp_path / "data"
+
+
+def test_images_of_folders_are_sorted_and_nothing_hidden_or_else_counts(tmp_path: Path) -> None:
+    make(
+        tmp_path, "b/2.JPEG", "b/1.png", "b/._1.png", "b/list.txt", "empty/list.txt", ".git/1.png", "1.png", "b/c/3.jpg"
+    )
+    make(tmp_path / "elsewhere", "4.jpg")
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert images_by_folder(tmp_path) == {"a": ["4.jpg"], "b": ["1.png", "2.JPEG"], "elsewhere": ["4.jpg"]}
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "a/é.jpg")
+    assert images_by_folder(tmp_path) == {"a": ["é.jpg"]}
+    try:
+        (tmp_path / "a" / os.fsdecode(b"\xe9.jpg")).touch()
+    except OSError:
+        pytest.skip("this file system takes no other names")
+    with pytest.raises(DataError, match=r"a' has the name b'\\xe9\.jpg', which is not UTF-8; rename it"):
+        images_by_folder(tmp_path)

@@ -1,0 +1,112 @@
+"""Text lists with columns."""
+
+from pathlib import Path
+
+import pytest
+
+from dmlbench.data.readers.lists import TextList, read_list
+from dmlbench.types import DataError
+
+
+def read(tmp_path: Path, content: str | bytes, *, has_count: bool = False, has_header: bool = False) -> TextList:
+    file = tmp_path / "list.txt"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_list(file, ("id", "path"), has_count=has_count, has_header=has_header)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "1 a/x.jpg\n2 b/é.jpg\n",
+        "1 a/x.jpg\n2 b/é.jpg",
+        "\ufeff1 a/x.jpg\r\n2 b/é.jpg\r\n",
+        "1 a/x.jpg\r2 b/é.jpg\r",
+        "  1\ta/x.jpg   \n\n2      b/é.jpg\n\n",
+    ],
+)
+def test_byte_order_marks_line_ends_padding_and_blank_lines_do_not_matter(tmp_path: Path, content: str) -> None:
+    rows = read(tmp_path, content)
+    assert rows.numbers("id").tolist() == [1, 2]
+    assert rows.paths("path") == ["a/x.jpg", "b/é.jpg"]
+
+
+def test_count_and_header_are_read_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    rows = read(tmp_path, "2\nid path\n\n7 a\n8 b\n", has_count=True, has_header=True)
+    assert rows.texts("path") == ["a", "b"]
+    assert rows.where(1) == f"line 5 of '{tmp_path / 'list.txt'}'"
+
+
+def test_a_separator_keeps_blanks_within_columns(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("n01\tgreat tit, Parus major\n")
+    assert read_list(tmp_path / "words.txt", ("id", "words"), separator="\t").rows == [
+        ["n01", "great tit, Parus major"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1 a\n2 b c\n", "line 2 of '.*' has 3 columns, expected 2 \\(id path\\)"),
+        ("1 a\n\n2\n", "line 3 of '.*' has 1 columns"),
+        ("", "lists nothing"),
+        (b"1 a\n2 \xe9.jpg\n", "line 2 of '.*' is not UTF-8 text; save the list as UTF-8"),
+        ("1 a\n2 b\n".encode("utf-16"), "line 1 of '.*' is not UTF-8"),
+    ],
+)
+def test_a_malformed_list_is_named_with_its_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1\n1 a\n", "line 2 of '.*' is '1 a', expected the header 'id path'"),
+        ("id path\n1 a\n", "line 1 of '.*' is 'id path', expected the number of rows"),
+        ("3\nid path\n1 a\n2 b\n", "says in line 1 that it has 3 rows, but has 2"),
+        ("3\n", "is '', expected the header"),
+        ("", "is '', expected the number of rows"),
+        ("0\nid path\n", "lists nothing"),
+    ],
+)
+def test_a_wrong_count_or_header_says_what_was_found(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, content, has_count=True, has_header=True)
+
+
+def test_a_missing_list_and_one_that_is_a_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the list '.*nothing\.txt' is missing; put the original file there"):
+        read_list(tmp_path / "nothing.txt", ("id",))
+    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+        read_list(tmp_path, ("id",))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (("1", "x"), "line 2 of '.*' has the id 'x', expected a whole number"),
+        (("1", "9" * 30), "line 2 of '.*' has the id '9{30}', expected a whole number"),
+        (("0", "1"), "line 1 of '.*' has the id 0, but ids count from 1 .*renumbered from 0"),
+        (("1", "-4"), "line 2 of '.*' has the id -4"),
+        (("5", "5"), "line 2 of '.*' repeats the id 5 of line 1"),
+    ],
+)
+def test_ids_at_fault_are_named_with_their_line(tmp_path: Path, ids: tuple[str, str], message: str) -> None:
+    rows = read(tmp_path, "".join(f"{i} a\n" for i in ids))
+    with pytest.raises(DataError, match=message):
+        rows.numbers("id")
+        rows.check_once("id")
+
+
+def test_what_another_list_does_not_have_is_named_with_its_line(tmp_path: Path) -> None:
+    rows = read(tmp_path, "5 a\n7 b\n")
+    rows.check_known("id", {"5", "7"}, "other.txt")
+    with pytest.raises(DataError, match=r"line 2 of '.*' has the id 7, which is not in other\.txt; put the original"):
+        rows.check_known("id", {"5"}, "other.txt")
+
+
+@pytest.mark.parametrize("path", ["../x.jpg", "a/../../x.jpg", "/etc/passwd", "..\\x.jpg", "\\x.jpg"])
+def test_paths_that_leave_the_folder_are_refused_with_their_line(tmp_path: Path, path: str) -> None:
+    rows = read(tmp_path, f"1 a..b/x..jpg\n2 {path}\n")
+    with pytest.raises(DataError, match=r"line 2 of '.*' names '.*', which lies outside"):
+        rows.paths("path")
