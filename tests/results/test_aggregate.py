@@ -82,9 +82,7 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
             aggregate_cell(runs, force=True, progress=False)
     assert (cell / PARTIAL).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "dmlbench.evaluation.collections.concatenated.compiled_ranking", lambda: kill
-        )  # all queries are known
+        patch.setattr("dmlbench.evaluation.collections.models.UnitModel.similarities", kill)  # all queries are known
         assert aggregate_cell(runs, force=True, progress=False) == expected
     assert not (cell / PARTIAL).exists()
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.metrics.clustering import WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
-from dmlbench.evaluation.resume import ResumableScores
+from dmlbench.evaluation.resume import PartialScores
 from dmlbench.evaluation.search.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.top_k import Keys
 from dmlbench.evaluation.search.unit_vectors import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
@@ -77,8 +77,8 @@ def evaluate(
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
-        partial: file by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
-            same embeddings and settings. It stays, complete, for the caller to remove. Unit vectors need none.
+        partial: folder by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
+            same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
 
     Raises:
@@ -94,18 +94,21 @@ def evaluate(
     if spec.rerank is not None:
         check_rerank(spec.rerank, own, k=task.k, num_gallery=len(reference))
     if own is None:
-        known = ResumableScores(None, score_names(of_queries(spec.scores)), len(queries), fingerprint="")
+        known = PartialScores(None, (len(of_queries(spec.scores)), len(queries)), fingerprint="")
         tiles = _unit_tiles(queries, gallery, spec, task)
     else:
         refuse_what_unit_vectors_have(spec, own)
         known, tiles = rank_by_distance(queries, gallery, task, spec, own, partial=partial, progress=progress)
-    per_query = known.per_query
-    if per_query:
+    names = score_names(of_queries(spec.scores))
+    if names:
         for part, relevant in tiles:
-            for name, values in query_scores(relevant, task.positives[part], spec.scores).items():
-                per_query[name][part] = values
+            for values, scores in zip(
+                known.values, query_scores(relevant, task.positives[part], spec.scores).values(), strict=True
+            ):
+                values[part] = scores
             known.advance()
-        known.save()
+        known.flush()
+    per_query = {name: np.array(values) for name, values in zip(names, known.values, strict=True)}
     if task.n_skipped_queries:
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)

@@ -19,7 +19,7 @@ from dmlbench.evaluation.metrics.table import (
     depth,
     score_names,
 )
-from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, settle
+from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 

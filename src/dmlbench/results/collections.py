@@ -30,7 +30,7 @@ from dmlbench.evaluation.metrics.table import (
     of_queries,
     score_names,
 )
-from dmlbench.evaluation.partial import forget
+from dmlbench.evaluation.resume import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import ConfigError, RunError

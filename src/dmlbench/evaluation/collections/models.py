@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dmlbench.evaluation.search.candidates import ExactSimilarity
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
 from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.evaluation.search.top_k import ExactSimilarity
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet, IntArray
 
