@@ -30,8 +30,8 @@ from dmlbench.runtime import (
 )
 from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
 from dmlbench.training.log import read_history
-from dmlbench.training.replay import Plan, load_plan, plan_of, save_plan
 from dmlbench.training.signals import StopSignal
+from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity
 
 from dmlbench.evaluation import resume
 from dmlbench.evaluation.analysis import hardest_queries
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import pairwise_search, unit_vectors
-from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, is_symmetric
 from dmlbench.evaluation.search.pairwise_search import pairwise_search as search_of
 from dmlbench.evaluation.search.top_k import ExactSimilarity
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError

@@ -24,7 +24,7 @@ from dmlbench.evaluation.search.top_k import (
     value_of,
 )
 from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 

@@ -10,7 +10,7 @@ import torch
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, read_aggregate
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, PARTIAL, RULES, rule_named

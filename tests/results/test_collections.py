@@ -19,7 +19,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
@@ -181,7 +181,7 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(
     monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
     found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
     pd.testing.assert_frame_equal(found, expected, check_exact=True)
-    task = concatenated.retrieval_task(members[0][0], members[0][0], asked_scores(["p_at_1"]))
+    task = concatenated.relevance_of(members[0][0], members[0][0], asked_scores(["p_at_1"]))
     assert sum(tiles) == len(task.valid) - done
     assert not folder.exists()
 

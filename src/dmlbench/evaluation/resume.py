@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.models import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.search.scan import ScanState, Waiting
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench import machine_code
-from dmlbench.evaluation.collections.models import FoldModel, ModelDistances, ModelEmbeddings, fold_models
+from dmlbench.evaluation.collections.models import FoldModel, fold_models
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
+from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
 from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
@@ -30,7 +32,7 @@ from dmlbench.evaluation.search.top_k import (
     kth_bound,
     settle,
 )
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
 
@@ -115,7 +117,7 @@ def _evaluations(
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     scored = of_queries(spec.scores)
-    task = retrieval_task(queries, reference, scored)
+    relevance = relevance_of(queries, reference, scored)
     names = score_names(scored)
     first = list(itertools.accumulate(map(len, members), initial=0))
     choices = np.array(_choices(members)) + first[:-1]
@@ -125,18 +127,18 @@ def _evaluations(
         fingerprint = fingerprint_of(members, galleries, [*names, "and own"] if own else names, distances)
     store = PartialScores(partial, (sum(map(len, rankings)), len(names), len(queries)), fingerprint=fingerprint)
     models = fold_models(members, galleries, distances, tile_bytes=spec.tile_bytes)
-    _score(models, rankings, task, store, spec, progress=progress)
+    _score(models, rankings, relevance, store, spec, progress=progress)
     for scores in store.values:
-        if np.isnan(scores[:, task.valid]).any():  # a mean would pass over them
+        if np.isnan(scores[:, relevance.valid]).any():  # a mean would pass over them
             raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
-        yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
+        yield Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries)
 
 
 def _score(
     models: list[FoldModel],
     rankings: list[IntArray],
-    task: RetrievalTask,
+    relevance: Relevance,
     store: PartialScores,
     spec: EvaluationSpec,
     *,
@@ -147,7 +149,7 @@ def _score(
     Args:
         models: fold by fold.
         rankings: groups [S, F] of sums of models.
-        task: labels and depth.
+        relevance: of the gallery to the queries, and how deep to rank.
         store: what is known so far; its rankings are those of all groups in turn.
         spec: what to compute.
         progress: whether to show a bar.
@@ -155,7 +157,7 @@ def _score(
     rank: Ranking = compiled_ranking() or plain_ranking
     scored = of_queries(spec.scores)
     threads = num_threads()
-    num_gallery, k = len(task.gallery_labels), min(task.k, len(task.gallery_labels))
+    num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
     per_query = (8 * len(models) + _BYTES_PER_ITEM) * num_gallery + _BYTES_PER_PLACE * k * len(store.values)
     rows = max(1, min(_TILE_ROWS, spec.tile_bytes // 2 // threads // per_query))
 
@@ -163,8 +165,8 @@ def _score(
         value = _workspace.array("similarity", (len(models), len(part), num_gallery), np.float32)
         bounds = [model.similarities(part, out=out) for model, out in zip(models, value, strict=True)]
         for out in value:
-            exclude(out, task.own_column[part])
-        relevant = task.query_labels[part, None] == task.gallery_labels
+            exclude(out, relevance.own_column[part])
+        relevant = relevance.query_labels[part, None] == relevance.gallery_labels
         done = 0
         for sums in rankings:
             error, largest = (
@@ -178,16 +180,16 @@ def _score(
             few = max(1, _SCORED // ranked[0].size)
             for first in range(0, len(sums), few):
                 some = ranked[first : first + few]
-                scores = query_scores(some.reshape(-1, k), np.tile(task.positives[part], len(some)), scored)
+                scores = query_scores(some.reshape(-1, k), np.tile(relevance.positives[part], len(some)), scored)
                 for at, values in enumerate(scores.values()):
                     store.values[done : done + len(some), at, part] = values.reshape(len(some), -1)
                 done += len(some)
         return part
 
-    left = task.valid[store.state.done :]
+    left = relevance.valid[store.state.done :]
     tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
     bar = tqdm(
-        total=len(task.valid),
+        total=len(relevance.valid),
         initial=store.state.done,
         desc="collections",
         unit="query",
