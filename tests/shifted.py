@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dmlbench.data.protocols import Mlrc, Protocol
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import CellRuns
 from dmlbench.types import ImageTable, Split
 

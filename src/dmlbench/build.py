@@ -25,18 +25,18 @@ from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.evaluation.search.by_distance import refuse_what_unit_vectors_have
+from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
 from dmlbench.losses.objective import Objective
+from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
-from dmlbench.models.lent_distances import BorrowedDistance
 from dmlbench.models.net import pooled_channels
 from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
-from dmlbench.training.replay import Plan, replayed
+from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")

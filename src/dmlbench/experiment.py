@@ -20,13 +20,13 @@ from dmlbench.data.images.sources import ImageSource
 from dmlbench.data.protocols import Protocol
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
-from dmlbench.training.replay import Plan
+from dmlbench.training.stage_plan import Plan
 from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet
 
 Images = ImageSource | torch.Tensor

@@ -16,6 +16,7 @@ from dmlbench.config import NOT_PART_OF_A_CELL, cell_id, cell_sha256, config_sha
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.resume import forget
 from dmlbench.experiment import Experiment, make_experiment
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -29,8 +30,8 @@ from dmlbench.runtime import (
 )
 from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
 from dmlbench.training.log import read_history
-from dmlbench.training.replay import Plan, load_plan, plan_of, save_plan
 from dmlbench.training.signals import StopSignal
+from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ def _result(
 
 def _tidy(run_dir: Path, keep: str) -> None:
     """Remove what a complete run needs no more."""
-    (run_dir / store.PARTIAL).unlink(missing_ok=True)
+    forget(run_dir / store.PARTIAL)
     for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
         if keep not in kept:
             (run_dir / name).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dmlbench.apps.compare import compare_cells, to_text
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
 
 P_AT_1 = EvaluationSpec(metrics=("p_at_1",))

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
+from dmlbench.evaluation import by_distance
 from dmlbench.evaluation.analysis import hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import by_distance
 from dmlbench.evaluation.search.unit_vectors import nearest
 from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
 

@@ -14,7 +14,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_v
 from dmlbench.evaluation.metrics.table import METRICS, asked_scores, score_names
 from dmlbench.evaluation.search.similarity import unit_rows
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, nearest
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 CASES = ("single_unbalanced", "single_no_singletons", "query_gallery", "single_large_n_gt_1001", "perfect_clusters")

@@ -12,19 +12,19 @@ import torch
 
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.search import back_ends
-from dmlbench.evaluation.search.candidates import (
+from dmlbench.evaluation.search.top_k import (
+    LOWEST,
     PADDING,
     Keys,
+    TopK,
     column_of,
     kth_bound,
-    narrow,
-    narrow_keys,
     pack,
     settle,
     value_of,
 )
 from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 
@@ -62,10 +62,10 @@ def test_narrowing_keeps_the_k_largest_of_every_row(width: int, k: int) -> None:
     similarity = rng.normal(size=(9, width)).astype(np.float32).round(1)  # many ties
     similarity[2, : width // 2] = -np.inf
     bound = kth_bound(similarity, k)
-    keys = narrow(similarity, k, slack=0.05, first_column=100).padded()
-    if keys.shape[1] >= k:
-        keys, _ = narrow_keys(keys, k, slack=0.05)
-    for row, kept in zip(similarity, column_of(keys), strict=True):
+    top = TopK(np.full((9, 1), LOWEST), k, slack=0.05)
+    for start in range(0, width, 40):
+        top.add(similarity[:, start : start + 40], first_column=100 + start)
+    for row, kept in zip(similarity, column_of(top.keys), strict=True):
         finite = np.flatnonzero(row > -np.inf)
         kth = np.sort(row[finite])[-k] if len(finite) >= k else -np.inf
         needed = finite[row[finite] >= kth - np.float32(0.05)]

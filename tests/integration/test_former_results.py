@@ -16,7 +16,7 @@ from dmlbench.apps.tables import find_cells
 from dmlbench.cli.front import compose
 from dmlbench.config import cell_id, config_sha256, load_config
 from dmlbench.data.readers.glyphs import glyphs
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell
 from dmlbench.results.store import find_runs, read_result
 from dmlbench.run import directory_of, run

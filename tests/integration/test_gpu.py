@@ -6,7 +6,7 @@ import torch
 from dmlbench import build
 from dmlbench.cli.front import compose
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import read_result
 from dmlbench.run import run

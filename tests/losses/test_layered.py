@@ -11,7 +11,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.lent_distances import BorrowedDistance
+from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.types import ConfigError
 
 L, R = 3, 6

@@ -10,7 +10,7 @@ import torch
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, read_aggregate
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, PARTIAL, RULES, rule_named
@@ -82,9 +82,7 @@ def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch)
             aggregate_cell(runs, force=True, progress=False)
     assert (cell / PARTIAL).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "dmlbench.evaluation.collections.concatenated.compiled_ranking", lambda: kill
-        )  # all queries are known
+        patch.setattr("dmlbench.evaluation.collections.models.UnitModel.similarities", kill)  # all queries are known
         assert aggregate_cell(runs, force=True, progress=False) == expected
     assert not (cell / PARTIAL).exists()
 

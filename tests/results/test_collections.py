@@ -1,7 +1,6 @@
 """Collections of fold models: the concatenated rows themselves and closed forms as oracles."""
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +12,14 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import partial
+from dmlbench.evaluation import resume
 from dmlbench.evaluation.collections import concatenated, models
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
@@ -172,17 +171,17 @@ def test_an_interrupted_call_goes_on_to_the_same_numbers(
 
         return over_tiles
 
-    monkeypatch.setattr(partial, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resume, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(concatenated, "over_threads", stops_at(3))
     with pytest.raises(Interrupted):
         collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
     done = sum(tiles)
-    assert json.loads((folder / "progress.json").read_text())["done"] == done > 0
+    assert int(np.load(folder / "progress.npz")["done"]) == done > 0
     tiles.clear()
     monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
     found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
     pd.testing.assert_frame_equal(found, expected, check_exact=True)
-    task = concatenated.retrieval_task(members[0][0], members[0][0], asked_scores(["p_at_1"]))
+    task = concatenated.relevance_of(members[0][0], members[0][0], asked_scores(["p_at_1"]))
     assert sum(tiles) == len(task.valid) - done
     assert not folder.exists()
 
@@ -198,8 +197,9 @@ def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None
 
 
 DAMAGE = {
-    "no json": lambda folder: (folder / "progress.json").write_bytes(b"\xff{"),
-    "no object": lambda folder: (folder / "progress.json").write_text("[]"),
+    "no progress": lambda folder: (folder / "progress.npz").write_bytes(b"\xff{"),
+    "half of the progress": lambda folder: os.truncate(folder / "progress.npz", 500),
+    "other progress": lambda folder: np.savez(folder / "progress.npz", done=1),
     "too many queries": lambda folder: _claim_too_much(folder),
     "no scores": lambda folder: (folder / "per_query.npy").unlink(),
     "empty scores": lambda folder: (folder / "per_query.npy").write_bytes(b""),
@@ -209,8 +209,8 @@ DAMAGE = {
 
 
 def _claim_too_much(folder: Path) -> None:
-    held = json.loads((folder / "progress.json").read_text())
-    (folder / "progress.json").write_text(json.dumps(held | {"done": 10**6}))
+    held = dict(np.load(folder / "progress.npz"))
+    np.savez(folder / "progress.npz", **held | {"done": np.array(10**6)})
     np.save(folder / "per_query.npy", np.full_like(np.load(folder / "per_query.npy"), np.nan))
 
 
@@ -236,7 +236,7 @@ def test_partial_scores_that_are_missing_are_no_mean_of_the_others(tmp_path: Pat
 
 def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(partial.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(RunError, match=r"rankings take (3840|7680) bytes.* has 1000 left"):
         collections(runs(folds=2, repeats=2, size=30), recall_at=(1,), partial=tmp_path / "scores")
     (tmp_path / "file").touch()

@@ -8,7 +8,7 @@ from typing import Any
 from dmlbench.apps.tables import asked_columns
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run

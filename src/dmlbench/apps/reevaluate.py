@@ -26,7 +26,7 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError

@@ -14,9 +14,9 @@ from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table

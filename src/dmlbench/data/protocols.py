@@ -222,7 +222,7 @@ class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 
     Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
-    What it leaves (see ``training.replay``) is the whole plan of stage 2, which trains on all train classes without
+    What it leaves (see ``training.stage_plan``) is the whole plan of stage 2, which trains on all train classes without
     validation, is tested once at its end, and so selects nothing on the test half.
 
     Attributes:

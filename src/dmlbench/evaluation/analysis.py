@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.search.by_distance import nearest_by_distance
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.types import ConfigError, EmbeddingSet, closest
 

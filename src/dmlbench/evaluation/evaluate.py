@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
+from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.metrics.clustering import WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
-from dmlbench.evaluation.resume import ResumableScores
-from dmlbench.evaluation.search.by_distance import rank_by_distance, refuse_what_unit_vectors_have
-from dmlbench.evaluation.search.candidates import Keys
-from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_rerank
-from dmlbench.evaluation.search.unit_vectors import unit_search
 
 # configurations of runs name EvaluationSpec as this module's
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
-from dmlbench.types import EmbeddingSet, IntArray
+from dmlbench.evaluation.relevance import Relevance, relevance_of
+from dmlbench.evaluation.resume import PartialScores
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.top_k import Keys
+from dmlbench.evaluation.search.unit_vectors import unit_search
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -77,8 +79,8 @@ def evaluate(
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
-        partial: file by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
-            same embeddings and settings. It stays, complete, for the caller to remove. Unit vectors need none.
+        partial: folder by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
+            same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
 
     Raises:
@@ -89,26 +91,31 @@ def evaluate(
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
-    task = retrieval_task(queries, reference, spec.scores)
+    relevance = relevance_of(queries, reference, spec.scores)
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
     if spec.rerank is not None:
-        check_rerank(spec.rerank, own, k=task.k, num_gallery=len(reference))
+        check_rerank(spec.rerank, own, k=relevance.k, num_gallery=len(reference))
     if own is None:
-        known = ResumableScores(None, score_names(of_queries(spec.scores)), len(queries), fingerprint="")
-        tiles = _unit_tiles(queries, gallery, spec, task)
+        known = PartialScores(None, (len(of_queries(spec.scores)), len(queries)), fingerprint="")
+        tiles = _unit_tiles(queries, gallery, spec, relevance)
     else:
         refuse_what_unit_vectors_have(spec, own)
-        known, tiles = rank_by_distance(queries, gallery, task, spec, own, partial=partial, progress=progress)
-    per_query = known.per_query
-    if per_query:
+        known, tiles = rank_by_distance(queries, gallery, relevance, spec, own, partial=partial, progress=progress)
+    names = score_names(of_queries(spec.scores))
+    if names:
         for part, relevant in tiles:
-            for name, values in query_scores(relevant, task.positives[part], spec.scores).items():
-                per_query[name][part] = values
+            for values, scores in zip(
+                known.values, query_scores(relevant, relevance.positives[part], spec.scores).values(), strict=True
+            ):
+                values[part] = scores
             known.advance()
-        known.save()
-    if task.n_skipped_queries:
+        known.flush()
+    per_query = {name: np.array(values) for name, values in zip(names, known.values, strict=True)}
+    if relevance.n_skipped_queries:
         logger.info(
-            "%d of %d queries have no positive in the gallery and are skipped", task.n_skipped_queries, len(queries)
+            "%d of %d queries have no positive in the gallery and are skipped",
+            relevance.n_skipped_queries,
+            len(queries),
         )
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
     of_the_set: dict[str, float] = {}
@@ -119,19 +126,55 @@ def evaluate(
         per_query,
         len(queries),
         len(reference),
-        task.n_skipped_queries,
+        relevance.n_skipped_queries,
         kmeans=spec.kmeans if clustered else None,
         search=spec.search,
     )
 
 
+def evaluate_arrays(
+    rows: Array,
+    labels: Array,
+    *,
+    ids: Array | None = None,
+    gallery_rows: Array | None = None,
+    gallery_labels: Array | None = None,
+    gallery_ids: Array | None = None,
+    spec: EvaluationSpec | None = None,
+) -> Evaluation:
+    """Scores of embeddings as arrays or tensors, by cosine similarity (the rows are normalized).
+
+    Args:
+        rows: queries [Q, D], floating point; a tensor on a GPU is searched there.
+        labels: class of each query [Q], whole numbers.
+        ids: distinct whole numbers [Q]; a query never finds the gallery item with its own id. Row numbers by default.
+        gallery_rows: [N, D] to search; None searches the queries among themselves.
+        gallery_labels: [N].
+        gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
+        spec: what to compute; None is ``EvaluationSpec()``.
+
+    Raises:
+        RunError: what cannot be evaluated, naming the rows or the value at fault.
+    """
+    queries = embedding_set(rows, labels, ids, what="query")
+    gallery = None
+    if gallery_rows is not None:
+        if gallery_labels is None:
+            raise RunError("the gallery has rows but no labels; give gallery_labels too")
+        gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
+    elif gallery_labels is not None or gallery_ids is not None:
+        raise RunError("the gallery has labels or ids but no rows; give gallery_rows too")
+    queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
+    return evaluate(queries, gallery, spec)
+
+
 def _unit_tiles(
-    queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, task: RetrievalTask
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, relevance: Relevance
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
     search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
-        return task.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
+        return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
-    yield from search.ranked(task.k, by_rank, wanted=task.valid)
+    yield from search.ranked(relevance.k, by_rank, wanted=relevance.valid)

@@ -1,88 +1,159 @@
-"""A search by distance that outlives an interruption: scores of finished queries, and candidates of those to come."""
+"""Scores of single queries that outlive an interruption: of a search by distance, and of many collections."""
 
+import hashlib
 import io
 import logging
+import shutil
 import time
 import zipfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.search.halves import HalvesState, Waiting
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.search.scan import ScanState, Waiting
 from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
 
+_FORMAT = 2  # raise it when scores of the same embeddings change, or the files
 _SAVE_SECONDS = 30.0
+_VALUES, _PROGRESS = "per_query.npy", "progress.npz"
 
 logger = logging.getLogger(__name__)
 
 
-class ResumableScores:
-    """Scores [Q] by name, NaN until known, and how far the search is, in memory and, if asked for, in a file.
+class PartialScores:
+    """Scores, NaN until known, and how far their computation is, in memory or in a folder's files.
 
     Attributes:
-        per_query: the scores; whoever computes the next queries writes them.
-        state: of the search.
+        values: the scores [.., Q]; whoever computes the next queries writes them.
+        state: how far the computation is; whoever computes keeps it up to date.
     """
 
-    def __init__(self, path: Path | None, names: Sequence[str], num_queries: int, *, fingerprint: str) -> None:
+    def __init__(self, folder: Path | None, shape: tuple[int, ...], *, fingerprint: str) -> None:
         """
         Args:
-            path: file of an interrupted search, which is continued if it has this fingerprint; None keeps nothing.
-            names: of the scores.
-            num_queries: Q.
+            folder: what is known is kept there, and continued if it has this fingerprint; None keeps it in memory.
+            shape: of the scores.
             fingerprint: of all that the scores and the order of work depend on.
+
+        Raises:
+            RunError: the folder cannot be made, or its disk has no room for the scores.
         """
-        self.per_query = {name: np.full(num_queries, np.nan) for name in names}
-        self.state = HalvesState()
-        self._path = path
-        self._fingerprint = fingerprint
+        self._folder, self._fingerprint = folder, fingerprint
         self._saved = time.monotonic()
-        if path is not None and path.exists():
-            self._load(path)
+        self.state = ScanState()
+        if folder is None:
+            self.values: NDArray[np.float64] = np.full(shape, np.nan)
+            return
+        known = _known(folder, fingerprint, shape) if (folder / _PROGRESS).exists() else None
+        if known is not None:
+            logger.info("continuing with what %s holds", folder)
+            self.state = known
+            self.values = np.lib.format.open_memmap(folder / _VALUES, mode="r+")
+            return
+        _make_room(folder, shape)
+        self.values = np.lib.format.open_memmap(folder / _VALUES, mode="w+", dtype=np.float64, shape=shape)
+        for scores in self.values:
+            scores[...] = np.nan
 
     def advance(self) -> None:
         """More scores are known, and the state is that behind them; every half a minute they are made safe."""
         if time.monotonic() - self._saved >= _SAVE_SECONDS:
-            self.save()
+            self.flush()
 
-    def save(self) -> None:
-        """Make what is known survive a kill."""
-        if self._path is None:
-            return
-        waiting = self.state.waiting
-        arrays: dict[str, NDArray] = {
-            "fingerprint": np.array(self._fingerprint),
-            "done": np.array(self.state.done),
-            "scores": np.array([*self.per_query.values()]),
-            "counts": np.array([len(block) for block in waiting], dtype=np.int64),
-            "rows": _joined([part for block in waiting for part in block.rows], np.int64),
-            "keys": _joined([part for block in waiting for part in block.keys], np.uint64),
-        }
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its signature takes names for options
-        atomic_write(self._path, buffer.getvalue())
+    def flush(self) -> None:
+        """Make what is known survive a kill: first the scores, then how many of them count."""
+        if self._folder is not None:
+            assert isinstance(self.values, np.memmap)  # it was mapped at the beginning
+            self.values.flush()
+            waiting = self.state.waiting
+            arrays: dict[str, NDArray] = {
+                "fingerprint": np.array(self._fingerprint),
+                "done": np.array(self.state.done),
+                "counts": np.array([len(block) for block in waiting], dtype=np.int64),
+                "rows": _joined([part for block in waiting for part in block.rows], np.int64),
+                "keys": _joined([part for block in waiting for part in block.keys], np.uint64),
+            }
+            buffer = io.BytesIO()
+            np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its signature takes names for options
+            atomic_write(self._folder / _PROGRESS, buffer.getvalue())
         self._saved = time.monotonic()
-
-    def _load(self, path: Path) -> None:
-        try:
-            with np.load(path, allow_pickle=False) as held:
-                found = {name: held[name] for name in ("fingerprint", "done", "scores", "counts", "rows", "keys")}
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            logger.warning("%s is damaged (%s); starting anew", path, error)
-            return
-        if str(found["fingerprint"]) != self._fingerprint:
-            logger.info("%s is of other embeddings or scores; starting anew", path)
-            return
-        for values, held in zip(self.per_query.values(), found["scores"], strict=True):
-            values[...] = held
-        ends = np.cumsum(found["counts"])[:-1]
-        parts = zip(np.split(found["rows"], ends), np.split(found["keys"], ends), strict=True)
-        waiting = [Waiting([rows], [keys]) for rows, keys in parts] if len(found["counts"]) else []
-        self.state = HalvesState(int(found["done"]), waiting)
-        logger.info("continuing the search by distance that %s holds", path)
 
 
 def _joined(parts: list[NDArray], dtype: type) -> NDArray:
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
+    """Create ``folder`` on a disk that can take the scores: a mapped file that runs out of room kills the process."""
+    try:
+        if zipfile.is_zipfile(folder):
+            logger.info("%s was left by an earlier version; starting anew", folder)
+            folder.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (_PROGRESS, _VALUES):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot keep partial scores in {folder}: {error.strerror}; choose a writable folder") from error
+    needed, free = 8 * prod(shape), shutil.disk_usage(folder).free
+    if needed > free:
+        raise RunError(
+            f"the scores of {prod(shape[:-1])} rankings take {needed} bytes, and the disk of {folder} has {free} left; "
+            "make room, or aggregate fewer folds or repeats"
+        )
+
+
+def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> ScanState | None:
+    """How far the files in ``folder`` are with these scores; None, with a line in the log, where they are of no use."""
+    try:
+        with np.load(folder / _PROGRESS, allow_pickle=False) as file:
+            held = {name: file[name] for name in ("fingerprint", "done", "counts", "rows", "keys")}
+        if str(held["fingerprint"]) != fingerprint:
+            logger.info("%s is of other embeddings or scores; starting anew", folder)
+            return None
+        done = int(held["done"])
+        found = np.load(folder / _VALUES, mmap_mode="r")  # "r+" would fill up a truncated file with zeros
+        if found.shape != shape or not 0 <= done <= shape[-1]:
+            raise ValueError(f"{done} queries of scores {found.shape} instead of {shape}")
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        logger.warning("%s is damaged (%s); starting anew", folder, error)
+        return None
+    ends = np.cumsum(held["counts"])[:-1]
+    parts = zip(np.split(held["rows"], ends), np.split(held["keys"], ends), strict=True)
+    return ScanState(done, [Waiting([rows], [keys]) for rows, keys in parts] if len(held["counts"]) else [])
+
+
+def forget(folder: Path) -> None:
+    """Remove the partial scores in ``folder``, and the folder if nothing else is in it."""
+    for path in (folder / _PROGRESS, folder / _VALUES, *folder.glob(f".{_PROGRESS}.*.tmp")):  # and of a killed write
+        path.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def fingerprint_of(
+    embeddings: ModelEmbeddings,
+    galleries: ModelEmbeddings | None,
+    names: Sequence[str],
+    distances: ModelDistances | None,
+) -> str:
+    """Hash of all that the scores depend on."""
+    digest = hashlib.sha256(f"{_FORMAT} {list(names)} {[len(fold) for fold in embeddings]}".encode())
+    for group in (embeddings, galleries or []):
+        for part in (part for fold in group for part in fold):
+            for tensor in (part.rows, part.labels, part.ids):
+                array = tensor.detach().to("cpu").contiguous()
+                digest.update(f"{tuple(array.shape)} {array.dtype}".encode())
+                digest.update(array.view(torch.uint8).numpy().data if array.numel() else b"")
+    for distance in (distance for fold in distances or [] for distance in fold):
+        digest.update(repr(distance).encode())
+        settings = vars(distance).items() if distance is not None else ()  # few distances print theirs
+        digest.update(repr(sorted((k, v) for k, v in settings if isinstance(v, bool | int | float | str))).encode())
+        for name, tensor in distance.state_dict().items() if distance is not None else ():
+            digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from torch import Tensor
 from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.models.avsl_rounding import float32_error
 from dmlbench.models.avsl_tiles import AvslTiles, distance_matrix
-from dmlbench.models.lent_distances import InferredDistance, LevelDistance
+from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import of_queries
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import CellRuns, rule_named
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
 from dmlbench.results.store import RESULT, RunInfo, read_result

@@ -20,7 +20,7 @@ import torch
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
-from dmlbench.evaluation.collections.models import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
@@ -30,9 +30,9 @@ from dmlbench.evaluation.metrics.table import (
     of_queries,
     score_names,
 )
-from dmlbench.evaluation.partial import forget
+from dmlbench.evaluation.resume import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
 
 MAX_COLLECTIONS = 2**14

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
-from dmlbench.evaluation.task import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
 from dmlbench.results.store import EMBEDDINGS, locked

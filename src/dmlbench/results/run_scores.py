@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import Score, of_queries
-from dmlbench.evaluation.task import EvaluationSpec, rerank_of
+from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
 from dmlbench.results.store import DISTANCE, EMBEDDINGS
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError

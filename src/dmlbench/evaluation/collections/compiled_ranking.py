@@ -1,16 +1,17 @@
 """Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
 
-It finds what ``concatenated.plain_ranking`` finds, bit by bit, for all sums at once. Letters: M models, T queries of a
-tile, N gallery items, S sums of F models each, C items that some sum may need, k places that matter.
+It finds what ``concatenated.plain_ranking`` finds, bit by bit. Letters: M models, T queries of a tile, N gallery items,
+S sums of F models each, C items that some sum may need, k places that matter.
 
-Two ideas save the time. A *reach* of a sum is a value that at least k items reach, so what lies below it (less the
-slack) is not among the k nearest; the reach of the items that are near on average is close to that of all. And which
-places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
-numbers in order, a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with
-irrelevant ones only, and exactly only where the two are near.
+A *reach* of a sum is a value that at least k items reach: what lies below it (less the slack) is not among the k
+nearest, and the reach of the items that are near on average is close to that of all. Which places of a ranking are
+relevant depends only on how many irrelevant items lie above each relevant one: with these numbers in order,
+a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with irrelevant ones
+only, and exactly only where the two are near.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,24 @@ from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.machine_code import compiled
 from dmlbench.types import IntArray
 
-Columns = NDArray[np.int32]
-
 _LOWEST = np.finfo(np.float32).min
 _WANTED = np.inf  # in place of an exact similarity: it is to be computed
 _BISECTIONS = 48
 _GROUP = 16  # items of which the largest is found first
 _LANES = 32  # numbers that a vector unit compares at a time
+
+
+class _Tile(NamedTuple):
+    """What is ranked, and what is selected of it."""
+
+    value: FloatRows  # [M, T, N] similarities
+    sums: IntArray  # [S, F] all choices of one model per fold
+    ends: IntArray  # [F + 1] first model of each fold
+    slack: np.float32  # sums further apart than this are in the right order
+    relevant: NDArray[np.bool_]  # [T, N] whether an item is of the query's class
+    column: NDArray[np.int32]  # [T, N] items that some sum may need, in any order
+    number: IntArray  # [T] how many
+    reach: FloatRows  # [T, S]
 
 
 def compiled_ranking(
@@ -39,12 +51,12 @@ def compiled_ranking(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``plain_ranking``; ``sums`` [S, F] are all choices of one model per fold, and ``slack`` may be rounded."""
+    """As ``plain_ranking``; ``sums`` are all choices of one model per fold, and ``slack`` may be rounded."""
     _, height, size = value.shape
-    column = np.empty((height, size), np.int32)
-    reach = np.empty((height, len(sums)), np.float32)
-    count = np.empty(height, np.int64)
-    _select(value, sums, k, slack, column, count, reach)
+    ends, column = np.append(sums[0], len(value)), np.empty((height, size), np.int32)
+    count, reach = np.empty(height, np.int64), np.empty((height, len(sums)), np.float32)
+    tile = _Tile(value, sums, ends, np.float32(slack), relevant, column, count, reach)
+    _select(tile, k)
     most = max(1, int(count.max()))
     pending = np.ones((len(sums), height), np.bool_)
     ranked = np.zeros((len(sums), height, k), np.bool_)
@@ -53,7 +65,7 @@ def compiled_ranking(
         rows = slice(first, min(first + step, height))
         known = np.full((len(models), len(part[rows]), most), np.nan)
         while pending[:, rows].any():
-            _rank(value, sums, relevant, first, column, count, reach, slack, known, pending, ranked)
+            _rank(tile, first, known, pending, ranked)
             for model, similarity in zip(models, known, strict=True):
                 held = model.held_rows()
                 if held is not None:
@@ -70,11 +82,9 @@ def compiled_ranking(
 def _reach(value: FloatRows, k: int) -> np.float32:
     """A value that at least k of ``value`` [n] reach, and hardly more than that; the lowest if fewer are above -inf."""
     low, high, count = np.float32(np.inf), np.float32(-np.inf), 0
-    for i in range(len(value)):
-        x = value[i]
-        finite = x > -np.inf
-        count += finite
-        low = x if finite and x < low else low
+    for x in value:
+        count += x > -np.inf
+        low = x if x < low and x > -np.inf else low
         high = x if x > high else high
     if count < k:
         return _LOWEST
@@ -104,7 +114,7 @@ def _maxima(value: FloatRows, maxima: FloatRows) -> None:
 
 
 @compiled
-def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: Columns) -> int:
+def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: NDArray[np.int32]) -> int:
     """Write the items whose ``value`` [n] reaches ``floor`` into ``found``, as many as it holds: their number."""
     size = 0
     for group in range(len(maxima)):
@@ -117,94 +127,83 @@ def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: Co
 
 
 @compiled
-def _select(
-    value: FloatRows, sums: IntArray, k: int, slack: float, column: Columns, count: IntArray, reach: FloatRows
-) -> None:
-    """Items that some sum may need: their number ``count`` [T], indices ``column`` [T, N]; reaches ``reach`` [T, S]."""
-    _, height, size = value.shape
+def _select(tile: _Tile, k: int) -> None:
+    """Write which items some sum may need (``column``, ``number``), and the sums' reaches."""
+    value, sums, ends = tile.value, tile.sums, tile.ends
+    size = value.shape[2]
     lower, upper = np.empty(size, np.float32), np.empty(size, np.float32)
     least, most = np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty(min(size, max(2 * k, size // _GROUP)), np.float32)
     chosen = np.empty(min(size, 4 * k), np.int32)
     near = np.empty((len(value), len(chosen)), np.float32)
-    total = np.zeros((sums.shape[1] + 1, len(chosen)), np.float32)
-    for row in range(height):
+    total = np.zeros((len(ends), len(chosen)), np.float32)
+    for row in range(value.shape[1]):
         if len(value) == 1:
-            _maxima(value[0, row], maxima)
-            reach[row, 0] = _reach(maxima, k)
-            floor = max(np.float32(reach[row, 0] - slack), _LOWEST)
-            count[row] = _not_below(value[0, row], maxima, floor, column[row])
-            continue
-        for fold in range(sums.shape[1]):  # sums over folds of the least and the greatest similarity of any model
-            first, last = sums[:, fold].min(), sums[:, fold].max()
-            least[:], most[:] = value[first, row], value[first, row]
-            for model in range(first + 1, last + 1):
-                one = value[model, row]
+            upper[:] = value[0, row]
+            _maxima(upper, maxima)
+            tile.reach[row, 0] = _reach(maxima, k)
+        else:
+            for fold in range(len(ends) - 1):  # sums over folds of the least and the greatest similarity of any model
+                least[:] = most[:] = value[ends[fold], row]
+                for model in range(ends[fold] + 1, ends[fold + 1]):
+                    one = value[model, row]
+                    for i in range(size):
+                        least[i] = one[i] if one[i] < least[i] else least[i]
+                        most[i] = one[i] if one[i] > most[i] else most[i]
                 for i in range(size):
-                    least[i] = one[i] if one[i] < least[i] else least[i]
-                    most[i] = one[i] if one[i] > most[i] else most[i]
+                    lower[i] = lower[i] + least[i] if fold else least[i]
+                    upper[i] = upper[i] + most[i] if fold else most[i]
             for i in range(size):
-                lower[i] = lower[i] + least[i] if fold else least[i]
-                upper[i] = upper[i] + most[i] if fold else most[i]
-        for i in range(size):
-            least[i] = lower[i] + upper[i]  # twice their middle, which stands for the average
-        _maxima(least, maxima)
-        found = _not_below(least, maxima, _reach(maxima, min(2 * k, len(maxima))), chosen)
-        for model in range(len(value)):
-            for i in range(found):
-                near[model, i] = value[model, row, chosen[i]]
-        for at in range(len(sums)):
-            changed = at == 0
-            for fold in range(sums.shape[1]):
-                changed |= sums[at, fold] != sums[at - 1, fold]
-                for i in range(found if changed else 0):
-                    total[fold + 1, i] = total[fold, i] + near[sums[at, fold], i]
-            reach[row, at] = _reach(total[-1, :found], k)
-        _maxima(upper, maxima)
-        count[row] = _not_below(upper, maxima, max(np.float32(reach[row].min() - slack), _LOWEST), column[row])
+                least[i] = lower[i] + upper[i]  # twice their middle, which stands for the average
+            _maxima(least, maxima)
+            found = _not_below(least, maxima, _reach(maxima, min(2 * k, len(maxima))), chosen)
+            for model in range(len(value)):
+                for i in range(found):
+                    near[model, i] = value[model, row, chosen[i]]
+            for at in range(len(sums)):
+                changed = at == 0
+                for fold in range(len(ends) - 1):
+                    changed |= sums[at, fold] != sums[at - 1, fold]
+                    for i in range(found if changed else 0):
+                        total[fold + 1, i] = total[fold, i] + near[sums[at, fold], i]
+                tile.reach[row, at] = _reach(total[-1, :found], k)
+            _maxima(upper, maxima)
+        floor = max(tile.reach[row].min() - tile.slack, _LOWEST)
+        tile.number[row] = _not_below(upper, maxima, floor, tile.column[row])
 
 
 @compiled
 def _rank(
-    value: FloatRows,
-    sums: IntArray,
-    relevant: NDArray[np.bool_],
-    first: int,
-    column: Columns,
-    count: IntArray,
-    reach: FloatRows,
-    slack: float,
-    known: NDArray[np.float64],
-    pending: NDArray[np.bool_],
-    ranked: NDArray[np.bool_],
+    tile: _Tile, first: int, known: NDArray[np.float64], pending: NDArray[np.bool_], ranked: NDArray[np.bool_]
 ) -> None:
     """Rank what was selected by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
 
     ``known`` [M, .., C] are the exact similarities so far of the queries from ``first`` on, NaN at first; in place of
     one that is missed, ``_WANTED`` is written.
     """
-    folds, width, k, slack32 = sums.shape[1], known.shape[2], ranked.shape[2], np.float32(slack)
-    near, to_come = np.empty((len(value), width), np.float32), np.zeros((folds + 1, width), np.float32)
+    sums, ends, slack, column = tile.sums, tile.ends, tile.slack, tile.column
+    models, height, width = known.shape
+    folds, k = len(ends) - 1, ranked.shape[2]
+    near, to_come = np.empty((models, width), np.float32), np.zeros((folds + 1, width), np.float32)
     order, column_of = np.empty(width, np.int64), np.empty(width, np.int32)  # relevant items lead
-    place, total = np.empty((folds + 1, width), np.int64), np.zeros((folds + 1, width + _LANES), np.float32)
+    place, total = np.empty((folds + 1, width), np.uint32), np.zeros((folds + 1, width + _LANES), np.float32)
     size, lead = np.zeros(folds + 1, np.int64), np.zeros(folds + 1, np.int64)
     above, unsure = np.empty(width + _LANES, np.int32), np.empty(width + _LANES, np.int32)
     number = np.empty(k + 1, np.int64)
     place[0] = np.arange(width)
-    ends = np.append(sums[0], len(value))  # first model of each fold
-    for row in range(first, first + known.shape[1]):
+    for row in range(first, first + height):
         if not pending[:, row].any():
             continue
         size[0] = 0
         for wanted in (True, False):
-            for i in range(count[row]):
-                if relevant[row, column[row, i]] == wanted:
+            for i in range(tile.number[row]):
+                if tile.relevant[row, column[row, i]] == wanted:
                     order[size[0]], column_of[size[0]] = i, column[row, i]
                     size[0] += 1
             lead[0] = size[0] if wanted else lead[0]
-        for model in range(len(value)):
+        for model in range(models):
             for i in range(size[0]):
-                near[model, i] = value[model, row, column_of[i]]
+                near[model, i] = tile.value[model, row, column_of[i]]
         for fold in range(folds - 1, -1, -1):
             for i in range(size[0]):  # the greatest sum of this fold and those that follow
                 most = near[ends[fold], i]
@@ -220,20 +219,19 @@ def _rank(
                 changed |= sums[at, fold] != sums[before, fold]
                 alike //= ends[fold + 1] - ends[fold]  # sums that begin with these models follow each other
                 if changed:
-                    below = reach[row, at // alike * alike : (at // alike + 1) * alike].min()
-                    floor = max(np.float32(below - slack), _LOWEST)
+                    floor = tile.reach[row, at // alike * alike : (at // alike + 1) * alike].min() - slack
                     _extend(near[sums[at, fold]], to_come[fold + 1], floor, fold, place, total, size, lead)
             before = at
-            num_items, item, sum_of = int(lead[folds]), place[folds, : size[folds]], total[folds]
-            _count_above(sum_of, num_items, int(size[folds]), slack32, above, unsure)
+            num_items, num_all, item, sum_of = int(lead[folds]), int(size[folds]), place[folds], total[folds]
+            _count_above(sum_of, num_items, num_all, slack, above, unsure)
             number[:] = 0
             missed = False
             for p in range(num_items):
                 if unsure[p] > above[p] and above[p] < k:
                     own = _exact_sum(order[item[p]], sums[at], known, row - first)
                     missed |= np.isnan(own)
-                    for j in range(num_items, size[folds]):
-                        if sum_of[j] + slack32 >= sum_of[p] and not sum_of[j] - slack32 > sum_of[p]:
+                    for j in range(num_items, num_all):
+                        if sum_of[j] + slack >= sum_of[p] and not sum_of[j] - slack > sum_of[p]:
                             its = _exact_sum(order[item[j]], sums[at], known, row - first)
                             missed |= np.isnan(its)
                             above[p] += its > own or (its == own and column_of[item[j]] < column_of[item[p]])
@@ -252,7 +250,7 @@ def _extend(
     to_come: FloatRows,
     floor: np.float32,
     fold: int,
-    place: IntArray,
+    place: NDArray[np.uint32],
     total: FloatRows,
     size: IntArray,
     lead: IntArray,
@@ -265,13 +263,15 @@ def _extend(
             at = old[i]
             value = old_total[i] + one[at]
             new[left], new_total[left] = at, value
-            left += value + to_come[at] >= floor
+            left += value + to_come[at] >= max(floor, _LOWEST)
         lead[fold + 1] = left if relevant else lead[fold + 1]
     size[fold + 1] = left
 
 
 @compiled
-def _count_above(total: FloatRows, lead: int, size: int, slack: np.float32, above: Columns, unsure: Columns) -> None:
+def _count_above(
+    total: FloatRows, lead: int, size: int, slack: np.float32, above: NDArray[np.int32], unsure: NDArray[np.int32]
+) -> None:
     """Of each of the first ``lead`` sums: how many of the others are above for certain, and how many possibly."""
     padded = (lead + _LANES - 1) // _LANES * _LANES  # an odd end would take longer than all else
     above[:padded] = 0
@@ -298,7 +298,12 @@ def _exact_sum(item: int, models: IntArray, known: NDArray[np.float64], row: int
 
 @compiled
 def _fill(
-    left: FloatRows, right: FloatRows, query: IntArray, count: IntArray, column: Columns, known: NDArray[np.float64]
+    left: FloatRows,
+    right: FloatRows,
+    query: IntArray,
+    count: IntArray,
+    column: NDArray[np.int32],
+    known: NDArray[np.float64],
 ) -> None:
     """``similarity.exact_similarities`` of rows of ``left`` [Q, D], ``right`` [N, D] where ``known`` is wanted."""
     terms = np.empty(left.shape[1] + 1, np.float64)

@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench import machine_code
-from dmlbench.evaluation.collections.models import FoldModel, ModelDistances, ModelEmbeddings, fold_models
+from dmlbench.evaluation.collections.models import FoldModel, fold_models
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
-from dmlbench.evaluation.partial import PartialScores
+from dmlbench.evaluation.relevance import Relevance, relevance_of
+from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
-from dmlbench.evaluation.search.candidates import (
+from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.top_k import (
     PADDING,
     column_of,
     entries_above,
@@ -28,9 +32,7 @@ from dmlbench.evaluation.search.candidates import (
     kth_bound,
     settle,
 )
-from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
-from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask, retrieval_task
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
 
@@ -39,9 +41,10 @@ Choice = tuple[int, ...]
 
 Ranking = Callable[..., NDArray[np.bool_]]
 
-_TILE_ROWS = 128
-_BYTES_PER_ITEM = 32  # of a query, beside the models' similarities: sums, mask, whether it is relevant
-_BYTES_PER_PLACE = 64  # of a ranking of a query: hits, precision, their sums
+_TILE_ROWS = 256
+_SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
+_BYTES_PER_ITEM = 32  # of a query, beside the models' similarities and those of them that matter
+_BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
 _workspace = Workspace()
 
@@ -114,32 +117,28 @@ def _evaluations(
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     scored = of_queries(spec.scores)
-    task = retrieval_task(queries, reference, scored)
+    relevance = relevance_of(queries, reference, scored)
     names = score_names(scored)
     first = list(itertools.accumulate(map(len, members), initial=0))
     choices = np.array(_choices(members)) + first[:-1]
     rankings = [choices, *(np.array([[model]]) for model in range(first[-1]) if own)]
-    store = PartialScores.of(
-        partial,
-        (sum(map(len, rankings)), len(names), len(queries)),
-        members,
-        galleries,
-        names=[*names, "and own"] if own else names,
-        distances=distances,
-    )
+    fingerprint = ""
+    if partial is not None:
+        fingerprint = fingerprint_of(members, galleries, [*names, "and own"] if own else names, distances)
+    store = PartialScores(partial, (sum(map(len, rankings)), len(names), len(queries)), fingerprint=fingerprint)
     models = fold_models(members, galleries, distances, tile_bytes=spec.tile_bytes)
-    _score(models, rankings, task, store, spec, progress=progress)
+    _score(models, rankings, relevance, store, spec, progress=progress)
     for scores in store.values:
-        if np.isnan(scores[:, task.valid]).any():  # a mean would pass over them
+        if np.isnan(scores[:, relevance.valid]).any():  # a mean would pass over them
             raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
-        yield Evaluation(mean_scores(values), values, len(queries), len(reference), task.n_skipped_queries)
+        yield Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries)
 
 
 def _score(
     models: list[FoldModel],
     rankings: list[IntArray],
-    task: RetrievalTask,
+    relevance: Relevance,
     store: PartialScores,
     spec: EvaluationSpec,
     *,
@@ -150,23 +149,24 @@ def _score(
     Args:
         models: fold by fold.
         rankings: groups [S, F] of sums of models.
-        task: labels and depth.
+        relevance: of the gallery to the queries, and how deep to rank.
         store: what is known so far; its rankings are those of all groups in turn.
         spec: what to compute.
         progress: whether to show a bar.
     """
     rank: Ranking = compiled_ranking() or plain_ranking
+    scored = of_queries(spec.scores)
     threads = num_threads()
-    num_gallery, k = len(task.gallery_labels), min(task.k, len(task.gallery_labels))
-    per_query = (4 * len(models) + _BYTES_PER_ITEM) * num_gallery + _BYTES_PER_PLACE * k * len(store.values)
+    num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
+    per_query = (8 * len(models) + _BYTES_PER_ITEM) * num_gallery + _BYTES_PER_PLACE * k * len(store.values)
     rows = max(1, min(_TILE_ROWS, spec.tile_bytes // 2 // threads // per_query))
 
     def work(part: IntArray) -> IntArray:
         value = _workspace.array("similarity", (len(models), len(part), num_gallery), np.float32)
         bounds = [model.similarities(part, out=out) for model, out in zip(models, value, strict=True)]
         for out in value:
-            exclude(out, task.own_column[part])
-        relevant = task.relevant(part, np.broadcast_to(np.arange(num_gallery), value.shape[1:]))
+            exclude(out, relevance.own_column[part])
+        relevant = relevance.query_labels[part, None] == relevance.gallery_labels
         done = 0
         for sums in rankings:
             error, largest = (
@@ -177,21 +177,29 @@ def _score(
             slack = 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-22
             these = slice(int(sums.min()), int(sums.max()) + 1)
             ranked = rank(models[these], part, value[these], sums - these.start, relevant, k=k, slack=slack)
-            positives = np.tile(task.positives[part], len(sums))
-            scores = query_scores(ranked.reshape(-1, k), positives, spec.scores)
-            for at, values in enumerate(scores.values()):
-                store.values[done : done + len(sums), at, part] = values.reshape(len(sums), -1)
-            done += len(sums)
+            few = max(1, _SCORED // ranked[0].size)
+            for first in range(0, len(sums), few):
+                some = ranked[first : first + few]
+                scores = query_scores(some.reshape(-1, k), np.tile(relevance.positives[part], len(some)), scored)
+                for at, values in enumerate(scores.values()):
+                    store.values[done : done + len(some), at, part] = values.reshape(len(some), -1)
+                done += len(some)
         return part
 
-    left = task.valid[store.done :]
+    left = relevance.valid[store.state.done :]
     tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
     bar = tqdm(
-        total=len(task.valid), initial=store.done, desc="collections", unit="query", disable=not progress, leave=False
+        total=len(relevance.valid),
+        initial=store.state.done,
+        desc="collections",
+        unit="query",
+        disable=not progress,
+        leave=False,
     )
     with bar, single_threaded_products(), single_threaded_torch(), strict_float32_products():
         for part in over_threads(work, tiles, threads=threads):
-            store.advance(len(part))
+            store.state.done += len(part)
+            store.advance()
             bar.update(len(part))
     store.flush()
 
@@ -223,21 +231,28 @@ def plain_ranking(
         k: places that matter.
         slack: sums further apart than this are in the right order.
     """
+    lower, upper = np.zeros((2, *value.shape[1:]), dtype=np.float32)
+    for column in sums.T:  # what every sum of one model per fold lies between
+        lower += value[column.min() : column.max() + 1].min(axis=0)
+        upper += value[column.min() : column.max() + 1].max(axis=0)
+    items = column_of(entries_above(upper, floor_below(kth_bound(lower, k), slack)).padded())  # [T, W], ascending
+    near = np.take_along_axis(value, np.maximum(items, 0)[None], axis=2)
+    near[:, items < 0] = -np.inf
+    relevant = np.take_along_axis(relevant, items, axis=1)
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
-    total = _workspace.array("total", value.shape[1:], np.float32)
     for chosen, out in zip(sums, ranked, strict=True):
-        total[...] = value[chosen[0]]
+        total = near[chosen[0]].copy()
         for model in chosen[1:]:
-            total += value[model]
+            total += near[model]
         keys = entries_above(total, floor_below(kth_bound(total, k), slack)).padded()
 
-        def exact(row: IntArray, column: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
+        def exact(row: IntArray, place: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
             similarity = np.zeros(len(row))
             for model in chosen:
-                similarity += models[model].exact(part)(row, column)
+                similarity += models[model].exact(part)(row, items[row, place])
             return similarity
 
-        found = np.take_along_axis(relevant, np.maximum(column_of(keys), 0), axis=1) & (keys < PADDING)
+        found = np.take_along_axis(relevant, column_of(keys), axis=1) & (keys < PADDING)
         marks = settle(keys, exact, k=k, slack=slack, relevant=found)[1]
         assert marks is not None  # relevance was passed
         out[:, : marks.shape[1]] = marks[:, :k]

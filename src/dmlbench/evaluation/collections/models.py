@@ -3,26 +3,17 @@
 Letters: Q queries, N gallery items, T queries of a tile.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from dmlbench.evaluation.search.candidates import ExactSimilarity
+from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity, ranks_like_unit_vectors
 from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.evaluation.search.top_k import ExactSimilarity
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, UnitSearch, unit_search
-from dmlbench.types import EmbeddingSet, IntArray
-
-if TYPE_CHECKING:
-    from pytorch_metric_learning.distances import BaseDistance
-
-ModelEmbeddings = Sequence[Sequence[EmbeddingSet]]
-"""Embeddings of one test set by every model, [fold][repeat]."""
-
-ModelDistances = Sequence[Sequence["BaseDistance | None"]]
-"""The distance of each model, [fold][repeat]; None is the Euclidean one of unit vectors."""
+from dmlbench.types import IntArray
 
 _COLUMNS = 6144  # gallery items compared at a time
 

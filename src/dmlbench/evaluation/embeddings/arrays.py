@@ -1,4 +1,4 @@
-"""Evaluation of embeddings from anywhere: numpy arrays or torch tensors, checked and made into sets.
+"""Embeddings from anywhere: numpy arrays or torch tensors, checked and made into sets.
 
 Letters: Q queries, N gallery items, D dimensions.
 """
@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
-from dmlbench.evaluation.task import EvaluationSpec
 from dmlbench.types import EmbeddingSet, RunError
 
 Array = NDArray[Any] | Tensor
@@ -20,42 +18,6 @@ Array = NDArray[Any] | Tensor
 _ROWS_IN_ERRORS = 5
 
 logger = logging.getLogger(__name__)
-
-
-def evaluate_arrays(
-    rows: Array,
-    labels: Array,
-    *,
-    ids: Array | None = None,
-    gallery_rows: Array | None = None,
-    gallery_labels: Array | None = None,
-    gallery_ids: Array | None = None,
-    spec: EvaluationSpec | None = None,
-) -> Evaluation:
-    """Scores of embeddings as arrays or tensors, by cosine similarity (the rows are normalized).
-
-    Args:
-        rows: queries [Q, D], floating point; a tensor on a GPU is searched there.
-        labels: class of each query [Q], whole numbers.
-        ids: distinct whole numbers [Q]; a query never finds the gallery item with its own id. Row numbers by default.
-        gallery_rows: [N, D] to search; None searches the queries among themselves.
-        gallery_labels: [N].
-        gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
-        spec: what to compute; None is ``EvaluationSpec()``.
-
-    Raises:
-        RunError: what cannot be evaluated, naming the rows or the value at fault.
-    """
-    queries = embedding_set(rows, labels, ids, what="query")
-    gallery = None
-    if gallery_rows is not None:
-        if gallery_labels is None:
-            raise RunError("the gallery has rows but no labels; give gallery_labels too")
-        gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
-    elif gallery_labels is not None or gallery_ids is not None:
-        raise RunError("the gallery has labels or ids but no rows; give gallery_rows too")
-    queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
-    return evaluate(queries, gallery, spec)
 
 
 def embedding_set(rows: Array, labels: Array, ids: Array | None, *, what: str) -> EmbeddingSet:

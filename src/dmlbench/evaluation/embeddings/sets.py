@@ -1,10 +1,22 @@
 """Checks of embedding sets, and which row of a gallery is a query itself."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+ModelEmbeddings = Sequence[Sequence[EmbeddingSet]]
+"""Embeddings of one test set by every model, [fold][repeat]."""
+
+ModelDistances = Sequence[Sequence["BaseDistance | None"]]
+"""The distance of each model, [fold][repeat]; None is the Euclidean one of unit vectors."""
 
 
 def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:

@@ -2,15 +2,16 @@
 
 import importlib.util
 import logging
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.candidates import Found, Keys, floor_below, narrow_on_device, pack
 from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.top_k import Found, Keys, floor_below, narrow_on_device, pack
 from dmlbench.types import ConfigError, IntArray, RunError
 
 BackEnd = Literal["auto", "torch", "faiss"]
@@ -18,10 +19,12 @@ BackEnd = Literal["auto", "torch", "faiss"]
 logger = logging.getLogger(__name__)
 
 _FAISS_EXTRA = 8  # neighbors asked beyond k, so that near ties at rank k seldom need a second search
+_FAISS_GPU_LIMIT = 2048  # neighbors that faiss finds on a GPU
 
 
 def resolve_back_end(back_end: BackEnd) -> Literal["torch", "faiss"]:
-    """The float32 pass to use: "auto" is "torch", the fastest everywhere; on a CPU its products are numpy's.
+    """The float32 pass to use. "auto" is "torch", the fastest wherever it was measured, on the device of the rows; on
+    a CPU its products are numpy's. "faiss" is a checked alternative on a CPU, and searches on the GPU of the rows.
 
     Raises:
         ConfigError: faiss is asked for and is not installed.
@@ -38,18 +41,32 @@ def resolve_back_end(back_end: BackEnd) -> Literal["torch", "faiss"]:
     return "faiss"
 
 
+def faiss_finds(k: int, num_gallery: int, device: torch.device) -> bool:
+    """Whether faiss can find k neighbors on ``device``; where it cannot, the log says that torch searches."""
+    if device.type == "cpu" or min(num_gallery, k + 1 + _FAISS_EXTRA) <= _FAISS_GPU_LIMIT:
+        return True
+    logger.info("faiss finds at most %d neighbors on a GPU and %d are needed; torch searches", _FAISS_GPU_LIMIT, k)
+    return False
+
+
 def faiss_candidates(
-    query: FloatRows, gallery: FloatRows, own_column: IntArray, k: int, slack: float
+    query: FloatRows, gallery: FloatRows, own_column: IntArray, k: int, slack: float, device: torch.device
 ) -> tuple[Keys, NDArray[np.bool_]]:
-    """Candidates [T, C] by ``faiss.knn`` and, per query [T], whether they are known to be complete.
+    """Candidates [T, C] by faiss on ``device`` and, per query [T], whether they are known to be complete.
 
     Faiss orders ties against the index and cuts them at its k, so a query is complete only if the last neighbor that
-    faiss returned lies below the floor.
+    faiss returned lies below the floor. Its products on a GPU are float32's (no TF32). The way over a GPU is checked
+    with a stand-in of faiss alone.
     """
     import faiss
 
     wanted = min(len(gallery), k + 1 + _FAISS_EXTRA)
-    value, column = faiss.knn(query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT)
+    if device.type == "cpu":
+        value, column = faiss.knn(query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT)
+    else:
+        value, column = faiss.knn_gpu(
+            _gpu_resources(), query, gallery, wanted, metric=faiss.METRIC_INNER_PRODUCT, device=device.index or 0
+        )
     other = column != own_column[:, None]
     complete = np.full(len(query), wanted == len(gallery))
     if not complete.all():
@@ -57,6 +74,14 @@ def faiss_candidates(
         place = np.argmax(np.cumsum(other, axis=1) == k, axis=1)[:, None]
         complete |= (value[:, -1:] < floor_below(np.take_along_axis(value, place, axis=1), slack))[:, 0]
     return Found(other.sum(axis=1), pack(value[other], column[other])).padded(), complete
+
+
+@lru_cache(maxsize=1)
+def _gpu_resources() -> Any:
+    """Working memory of faiss on GPUs, which it takes once."""
+    import faiss
+
+    return faiss.StandardGpuResources()
 
 
 def exclude(similarity: FloatRows, own: IntArray) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.embeddings.sets import check_sets
-from dmlbench.evaluation.search.candidates import ExactSimilarity
+from dmlbench.evaluation.search.top_k import ExactSimilarity
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:

@@ -16,22 +16,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.sets import ids_of, self_columns
-from dmlbench.evaluation.search.back_ends import exclude
-from dmlbench.evaluation.search.candidates import (
-    LOWEST,
+from dmlbench.evaluation.search.pairwise import PairwiseSimilarity
+from dmlbench.evaluation.search.parallel import num_threads
+from dmlbench.evaluation.search.scan import BYTES_PER_WAITING, ScanPlan, ScanState, scan
+from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.top_k import (
     MAX_GALLERY,
     ExactSimilarity,
     Keys,
-    entries_above,
-    floor_below,
-    kth_bound,
-    narrow_keys,
     pack,
 )
-from dmlbench.evaluation.search.halves import BYTES_PER_WAITING, HalvesState, ranked_by_halves
-from dmlbench.evaluation.search.pairwise import PairwiseSimilarity
-from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads
-from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
 from dmlbench.evaluation.search.unit_vectors import BYTES_PER_CANDIDATE
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
@@ -46,8 +40,6 @@ _MIN_ROWS, _MAX_ROWS = 64, 256  # queries of a tile
 _TILE_ENTRIES = 2**22
 _LIMIT = 16.0  # of the scale; what lies beyond e^16 units is decided exactly
 _PROBE = 8
-
-_workspace = Workspace()
 
 
 @dataclass(frozen=True)
@@ -78,10 +70,6 @@ class PairwiseSearch:
         tile = max(self.similarity.relative, self.similarity.absolute / self.unit)
         return 2 * 1.02 * (tile + _LIMIT * 2.0**-24)
 
-    @property
-    def threads(self) -> int:
-        return num_threads() if self.similarity.device.type == "cpu" else 1
-
     def exact(self, part: IntArray) -> ExactSimilarity:
         """The values that decide, of pairs whose first member counts within ``part`` [T]."""
         return self.similarity.exact(part)
@@ -109,82 +97,32 @@ class PairwiseSearch:
         finish: Callable[[IntArray, Keys], Result],
         *,
         wanted: IntArray,
-        state: HalvesState | None = None,
+        state: ScanState | None = None,
     ) -> Iterator[tuple[IntArray, Result]]:
-        """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
-
-        A distance that is the same for both sides of a pair is computed once for them where the candidates of all
-        queries fit into memory.
-
-        Args:
-            k: places that matter.
-            finish: what to make of candidates.
-            wanted: queries, ascending.
-            state: where to go on from; kept up to date. ``done`` counts blocks, or queries where there are no halves.
-
-        Yields:
-            (queries [T], what ``finish`` gave), in the order of ``wanted``.
-        """
-        state = HalvesState() if state is None else state
-        threads, shape = self.threads, self.halves_shape(k, len(wanted))
+        """See ``scan``."""
         with single_threaded_torch(), strict_float32_products():
-            if shape is None:
-                yield from self._by_queries(k, finish, wanted=wanted, state=state, threads=threads)
-            else:
-                yield from ranked_by_halves(self, k, finish, wanted=wanted, shape=shape, threads=threads, state=state)
+            yield from scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)), state=state)
 
-    def _entries(self, threads: int) -> int:
-        return max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self.similarity.bytes_per_pair)))
-
-    def halves_shape(self, k: int, num_wanted: int) -> tuple[int, int] | None:
-        """Rows of a block and columns of a tile for half of the pairs; None where all have to be compared."""
-        size, entries = self.num_gallery, self._entries(self.threads)
+    def plan(self, k: int, num_wanted: int) -> ScanPlan:
+        """How the scan is shared out: by half where a distance is the same for both sides of a pair and the candidates
+        of all queries fit into memory."""
+        size, threads = self.num_gallery, num_threads() if self.similarity.device.type == "cpu" else 1
+        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self.similarity.bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self.within and self.similarity.symmetric and 4 * num_wanted >= 3 * size and rows < size
-        if not pays or entries < rows or BYTES_PER_WAITING * k * size > self.free_bytes // 4:
-            return None
-        return rows, max(1, min(size, entries // rows))
+        if pays and entries >= rows and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
+            return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
+        candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(size, k + k // 4 + 8))
+        rows = max(1, min(_MAX_ROWS, num_wanted, entries, candidates))
+        return ScanPlan(rows, max(1, min(size, entries // rows)), threads)
 
     def num_pairs(self, k: int, num_wanted: int, *, done: int = 0) -> int:
         """Pairs that ``ranked`` compares behind the ``done`` of its state."""
-        shape = self.halves_shape(k, num_wanted)
-        if shape is None:
+        plan = self.plan(k, num_wanted)
+        if not plan.by_half:
             return (num_wanted - done) * self.num_gallery
-        starts = range(done * shape[0], self.num_gallery, shape[0])
-        return sum(min(shape[0], self.num_gallery - start) * (self.num_gallery - start) for start in starts)
-
-    def _by_queries(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, state: HalvesState, threads: int
-    ) -> Iterator[tuple[IntArray, Result]]:
-        entries = self._entries(threads)
-        candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(self.num_gallery, k + k // 4 + 8))
-        rows = max(1, min(_MAX_ROWS, len(wanted), entries, candidates))
-        columns = max(1, min(self.num_gallery, entries // rows))
-        left = wanted[state.done :]
-        tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
-
-        def work(part: IntArray) -> tuple[IntArray, Result]:
-            return part, finish(part, self._candidates(part, k, columns))
-
-        for part, result in over_threads(work, tiles, threads=threads):
-            state.done += len(part)
-            yield part, result
-
-    def _candidates(self, part: IntArray, k: int, columns: int) -> Keys:
-        """Candidates [T, C] of the queries ``part`` [T], ``columns`` gallery items at a time."""
-        floor = np.full((len(part), 1), LOWEST)
-        kept = np.empty((len(part), 0), dtype=np.uint64)
-        for start in range(0, self.num_gallery, columns):
-            stop = min(start + columns, self.num_gallery)
-            value = _workspace.array("similarity", (len(part), stop - start), np.float32)
-            self.similarities(part, start, stop, out=value)
-            exclude(value, self.own_column[part] - start)
-            if (floor == LOWEST).any():
-                floor = np.maximum(floor, floor_below(kth_bound(value, k), self.slack))
-            kept = np.concatenate([kept, entries_above(value, floor, first_column=start).padded()], axis=1)
-            if stop < self.num_gallery and kept.shape[1] >= 2 * k:
-                kept, floor = narrow_keys(kept, k, slack=self.slack)
-        return kept
+        starts = range(done * plan.rows, self.num_gallery, plan.rows)
+        return sum(min(plan.rows, self.num_gallery - start) * (self.num_gallery - start) for start in starts)
 
 
 def pairwise_search(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dmlbench.evaluation.search.candidates import PADDING, Keys, settle
-from dmlbench.evaluation.search.halves import HalvesState
 from dmlbench.evaluation.search.pairwise_search import PairwiseSearch
 from dmlbench.evaluation.search.parallel import over_threads
+from dmlbench.evaluation.search.scan import ScanState
 from dmlbench.evaluation.search.similarity import strict_float32_products
+from dmlbench.evaluation.search.top_k import PADDING, Keys, settle
 from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
@@ -52,7 +52,7 @@ def reranked(
     wanted: IntArray,
     num_items: int,
     back_end: BackEnd,
-    state: HalvesState,
+    state: ScanState,
 ) -> Iterator[tuple[IntArray, Result]]:
     """``finish(queries [T], candidates [T, N])`` of shortlists, tile by tile in the order of ``wanted``.
 
@@ -79,7 +79,7 @@ def reranked(
         query, columns = item
         return search.keys_of(query, columns[columns >= 0])
 
-    threads = search.threads
+    threads = search.plan(size, len(wanted)).threads
     for part, columns in short.ranked(size, shortlist, wanted=wanted):
         with single_threaded_torch(), strict_float32_products():
             rows = list(over_threads(work, list(zip(part.tolist(), columns, strict=True)), threads=threads))

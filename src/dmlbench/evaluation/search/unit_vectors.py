@@ -20,28 +20,15 @@ from torch import Tensor
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
 from dmlbench.evaluation.search.back_ends import (
     BackEnd,
-    exclude,
     faiss_candidates,
+    faiss_finds,
     moved_to,
     narrowed_on,
     product_on,
     resolve_back_end,
 )
-from dmlbench.evaluation.search.candidates import (
-    LOWEST,
-    MAX_GALLERY,
-    PADDING,
-    ExactSimilarity,
-    Found,
-    Keys,
-    entries_above,
-    floor_below,
-    kth_bound,
-    narrow_keys,
-    settle,
-)
-from dmlbench.evaluation.search.halves import halves_pay, ranked_by_halves
-from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
+from dmlbench.evaluation.search.parallel import num_threads
+from dmlbench.evaluation.search.scan import BYTES_PER_WAITING, ScanPlan, candidates, scan
 from dmlbench.evaluation.search.similarity import (
     FastProduct,
     FloatRows,
@@ -49,6 +36,15 @@ from dmlbench.evaluation.search.similarity import (
     exact_similarities,
     fast_product,
     hold_unit_rows,
+)
+from dmlbench.evaluation.search.top_k import (
+    LOWEST,
+    MAX_GALLERY,
+    PADDING,
+    ExactSimilarity,
+    Keys,
+    TopK,
+    settle,
 )
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
 
@@ -60,10 +56,13 @@ _TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones m
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
 _WIDE = 8192  # galleries up to here are one tile wide
+_NUM_BLOCKS = 16  # of a scan by half: half of a block's square is computed for nothing, a share of 1/16 in all
+_MIN_BLOCK = 256  # fewer rows make the matrix product slow
+# keeping a candidate of a later row takes as long as about so many multiplications (measured for one and two threads)
+_GAIN = 50_000
 _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow the gallery tile instead
 
 logger = logging.getLogger(__name__)
-_workspace = Workspace()
 
 
 def _tile_shape(num_queries: int, num_gallery: int, entries: int) -> tuple[int, int]:
@@ -109,42 +108,52 @@ class UnitSearch:
     free_bytes: int
 
     @property
+    def num_gallery(self) -> int:
+        """N."""
+        return len(self.gallery)
+
+    @property
     def slack(self) -> float:
         """Float32 similarities further apart than this are in the right order."""
         return 2 * self.product.error
 
-    def halves_pay(self, k: int, num_wanted: int) -> bool:
-        """Whether a set within itself is searched by half of its products; with a mean they tell of the query only."""
-        is_symmetric = self.gallery is self.query and self.product.mean is None
-        if not (is_symmetric and self.on_host and self.back_end == "torch"):
-            return False
-        size, width = len(self.gallery), self.gallery.width
-        return halves_pay(k, num_wanted, size=size, width=width, free_bytes=self.free_bytes, threads=num_threads())
+    def plan(self, k: int, num_wanted: int) -> ScanPlan:
+        """How the scan for the k nearest of ``num_wanted`` queries is shared out.
+
+        By half where these products, and keeping what the other half would tell, take less time than all products. One
+        thread alone hands candidates on, for which the others wait.
+        """
+        size, threads = len(self.gallery), num_threads() if self.on_host and self.back_end != "faiss" else 1
+        rows = min(max(size // _NUM_BLOCKS, _MIN_BLOCK), int(_TILE_ENTRIES**0.5))
+        by_half = (
+            self.gallery is self.query
+            and self.product.mean is None  # products relative to a mean tell of the query only
+            and self.on_host
+            and self.back_end == "torch"
+            and 4 * num_wanted >= 3 * size
+            and size * self.gallery.width >= _GAIN * threads * k
+            and rows >= 2 * k
+            and BYTES_PER_WAITING * k * size <= self.free_bytes // 4
+        )
+        if by_half:
+            entries = min(_TILE_ENTRIES, self.free_bytes // (2 * threads * _BYTES_PER_ENTRY))
+            return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
+        rows, columns = self._tile_shape(num_wanted, k, threads)
+        by_faiss = self.back_end == "faiss" and faiss_finds(k, size, self.device)
+        if self.on_host and not by_faiss:
+            return ScanPlan(rows, columns, threads)
+        right = None if self.on_host or by_faiss else moved_to(self.device, self.operand)
+
+        def found(part: IntArray) -> Keys:
+            return self._by_faiss(part, k, columns) if by_faiss else self._on_device(part, k, columns, right)
+
+        return ScanPlan(rows, columns, threads, candidates=found)
 
     def ranked(
         self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
     ) -> Iterator[tuple[IntArray, Result]]:
-        """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
-
-        Yields:
-            (queries [T], what ``finish`` gave), in the order of ``wanted`` (ascending).
-        """
-        if self.halves_pay(k, len(wanted)):
-            yield from ranked_by_halves(self, k, finish, wanted=wanted)
-            return
-        threads = num_threads() if self.on_host and self.back_end != "faiss" else 1
-        rows, columns = self._tile_shape(len(wanted), k, threads)
-        tiles = [wanted[start : start + rows] for start in range(0, len(wanted), rows)]
-        right = None if self.on_host else moved_to(self.device, self.operand)
-
-        def work(part: IntArray) -> tuple[IntArray, Result]:
-            keys = (
-                self._by_faiss(part, k, columns) if self.back_end == "faiss" else self._dense(part, k, columns, right)
-            )
-            return part, finish(part, keys)
-
-        with single_threaded_products():
-            yield from over_threads(work, tiles, threads=threads)
+        """See ``scan``."""
+        return scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)))
 
     def _tile_shape(self, num_queries: int, k: int, threads: int) -> tuple[int, int]:
         num_gallery = len(self.gallery)
@@ -154,36 +163,30 @@ class UnitSearch:
         return max(1, min(rows, free // (BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
 
     def _by_faiss(self, part: IntArray, k: int, columns: int) -> Keys:
-        """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by ``_dense``."""
+        """Candidates [T, C] of the queries ``part`` [T]; where faiss cut near ties, by all products."""
         assert self.operand is not None  # ``unit_search`` chose this back end only then
         query = self.product.query(self.query.take(part))
-        keys, complete = faiss_candidates(query, self.operand, self.own_column[part], k, self.slack)
+        keys, complete = faiss_candidates(query, self.operand, self.own_column[part], k, self.slack, self.device)
         if complete.all():
             return keys
         logger.debug("%d of %d queries have many near ties; searching them densely", (~complete).sum(), len(part))
-        dense = self._dense(part[~complete], k, columns, None)
+        rest = part[~complete]
+        dense = candidates(self, rest, k, columns=columns) if self.on_host else self._on_device(rest, k, columns, None)
         result = np.full((len(part), max(keys.shape[1], dense.shape[1])), PADDING)
         result[complete, : keys.shape[1]] = keys[complete]
         result[~complete, : dense.shape[1]] = dense
         return result
 
-    def _dense(self, part: IntArray, k: int, columns: int, right: Tensor | None) -> Keys:
-        """Candidates [T, C] of the queries ``part`` [T] by a matrix product with one gallery tile after the other."""
+    def _on_device(self, part: IntArray, k: int, columns: int, right: Tensor | None) -> Keys:
+        """Candidates [T, C] of the queries ``part`` [T], of which an accelerator finds those of each tile."""
         query = self.product.query(self.query.take(part))
-        floor = np.full((len(part), 1), LOWEST)
-        kept = np.empty((len(part), 0), dtype=np.uint64)
+        top = TopK(np.full((len(part), 1), LOWEST), k, slack=self.slack)
         for start in range(0, len(self.gallery), columns):
             stop = min(start + columns, len(self.gallery))
+            tile = self._right(start, stop) if right is None else right[start:stop]
             own = self.own_column[part] - start
-            if self.on_host:
-                found = self._on_host(query, start, stop, own=own, k=k, floor=floor)
-            else:
-                tile = self._right(start, stop) if right is None else right[start:stop]
-                found = narrowed_on(self.device, query, tile, own=own, k=k, slack=self.slack, first_column=start)
-            kept = np.concatenate([kept, found.padded()], axis=1) if start else found.padded()
-            if stop < len(self.gallery) and kept.shape[1] >= 2 * k:
-                kept, floor = narrow_keys(kept, k, slack=self.slack)
-        return kept
+            top.add_found(narrowed_on(self.device, query, tile, own=own, k=k, slack=self.slack, first_column=start))
+        return top.keys
 
     def _right(self, start: int, stop: int) -> FloatRows:
         """The product's right side of gallery items start .. stop - 1."""
@@ -193,23 +196,13 @@ class UnitSearch:
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
         """Float32 similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
-        self._multiply(self.product.query(self.query.take(part)), start, stop, out=out)
-
-    def _multiply(self, query: FloatRows, start: int, stop: int, *, out: FloatRows) -> None:
+        query = self.product.query(self.query.take(part))
         if self.on_host:
             np.matmul(query, self._right(start, stop).T, out=out)
         else:
             out[...] = product_on(self.device, query, self._right(start, stop)).cpu().numpy()
         if self.factor is not None:
             out *= self.factor[start:stop]
-
-    def _on_host(self, query: FloatRows, start: int, stop: int, *, own: IntArray, k: int, floor: FloatRows) -> Found:
-        similarity = _workspace.array("similarity", (len(query), stop - start), np.float32)
-        self._multiply(query, start, stop, out=similarity)
-        exclude(similarity, own)
-        if (floor == LOWEST).any():
-            floor = np.maximum(floor, floor_below(kth_bound(similarity, k), self.slack))
-        return entries_above(similarity, floor, first_column=start)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
         """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""

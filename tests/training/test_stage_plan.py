@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dmlbench.training.replay import Plan, load_plan, plan_of, replayed, save_plan
+from dmlbench.training.stage_plan import Plan, load_plan, plan_of, replayed, save_plan
 from dmlbench.types import RunError
 
 HISTORY = [

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench.evaluation.metrics.table import of_queries, score_names
-from dmlbench.evaluation.partial import fingerprint_of
-from dmlbench.evaluation.resume import ResumableScores
-from dmlbench.evaluation.search.candidates import Keys, settle
+from dmlbench.evaluation.relevance import Relevance
+from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.pairwise_search import pairwise_search
 from dmlbench.evaluation.search.rerank import reranked
+from dmlbench.evaluation.search.top_k import Keys, settle
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, nearest
-from dmlbench.evaluation.task import EvaluationSpec, RetrievalTask
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors
 
 if TYPE_CHECKING:
@@ -80,22 +80,22 @@ def nearest_by_distance(
 def rank_by_distance(
     queries: EmbeddingSet,
     gallery: EmbeddingSet | None,
-    task: RetrievalTask,
+    relevance: Relevance,
     spec: EvaluationSpec,
     distance: "BaseDistance",
     *,
     partial: Path | None,
     progress: bool,
-) -> tuple[ResumableScores, Tiles]:
+) -> tuple[PartialScores, Tiles]:
     """The scores known so far, and the ranking of the queries that are left.
 
     Args:
         queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
-        task: labels and depth.
+        relevance: of the gallery to the queries, and how deep to rank.
         spec: how to evaluate.
         distance: larger is nearer if ``is_inverted``.
-        partial: file of an interrupted call, or None.
+        partial: folder of an interrupted call, or None.
         progress: whether to show a bar.
 
     Returns:
@@ -105,29 +105,24 @@ def rank_by_distance(
     bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
     search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
     names = score_names(of_queries(spec.scores))
-    shape = None if spec.rerank is not None else search.halves_shape(task.k, len(task.valid))
-    order = f"rerank {spec.rerank}, blocks of {shape[0] if shape else None}"
-    known = ResumableScores(
-        partial,
-        names,
-        len(queries),
-        fingerprint=""
-        if partial is None
-        else fingerprint_of(
-            [[queries]], None if gallery is None else [[gallery]], names=[*names, order], distances=[[distance]]
-        ),
-    )
+    plan = search.plan(relevance.k, len(relevance.valid))
+    order = f"rerank {spec.rerank}, blocks of {plan.rows if plan.by_half and spec.rerank is None else None}"
+    fingerprint = ""
+    if partial is not None:
+        galleries = None if gallery is None else [[gallery]]
+        fingerprint = fingerprint_of([[queries]], galleries, names=[*names, order], distances=[[distance]])
+    known = PartialScores(partial, (len(names), len(queries)), fingerprint=fingerprint)
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
-        return task.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
+        return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
     def tiles() -> Tiles:
         with bar:
             if spec.rerank is None:
-                bar.reset(search.num_pairs(task.k, len(task.valid), done=known.state.done))
-                yield from search.ranked(task.k, by_rank, wanted=task.valid, state=known.state)
+                bar.reset(search.num_pairs(relevance.k, len(relevance.valid), done=known.state.done))
+                yield from search.ranked(relevance.k, by_rank, wanted=relevance.valid, state=known.state)
             else:
-                left = task.valid[known.state.done :]
+                left = relevance.valid[known.state.done :]
                 bar.reset(len(left) * min(spec.rerank, search.num_gallery))
                 yield from reranked(
                     search, queries, gallery, by_rank,

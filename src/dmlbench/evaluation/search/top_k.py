@@ -121,28 +121,46 @@ def kth_bound(similarity: FloatRows, k: int) -> FloatRows:
     return np.partition(maxima, groups - k, axis=1)[:, groups - k, None]
 
 
-def narrow(similarity: FloatRows, k: int, *, slack: float, first_column: int = 0) -> Found:
-    """Entries of ``similarity`` [T, W] among which the k largest of each row are for certain, -inf never.
-
-    Args:
-        similarity: float32 values.
-        k: places that matter.
-        slack: twice the error of the values.
-        first_column: gallery index of column 0.
-    """
-    return entries_above(similarity, floor_below(kth_bound(similarity, k), slack), first_column=first_column)
-
-
 def narrow_keys(keys: Keys, k: int, *, slack: float) -> tuple[Keys, FloatRows]:
-    """The ``narrow`` of keys [T, C >= k], padded anew, and the floor [T, 1] that they reach."""
+    """Those of keys [T, C >= k] that may be among the k first of their row, padded anew, and the floor [T, 1]."""
     kth = value_of(np.partition(keys, k - 1, axis=1)[:, k - 1 : k])
     floor = floor_below(kth, slack)
     mask = value_of(keys) >= floor
     return Found(mask.sum(axis=1), keys[mask]).padded(), floor
 
 
+class TopK:
+    """What may be among the k nearest of T queries, from one tile of the gallery after the other.
+
+    Attributes:
+        keys: [T, C] so far.
+        floor: [T, 1] similarity below which nothing counts.
+    """
+
+    def __init__(self, floor: FloatRows, k: int, *, slack: float) -> None:
+        self.keys: Keys = np.empty((len(floor), 0), dtype=np.uint64)
+        self.floor = floor
+        self._k, self._slack = k, slack
+
+    def add(self, similarity: FloatRows, *, first_column: int) -> None:
+        """Take a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
+        self._narrow()
+        if (self.floor == LOWEST).any():
+            self.floor = np.maximum(self.floor, floor_below(kth_bound(similarity, self._k), self._slack))
+        self.add_found(entries_above(similarity, self.floor, first_column=first_column))
+
+    def add_found(self, found: Found) -> None:
+        """Take what was found in a tile elsewhere."""
+        self._narrow()
+        self.keys = np.concatenate([self.keys, found.padded()], axis=1) if self.keys.size else found.padded()
+
+    def _narrow(self) -> None:
+        if self.keys.shape[1] >= 2 * self._k:
+            self.keys, self.floor = narrow_keys(self.keys, self._k, slack=self._slack)
+
+
 def narrow_on_device(similarity: Tensor, k: int, *, slack: float, first_column: int) -> Found:
-    """``narrow`` of a tile on an accelerator: only the candidates travel."""
+    """Entries of ``similarity`` [T, W], on an accelerator, that may be among the k largest: only they travel."""
     floor = torch.full_like(similarity[:, :1], float(LOWEST))
     width = similarity.shape[1]
     if k < width:
@@ -168,7 +186,7 @@ def settle(
     """Order candidates by (exact similarity descending, column ascending); only near ones are computed exactly.
 
     Args:
-        keys: [T, C], as ``narrow`` gives them.
+        keys: [T, C] that hold the k nearest of every row for certain.
         exact: float64 similarities of (row, column) pairs.
         k: places that matter; the order beyond may be that of the float32 values.
         slack: values further apart than this are in the right order.

@@ -1,0 +1,97 @@
+"""What labels and ids alone say of a retrieval: which items are relevant to which queries, whatever the embeddings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
+from dmlbench.evaluation.metrics.ranking import positives_per_query
+from dmlbench.evaluation.metrics.table import Score, depth
+from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, settle
+from dmlbench.types import EmbeddingSet, IntArray, RunError
+
+
+@dataclass(frozen=True)
+class Relevance:
+    """Which gallery items are relevant to which queries, and how many first places of a ranking the scores need.
+
+    Attributes:
+        query_labels: [Q].
+        gallery_labels: [N].
+        own_column: [Q] gallery index of the query itself, or -1.
+        positives: R [Q].
+        valid: [V] queries with a positive, ascending.
+        k: first places of a ranking that the scores need.
+    """
+
+    query_labels: IntArray
+    gallery_labels: IntArray
+    own_column: IntArray
+    positives: IntArray
+    valid: IntArray
+    k: int
+
+    @property
+    def n_skipped_queries(self) -> int:
+        return len(self.query_labels) - len(self.valid)
+
+    def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
+        """Whether gallery items ``columns`` [T, C] are of the classes of ``queries`` [T]; False at padding (-1)."""
+        return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
+
+    def relevant_by_rank(
+        self, queries: IntArray, keys: Keys, exact: ExactSimilarity, *, slack: float
+    ) -> NDArray[np.bool_]:
+        """Whether the items at the first min(k, N) places are of the queries' classes.
+
+        Args:
+            queries: [T].
+            keys: their candidates [T, C].
+            exact: float64 similarities of pairs, to order what float32 cannot.
+            slack: float32 values further apart than this are in the right order.
+        """
+        found = self.relevant(queries, column_of(keys))
+        _, relevant = settle(keys, exact, k=self.k, slack=slack, relevant=found)
+        assert relevant is not None  # it was passed
+        return fit_width(relevant, min(self.k, len(self.gallery_labels)))
+
+
+def relevance_of(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet,
+    scores: Sequence[Score],
+) -> Relevance:
+    """Check two sets against each other and count the positives.
+
+    Raises:
+        RunError: no query has a positive, an id has two labels, or the sets cannot be searched.
+    """
+    check_sets(queries, gallery)
+    ids = ids_of(queries)
+    own = self_columns(ids, ids_of(gallery))
+    query_labels, gallery_labels = labels_of(queries), labels_of(gallery)
+    held = np.flatnonzero(own >= 0)
+    differs = held[query_labels[held] != gallery_labels[own[held]]]
+    if len(differs):
+        first = differs[0]
+        raise RunError(
+            f"row id {ids[first]} has label {query_labels[first]} as a query and {gallery_labels[own[first]]} in the "
+            "gallery; embed both from one table"
+        )
+    positives = positives_per_query(query_labels, gallery_labels, own)
+    valid = np.flatnonzero(positives > 0)
+    if len(valid) == 0:
+        raise RunError(
+            f"none of the {len(queries)} queries has another item of its class among the {len(gallery)} gallery "
+            "items; a score needs classes with at least two images"
+        )
+    k = depth(positives, len(gallery), scores)
+    return Relevance(query_labels, gallery_labels, own, positives, valid, k)
+
+
+def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
+    """The first k places of ``relevant`` [Q, C], filled up with False: [Q, k]."""
+    kept = relevant[:, :k]
+    return np.pad(kept, ((0, 0), (0, k - kept.shape[1])))

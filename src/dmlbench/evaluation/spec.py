@@ -1,0 +1,83 @@
+"""What is to be evaluated, and how."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dmlbench.evaluation.metrics.clustering import kmeans_library
+from dmlbench.evaluation.metrics.table import (
+    DEFAULT_METRICS,
+    DEFAULT_RECALL_AT,
+    Score,
+    asked_scores,
+    score_names,
+)
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
+from dmlbench.types import ConfigError
+
+_RERANK = "rerank@"
+
+
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """How to evaluate.
+
+    Attributes:
+        recall_at: values of K for R@K, increasing.
+        back_end: float32 pass of the search; every choice gives the same scores.
+        tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
+        metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
+        kmeans_seed: decides where the clusters of nmi and ami begin.
+        rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
+    """
+
+    recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
+    back_end: BackEnd = "auto"
+    tile_bytes: int = TILE_BYTES
+    metrics: tuple[str, ...] = DEFAULT_METRICS
+    kmeans_seed: int = 0
+    rerank: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
+        object.__setattr__(self, "metrics", tuple(self.metrics))
+        asked_scores(self.metrics, self.recall_at)
+        check_tile_bytes(self.tile_bytes)
+        if not 0 <= self.kmeans_seed < 2**31:
+            raise ConfigError(f"kmeans_seed ({self.kmeans_seed}) must lie in [0, 2^31), the seeds that faiss takes")
+        if self.rerank is not None and self.rerank < 1:
+            raise ConfigError(f"rerank ({self.rerank}) must be at least 1, or null for the whole gallery")
+        if self.rerank is not None and "map" in self.metrics:
+            raise ConfigError(
+                f"map needs the whole ranking, and rerank ({self.rerank}) gives the first places only; "
+                "leave map out of evaluation.metrics, or set evaluation.rerank=null"
+            )
+
+    @property
+    def search(self) -> str:
+        """How the ranking is found, as results name it."""
+        return "exact" if self.rerank is None else f"{_RERANK}{self.rerank}"
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """What is computed, in the order in which results list it."""
+        return asked_scores(self.metrics, self.recall_at)
+
+    @property
+    def kmeans(self) -> str:
+        """Library and seed of the clusters of nmi and ami, as results name them."""
+        return f"{kmeans_library()}, seed {self.kmeans_seed}"
+
+    def replaced(self, **changes: Any) -> "EvaluationSpec":
+        """The same but for ``changes``, checked likewise."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the scores, in the order in which results list them."""
+        return score_names(self.scores)
+
+
+def rerank_of(search: str) -> int | None:
+    """The N of "rerank@N", None of "exact": what ``EvaluationSpec.search`` was made from."""
+    return int(search.removeprefix(_RERANK)) if search.startswith(_RERANK) else None
