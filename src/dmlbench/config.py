@@ -113,6 +113,7 @@ class AggregateConfig:
     cells: str = "**"
     allow_partial: bool = False
     force: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -261,8 +262,11 @@ def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any
     known = OmegaConf.merge(cfg, {"runtime": stored.runtime, "paths": stored.paths})
     containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
     old, new = (flatten(_identity(container, NOT_PART_OF_A_RUN)) for container in containers)
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return {key: (old.get(key), new.get(key)) for key in keys}
+    return {
+        key: (old.get(key, "absent"), new.get(key, "absent"))
+        for key in sorted(old.keys() | new.keys())
+        if (old.get(key), key in old or "." not in key) != (new.get(key), key in new or "." not in key)
+    }
 
 
 def cell_id(cfg: DictConfig) -> str:

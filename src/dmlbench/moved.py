@@ -31,8 +31,8 @@ def present_name(target: str) -> str:
 
 
 def _renamed(target: str, names: dict[str, str]) -> str:
-    module, _, attribute = target.rpartition(".")
-    return names.get(target) or f"{names.get(module, module)}.{attribute}"
+    module, dot, attribute = target.rpartition(".")
+    return names.get(target) or f"{names.get(module, module)}{dot}{attribute}"
 
 
 def rename_targets(node: Any, rename: Callable[[str], str]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.build import check, component
 from dmlbench.config import NOT_PART_OF_A_CELL, cell_id, cell_sha256, config_sha256, differences, load_config
@@ -85,7 +86,9 @@ def directory_of(cfg: DictConfig) -> Path:
     same = [cell for cell in store.former_names(named.parents[1], name) if _is_same_cell(cfg, cell)]
     if not same:
         return named
-    used = store.preferred([*same, *([named.parent] if named.parent.exists() else [])])
+    cells = [*same, *([named.parent] if named.parent.exists() else [])]
+    complete = [cell for cell in cells if (cell / named.name / store.RESULT).exists()]
+    used = store.preferred(complete or cells)
     log.info("%s is the cell of these settings; %s is used", " and ".join(cell.name for cell in same), used)
     return used / named.name
 
@@ -97,7 +100,8 @@ def _is_same_cell(cfg: DictConfig, cell: Path) -> bool:
             identity = store.read_result(run_dir).get("cell_sha256")
             if identity is not None:
                 return identity == cell_sha256(cfg)
-        with contextlib.suppress(RunError):
+        # values that only its network has do not resolve in the stored run of another: that is no run of this cell
+        with contextlib.suppress(RunError, OmegaConfBaseException):
             return not differences(cfg, load_config(run_dir / store.CONFIG)).keys() - set(NOT_PART_OF_A_CELL)
     return False
 

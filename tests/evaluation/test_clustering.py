@@ -109,3 +109,22 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
 def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert kmeans_library() == "scikit-learn"
+
+
+def test_faiss_clusters_on_a_gpu_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
+    rows, _ = example(6)
+    asked = []
+
+    class OnGpu(faiss.Kmeans):
+        """Kmeans that notes the GPUs it is asked to use, and uses none."""
+
+        def __init__(self, *arguments: object, gpu: int, **options: object) -> None:
+            asked.append(gpu)
+            super().__init__(*arguments, **options)
+
+    expected = kmeans(rows, 5, seed=1)
+    monkeypatch.setattr(faiss, "Kmeans", OnGpu)
+    assert np.array_equal(kmeans(rows, 5, seed=1, on_gpu=True), expected)
+    kmeans(rows, 5, seed=1)
+    assert asked == [1, 0]

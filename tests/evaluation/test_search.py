@@ -1,6 +1,7 @@
 """Keys, narrowing, and the routes of the search that a CPU with memory to spare does not take by itself."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import weakref
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import back_ends
+from dmlbench.evaluation.search import back_ends, unit_vectors
 from dmlbench.evaluation.search.top_k import (
     LOWEST,
     PADDING,
@@ -156,6 +157,36 @@ def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
     for search in (host, dataclasses.replace(host, on_host=False)):
         assert np.array_equal(nearest_columns(search, 2200), expected)
+
+
+def test_faiss_searches_on_the_gpu_of_the_rows_and_torch_beyond_its_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Faiss on a CPU stands in for itself on a GPU."""
+    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
+    sets = embedding_set(np.random.default_rng(7).normal(size=(2300, 8)))
+    queries = EmbeddingSet(sets.rows[:40], sets.labels[:40], sets.ids[:40])
+    host = unit_search(queries, sets)
+    gpu = dataclasses.replace(host, on_host=False, back_end="faiss", device=torch.device("cuda", 1))
+    calls = []
+
+    def knn_gpu(resources: str, query: np.ndarray, gallery: np.ndarray, k: int, *, metric: int, device: int) -> object:
+        calls.append((resources, query.shape, k, device))
+        return faiss.knn(query, gallery, k, metric=metric)
+
+    monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
+    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "memory", raising=False)
+    back_ends._gpu_resources.cache_clear()
+    assert np.array_equal(nearest_columns(gpu, 20), nearest_columns(host, 20))
+    assert calls == [("memory", (40, 8), 29, 1)]
+    back_ends._gpu_resources.cache_clear()
+    with caplog.at_level("INFO"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_vectors, "moved_to", lambda device, operand: torch.from_numpy(operand))
+        patch.setattr(unit_vectors, "narrowed_on", lambda _, *given, **named: on_host(*given, **named))
+        on_host = functools.partial(back_ends.narrowed_on, torch.device("cpu"))
+        assert np.array_equal(nearest_columns(gpu, 2100), nearest_columns(host, 2100))
+    assert len(calls) == 1
+    assert "faiss finds at most 2048 neighbors on a GPU and 2100 are needed; torch searches" in caplog.text
 
 
 def test_the_torch_setting_of_threads_survives() -> None:

@@ -360,7 +360,7 @@ def test_every_parameter_has_a_gradient_and_a_copy_of_the_state_gives_the_same(b
     [
         (lambda: AttentionPool(10, num_heads=4), r"attention_pool.*10 features.*4 heads"),
         (lambda: AttentionPool(8, num_queries=0), r"num_queries \(0\)"),
-        (lambda: AttentionPool(8, merge="sum"), r"'sum'.*concatenate or mean"),
+        (lambda: AttentionPool(8, merge="sum"), r"'sum' is unknown.*concatenate, mean"),
         (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), r"6 dimensions.*4 queries"),
         (lambda: AttentionPool(16)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"16 channels.*has 8.*num_channels"),
         (lambda: SimPool(16)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"16 channels.*has 8.*num_channels"),
@@ -371,7 +371,7 @@ def test_every_parameter_has_a_gradient_and_a_copy_of_the_state_gives_the_same(b
         (lambda: Transformer(7), r"transformer.*7 features.*2 heads"),
         (lambda: Transformer(8, num_layers=0), r"num_layers \(0\)"),
         (lambda: Transformer(6, position="sine"), r"multiple of 4.*6"),
-        (lambda: Transformer(8, position="learned"), r"'learned'.*none or sine"),
+        (lambda: Transformer(8, position="learned"), r"'learned' is unknown.*none, sine"),
         (lambda: Transformer(8)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"width 8.*gives 4"),
     ],
 )

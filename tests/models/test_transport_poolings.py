@@ -343,8 +343,8 @@ def test_codebooks_declare_the_widths_of_the_study() -> None:
     ("maker", "message"),
     [
         (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), r"transport_ratio below 1 \(is 1.0\)"),
-        (lambda: Gsp(6, weighting="all"), r"weighting 'all'.*transported, residual"),
-        (lambda: Gsp(6, combine="max"), r"combine 'max'.*gmp, gem"),
+        (lambda: Gsp(6, weighting="all"), r"weighting 'all' is unknown.*residual, transported"),
+        (lambda: Gsp(6, combine="max"), r"combine 'max' is unknown.*gem, gmp"),
         (lambda: Gsp(6, combine="gem", power=0.0), r"power \(0\.0\) of gsp"),
         (lambda: GapHistogram(0), r"embedding_size \(0\)"),
         (lambda: GapHistogram(6, smoothing=0.0), r"smoothing \(0.0\)"),

@@ -175,7 +175,7 @@ def test_cell_without_a_complete_run_is_an_error(tmp_path) -> None:
 def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp_path) -> None:
     _write_runs(tmp_path, ALL)
     usual = aggregate_cell(find_runs(tmp_path), progress=False)
-    _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}})
+    _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}}, kmeans=EvaluationSpec().kmeans)
     summary = aggregate_cell(find_runs(tmp_path), progress=False)
     assert summary["scores"]["separated"].pop("nmi") == {"mean": 0.25, "std": 0.0}
     assert summary["interval_95"].pop("nmi") == [0.25, 0.25]
@@ -235,3 +235,23 @@ def test_a_rule_of_another_package_is_found_by_its_name() -> None:
     assert rule_named("dmlbench.results.rules.RULES") is RULES
     with pytest.raises(RunError, match=r"aggregation 'collectons' is unknown .*did you mean 'collections'"):
         rule_named("collectons")
+
+
+def test_clusters_of_another_seed_and_shortlists_are_not_summed_up_as_what_is_asked(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans="faiss, seed 7",
+                metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
+    runs = find_runs(tmp_path)
+    spec = EvaluationSpec(metrics=("nmi",))
+    summary = aggregate_cell(runs, spec, progress=False)
+    stored = load_embeddings(runs[0].path / EMBEDDINGS).queries
+    assert summary["raw"]["fold0_rep0"]["nmi"] == evaluate(stored, None, spec).scores["nmi"] != 0.111
+    assert summary["raw"]["fold0_rep0"]["p_at_1"] == 0.5
+    assert "concatenated_search" not in summary
+
+
+def test_a_summary_keeps_what_was_asked_for_before(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
+    for metric in ("ndcg_at_10", "map_at_10"):
+        summary = aggregate_cell(find_runs(tmp_path), EvaluationSpec(metrics=(metric,)), progress=False)
+    for kind in ("separated", "concatenated"):
+        assert {"ndcg_at_10", "map_at_10"} <= summary["scores"][kind].keys()

@@ -118,6 +118,25 @@ def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
+def test_compiled_and_plain_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
+    spec = EvaluationSpec((1, 5), metrics=metrics)
+    found = []
+    for ranking in (concatenated.compiled_ranking, lambda: None):
+        monkeypatch.setattr(concatenated, "compiled_ranking", ranking)
+        for members, galleries in (
+            (runs(size=90, offset=offset), None),
+            (ties((2, 3), 60, classes=5, gallery=False), ties((2, 3), 80, classes=5, gallery=True)),
+        ):
+            joint, own = concatenated_and_own_scores(members, galleries, spec=spec)
+            found.append([*joint.values(), *itertools.chain.from_iterable(own)])
+    for compiled, plain in zip(itertools.chain(*found[:2]), itertools.chain(*found[2:]), strict=True):
+        for name, values in plain.per_query.items():
+            assert compiled.per_query[name].tobytes() == values.tobytes(), name
+
+
+@pytest.mark.parametrize("offset", [0.0, 5.0])
 @pytest.mark.parametrize("with_gallery", [False, True])
 def test_concatenated_equals_evaluation_of_the_concatenated_rows(
     ranked_by: str, with_gallery: bool, offset: float

@@ -20,7 +20,7 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
-from dmlbench.types import ImageTable, RunError
+from dmlbench.types import ConfigError, ImageTable, RunError
 
 matplotlib.use("Agg")  # files only; works without a display
 from matplotlib import pyplot as plt
@@ -46,6 +46,9 @@ def draw_report(
         num_queries: queries to show, the same for every cell, drawn with a fixed seed.
         num_nearest: retrieved images a query.
     """
+    known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
+    if absent := [metric for metric in metrics if metric not in known]:
+        raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
@@ -57,8 +60,9 @@ def draw_report(
     top: Any = figure
     if shown:
         top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=[bars_height, grid_height])))
-    axes = top.subplots(1, len(kinds) * len(metrics), sharey=False, squeeze=False)[0]
-    for axis, (kind, metric) in zip(axes, [(k, m) for k in kinds for m in metrics], strict=True):
+    held = [(k, m) for k in kinds for m in metrics if any(m in c.summary["scores"].get(k, {}) for c in cells)]
+    axes = top.subplots(1, len(held), sharey=False, squeeze=False)[0]
+    for axis, (kind, metric) in zip(axes, held, strict=True):
         _bars(axis, cells, kind, metric)
         if named_below:
             axis.set_xticks([])
@@ -76,18 +80,21 @@ def draw_report(
 
 
 def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
+    asked = score_named(metric)
     scores = [cell.summary["scores"].get(kind, {}).get(metric) for cell in cells]
-    values = [100 * score["mean"] if score else 0.0 for score in scores]
-    deviations = [100 * (score["std"] or 0.0) if score else 0.0 for score in scores]
+    values = [asked.scale * score["mean"] if score else 0.0 for score in scores]
+    deviations = [asked.scale * (score["std"] or 0.0) if score else 0.0 for score in scores]
     axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=COLORS)
-    for x, (value, deviation) in enumerate(zip(values, deviations, strict=True)):
-        axis.text(x, value + deviation, f"{value:.1f}", ha="center", va="bottom", fontsize=9)
+    for x, (score, value, deviation) in enumerate(zip(scores, values, deviations, strict=True)):
+        text = f"{value:.1f}" if asked.metric.percent else f"{value:.3f}"
+        axis.text(x, max(value + deviation, 0), text if score else "–", ha="center", va="bottom", fontsize=9)
     names = [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells]
     axis.set_xticks(range(len(cells)), names, fontsize=8)
-    axis.set_ylim(0, 1.15 * max(v + d for v, d in zip(values, deviations, strict=True)) or 1)
+    ends = [v + d for v, d in zip(values, deviations, strict=True)]
+    axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
     size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
-    axis.set_title(f"{score_named(metric).label}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
-    axis.set_ylabel("percent", fontsize=8)
+    axis.set_title(f"{asked.label}, {kind}" + (f"\n({size}-D)" if size else ""), fontsize=9)
+    axis.set_ylabel("percent" if asked.metric.percent else "distance", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -10,7 +10,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.build import component
     from dmlbench.results.aggregate import aggregate_cell
     from dmlbench.results.store import cells_of, find_runs
-    from dmlbench.types import RunError
+    from dmlbench.types import DmlbenchError, RunError
 
     spec = component(cfg.evaluation)
     cells = cells_of(find_runs(cfg.paths.output_dir, cfg.cells))
@@ -30,7 +30,7 @@ def task(cfg: DictConfig) -> None:
                 force=cfg.force,
                 progress=sys.stderr.isatty(),
             )
-        except RunError as error:
+        except DmlbenchError as error:
             failures.append(error)
             continue
         if summary["missing"]:
@@ -40,4 +40,4 @@ def task(cfg: DictConfig) -> None:
             print(f"      {kind}: {values}")
     if failures:  # every cell that can be summarized is; then the first reason why one could not
         others = f" (and {len(failures) - 1} more cells)" if len(failures) > 1 else ""
-        raise RunError(f"{failures[0]}{others}")
+        raise type(failures[0])(f"{failures[0]}{others}")

@@ -118,16 +118,17 @@ def evaluate(
             len(queries),
         )
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
+    on_gpu = spec.back_end == "faiss" and queries.rows.device.type == "cuda"
     of_the_set: dict[str, float] = {}
     if len(of_queries(spec.scores)) < len(spec.scores):
-        of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed), spec.scores)
+        of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed, on_gpu=on_gpu), spec.scores)
     return Evaluation(
         mean_scores(per_query) | of_the_set,
         per_query,
         len(queries),
         len(reference),
         relevance.n_skipped_queries,
-        kmeans=spec.kmeans if clustered else None,
+        kmeans=spec.kmeans + " on a GPU" * on_gpu if clustered else None,
         search=spec.search,
     )
 

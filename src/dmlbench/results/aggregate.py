@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.evaluation.metrics.table import of_queries
+from dmlbench.evaluation.metrics.table import in_table_order, of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import CellRuns, rule_named
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
@@ -39,7 +39,7 @@ def aggregate_cell(
         spec: the scores to sum up, beside those that all runs have; without ``rerank`` the runs' own search.
         allow_partial: summarize although runs are missing; the summary says how many it rests on.
         distance_of: the distance of a run, by its directory; None is that of unit vectors.
-        force: compute everything again.
+        force: sum up and rank collections again although they are known; scores of single runs stay.
         progress: show a progress bar for long work.
 
     Raises:
@@ -70,6 +70,9 @@ def aggregate_cell(
     known = None if force else read_aggregate(cell)
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
         known = None
+    if known:  # what was asked for before stays
+        before = known["scores"].get("separated", {})
+        spec = spec.replaced(metrics=tuple(in_table_order([*spec.score_names, *before])))
     if known and has_scores(known, spec):
         log.info("%s is up to date", cell / AGGREGATE)
         return known
@@ -114,7 +117,7 @@ def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
     if spec.rerank is not None and summary["search"] != spec.search:
         return False
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
-    if clustered and summary.get("kmeans", spec.kmeans) != spec.kmeans:
+    if clustered and summary.get("kmeans") != spec.kmeans:
         return False
     return all(
         score.name in scores

@@ -42,7 +42,7 @@ class CellRuns:
         results: what ``result.json`` says of each.
         distance_of: the distance of a run, by its directory.
         known: the cell's summary so far, of the very same runs, or None.
-        force: compute again what is known.
+        force: rank collections again, although their scores are known.
         progress: whether to show bars on long work.
     """
 
@@ -60,15 +60,11 @@ class CellRuns:
         return next(iter(self.results.values()))
 
     def tested(self, spec: EvaluationSpec) -> dict[Coordinates, dict[str, float]]:
-        """Test scores of every run: all that ``spec`` asks for, and the others that its result has."""
+        """Test scores of every run: all that ``spec`` asks for, and others of its result that were found alike."""
         return {
-            key: dict(self.results[key]["metrics"].get("test") or {})
-            | scores_of_run(
-                run_dir, self.results[key], spec,
-                distance_of=self.distance_of, progress=self.progress,
-            )
+            key: scores_of_run(run_dir, self.results[key], spec, distance_of=self.distance_of, progress=self.progress)
             for key, run_dir in self.runs.items()
-        }  # fmt: skip
+        }
 
 
 class AggregationRule(Protocol):
@@ -119,7 +115,7 @@ class Collections:
         return {
             "scores": scores,
             "n_collections": len(frame),
-            **({} if cell.first["search"] == "exact" else {"concatenated_search": "exact"}),
+            **({} if spec.search == "exact" else {"concatenated_search": "exact"}),
             "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
             "interval_95": intervals,
             "raw": _by_name(tested),

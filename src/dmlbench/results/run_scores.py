@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import Score, of_queries
+from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
 from dmlbench.results.store import DISTANCE, EMBEDDINGS
 from dmlbench.runtime import atomic_write
@@ -42,7 +42,9 @@ def scores_of_run(
     distance_of: DistanceOf,
     progress: bool = False,
 ) -> dict[str, float]:
-    """The test scores that ``spec`` asks for; what neither the result nor an earlier call knows is computed and kept.
+    """The test scores that ``spec`` asks for, and those of the result that were found in the same way.
+
+    What neither the result nor an earlier call knows is computed from the embeddings and kept.
 
     Args:
         run_dir: of a complete run.
@@ -56,7 +58,7 @@ def scores_of_run(
         ConfigError: a metric that the run's distance does not allow.
     """
     spec = spec_of_run(spec, result)
-    known = _of_result(result, spec)
+    known = scores_of_result(result, spec)
     missing = [score for score in spec.scores if score.name not in known]
     if missing:
         bound = _bound_to(run_dir, result)
@@ -78,15 +80,18 @@ def scores_of_run(
         for score in missing:
             kept.setdefault(_way(score, spec), {})[score.name] = found[score.name]
         held = json.dumps({"schema": _SCHEMA, **bound, "scores": kept}, indent=1, allow_nan=False)
-        atomic_write(run_dir / SCORES, (held + "\n").encode())
-    return {score.name: known[score.name] for score in spec.scores}
+        try:
+            atomic_write(run_dir / SCORES, (held + "\n").encode())
+        except OSError as error:
+            log.warning("%s cannot be written (%s): the scores are not kept", run_dir / SCORES, error.strerror)
+    return known
 
 
-def _of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[str, float]:
-    """The scores of a result that were found in the way that ``spec`` asks for."""
+def scores_of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+    """All test scores of a result that were found in the way that ``spec`` asks for."""
     ways = {result["search"], result.get("kmeans"), ""}
     tested = result["metrics"].get("test") or {}
-    return {s.name: tested[s.name] for s in spec.scores if s.name in tested and _way(s, spec) in ways}
+    return {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}
 
 
 def _way(score: Score, spec: EvaluationSpec) -> str:

@@ -28,10 +28,13 @@ class WholeSet:
         rows: unit rows [N, D].
         labels: [N].
         kmeans_seed: decides where clusters begin.
+        on_gpu: whether faiss looks for them on a GPU.
     """
 
-    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, kmeans_seed: int) -> None:
-        self.kmeans_seed = kmeans_seed
+    def __init__(
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, kmeans_seed: int, on_gpu: bool = False
+    ) -> None:
+        self.kmeans_seed, self.on_gpu = kmeans_seed, on_gpu
         self.labels = labels_of(queries)
         rows = queries.rows
         if gallery is not None:
@@ -43,7 +46,7 @@ class WholeSet:
     @cached_property
     def mutual_information(self) -> dict[str, float]:
         """nmi and ami of the classes and as many k-means clusters."""
-        clusters = kmeans(self.rows, len(np.unique(self.labels)), seed=self.kmeans_seed)
+        clusters = kmeans(self.rows, len(np.unique(self.labels)), seed=self.kmeans_seed, on_gpu=self.on_gpu)
         return mutual_information(self.labels, clusters)
 
     @cached_property
@@ -57,19 +60,20 @@ def kmeans_library() -> str:
     return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
 
 
-def kmeans(rows: FloatRows, num_clusters: int, *, seed: int) -> IntArray:
+def kmeans(rows: FloatRows, num_clusters: int, *, seed: int, on_gpu: bool = False) -> IntArray:
     """Cluster [N] of each unit row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
 
     All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
     the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere.
+    ``on_gpu`` lets faiss use the first GPU; that way is checked with a stand-in of faiss alone.
     """
-    logger.info("k-means: %d clusters, %s, seed %d", num_clusters, kmeans_library(), seed)
+    logger.info("k-means: %d clusters, %s%s, seed %d", num_clusters, kmeans_library(), " on a GPU" * on_gpu, seed)
     if kmeans_library() == "faiss":
         import faiss
 
         clustering = faiss.Kmeans(
             rows.shape[1], num_clusters, niter=KMEANS_STEPS, seed=seed,
-            min_points_per_centroid=1, max_points_per_centroid=len(rows),
+            min_points_per_centroid=1, max_points_per_centroid=len(rows), gpu=int(on_gpu),
         )  # fmt: skip
         clustering.train(np.ascontiguousarray(rows))
         return clustering.index.search(rows, 1)[1][:, 0].astype(np.int64)

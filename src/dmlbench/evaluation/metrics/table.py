@@ -62,9 +62,10 @@ class Metric:
 
 
 def _ndcg(ranking: Ranking, k: int) -> NDArray[np.float64]:
-    gain = 1 / np.log2(np.arange(2, k + 2))
-    found = np.where(ranking.relevant[:, :k], gain[: ranking.relevant.shape[1]], 0.0)
-    return np.cumsum(found, axis=1)[:, -1] / np.cumsum(gain)[np.minimum(ranking.positives, k) - 1]
+    width = min(k, max(ranking.relevant.shape[1], int(ranking.positives.max())))
+    gain = 1 / np.log2(np.arange(2, width + 2))
+    found = np.where(ranking.relevant[:, :width], gain[: ranking.relevant.shape[1]], 0.0)
+    return np.cumsum(found, axis=1)[:, -1] / np.cumsum(gain)[np.minimum(ranking.positives, width) - 1]
 
 
 TABLE: tuple[Metric, ...] = (
@@ -184,8 +185,10 @@ def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECA
         ConfigError: a name is unknown or repeated, there is none at all, or a K is wrong.
     """
     values = list(recall_at)
-    if any(not isinstance(k, Integral) or k < 1 for k in values) or values != sorted(set(values)):
-        raise ConfigError(f"recall_at ({values}) must be increasing whole numbers of at least 1, such as [1, 2, 4, 8]")
+    if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):
+        raise ConfigError(
+            f"recall_at ({values}) must be increasing whole numbers from 1 to 999,999,999, such as [1, 2, 4, 8]"
+        )
     if not metrics:
         raise ConfigError(f"metrics is empty; name at least one of {', '.join(METRICS)}")
     if len(set(metrics)) < len(metrics):
@@ -194,6 +197,8 @@ def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECA
     for name in metrics:
         metric = METRICS.get(name)
         found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
+    if not found:
+        raise ConfigError(f"recall_at is empty, and metrics ({', '.join(metrics)}) are of nothing else; name a K")
     return tuple(sorted(found, key=_order))
 
 
