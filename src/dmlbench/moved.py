@@ -6,7 +6,10 @@ Whoever moves something that a configuration can name adds a line here: its name
 from collections.abc import Callable
 from typing import Any
 
-_READERS = ("cars196", "cifar", "cub200", "folder", "glyphs", "inshop", "omniglot", "sop", "tiny_imagenet")
+_READERS = (
+    *("cars196", "cifar", "cub200", "cub200_2010", "folder", "glyphs", "inshop", "omniglot", "sop"),
+    "tiny_imagenet",
+)
 FIRST_NAMES: dict[str, str] = {
     **{f"dmlbench.data.readers.{name}": f"dmlbench.data.{name}" for name in _READERS},
     "dmlbench.data.batches.samplers": "dmlbench.data.samplers",

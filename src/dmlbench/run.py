@@ -173,6 +173,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
     log.info(
         "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), experiment.num_classes
     )
+    for note in data.table.notes:
+        log.warning("%s is not as published: %s", data.table.name, note)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -230,6 +232,7 @@ def _result(
         "cell_sha256": experiment.cell_sha256,
         "dataset": table.name,
         "dataset_fingerprint": table.fingerprint,
+        **({"data_notes": list(table.notes)} if table.notes else {}),
         "protocol": protocol.name,
         "aggregation": protocol.aggregation,
         "num_folds": protocol.num_folds,

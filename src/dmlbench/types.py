@@ -41,6 +41,24 @@ class RunError(DmlbenchError):
 
 
 @dataclass(frozen=True)
+class Originals:
+    """What is known of the photographs that a data set was published as, by which others are told from them.
+
+    They come from many sources, so that their sizes differ.
+
+    Attributes:
+        format: Pillow's name of their format.
+        boxes: [N, 4] published boxes: left, top, right and bottom edge in pixels of the whole photograph, NaN where an
+            image has none; None where there are no boxes at all.
+        boxes_from: name of the list that has them.
+    """
+
+    format: str = "JPEG"
+    boxes: NDArray[np.float64] | None = None
+    boxes_from: str = ""
+
+
+@dataclass(frozen=True)
 class ImageTable:
     """One row per image of a data set.
 
@@ -56,6 +74,9 @@ class ImageTable:
         pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) uint8 when the whole data set is held as one array, else None.
         fingerprint: hexadecimal digest of names, sizes, labels and roles, the same wherever the data lie.
         layout: in words, which of the data set's known layouts was found on disk; empty where there is but one.
+        originals: what is known of the published images, or None.
+        notes: how the data differ from the published ones, as far as counts and a sample of the images tell; printed
+            with every result.
     """
 
     name: str
@@ -68,6 +89,8 @@ class ImageTable:
     pixels: NDArray[np.uint8] | None = None
     fingerprint: str = ""
     layout: str = ""
+    originals: Originals | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -175,6 +175,31 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
     assert out.splitlines()[-1] == (
         "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
     )
+    Image.new("RGB", (8, 8)).save(tmp_path / "one", "png")  # all of them
+    found = "images rescaled to 8 x 8 pixels; images encoded anew as PNG"
+    for command in (("verify", "cub200", "--no-decode"), ("stats", "cub200")):
+        out, _ = data(*command)
+        assert f"  not as published: {found}\n" in out
+    out, _ = data("verify", "cub200", "--no-decode")
+    assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
+
+
+def test_verify_looks_for_rescaled_images_in_all_of_them(data: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "CUB_200_2011"
+    for k in range(127):  # the sample is of every second one
+        path = folder / f"{1 + k // 65:03}.Bird" / f"{k:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (24, 24) if k % 2 == 0 else (24 + k, 40)).save(path)
+    counts = "a subset: 127 of 11,788 images"
+    assert f"  not as published: {counts}; images rescaled to 24 x 24 pixels" in data("stats", "cub200", SUBSET)[0]
+    out, _ = data("verify", "cub200", SUBSET)
+    assert out.splitlines()[-1].startswith("cub200 is readable, but not the benchmark of the papers: its counts")
+    for path in folder.rglob("*.jpg"):
+        Image.new("RGB", (24, 24)).save(path)
+    assert data("verify", "cub200", SUBSET)[0].splitlines()[-1] == (
+        "cub200 is readable, but its images are not the published ones: images rescaled to 24 x 24 pixels; its counts "
+        "differ, too"
+    )
 
 
 def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:

@@ -135,6 +135,15 @@ def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     assert (first["n_collections"], second["n_collections"]) == (54, 81)
 
 
+def test_what_the_data_of_the_runs_are_not_is_summed_up(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:6])
+    _write_runs(tmp_path, ALL[6:], data_notes=["a subset", "images cut to their boxes"])
+    assert aggregate_cell(find_runs(tmp_path), progress=False)["data_notes"] == [
+        "a subset",
+        "images cut to their boxes",
+    ]
+
+
 def test_runs_of_different_data_are_refused(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:-1])
     _write_runs(tmp_path, ALL[-1:], dataset_fingerprint="other")

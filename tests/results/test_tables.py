@@ -74,6 +74,13 @@ def test_selection_on_test_and_skipped_queries_are_printed() -> None:
     assert "7 without a positive left out" in text
 
 
+def test_what_the_data_are_not_is_printed_under_the_table() -> None:
+    notes = ["a subset: 588 of 16,185 images", "images cut to their boxes"]
+    text = to_markdown(_table(_summary(0.5, None, data_notes=notes), _summary(0.5, None)))
+    assert "row_0: NOT THE PUBLISHED DATA: a subset: 588 of 16,185 images; images cut to their boxes" in text
+    assert "PUBLISHED" not in to_markdown(_table(_summary(0.5, None)))
+
+
 def test_unknown_metric_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="known: map_at_r, p_at_1"):
         make_table("t", [_summary(0.5, None)], ["a"], ["mapr"])

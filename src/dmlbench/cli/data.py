@@ -150,6 +150,7 @@ def _described(table: ImageTable) -> list[str]:
         "root": table.root,
         "layout": table.layout,
         "held as one array": table.pixels is not None and f"{' x '.join(map(str, table.pixels.shape[1:]))} pixels",
+        "not as published": "; ".join(table.notes),
         "fingerprint": table.fingerprint,
     }
     lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
@@ -165,6 +166,7 @@ def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> No
 
     from dmlbench.data.getting.catalog import SOURCES
     from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
+    from dmlbench.data.originals import deviations_of_sample
     from dmlbench.runtime import available_cores
 
     table = _load(cfg, name)
@@ -180,7 +182,8 @@ def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> No
         with bar:
             report = verify(table, num_threads=jobs or available_cores(), watch=bar.update)
     else:
-        report = Report(unlisted=tuple(unlisted(table)))
+        found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
+        report = Report(deviations=found, unlisted=tuple(unlisted(table)))
     print("\n".join(_findings(report)))
     print(_verdict(name, report, is_benchmark=is_benchmark, is_published=is_published, has_counts=expected is not None))
     if not report.is_whole:
@@ -225,6 +228,10 @@ def _verdict(name: str, report: "Report", *, is_benchmark: bool, is_published: b
             f"{name} is damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
         )
     state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
+    if report.deviations:
+        counts = "" if is_published or not has_counts else "; its counts differ, too"
+        found = "; ".join(report.deviations)
+        return f"{name} is readable, but its images are not the published ones: {found}{counts}"
     if is_benchmark:
         return f"{name} is {state}: the benchmark of the papers"
     if is_published:

@@ -5,13 +5,14 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, closest
+from dmlbench.data.originals import deviations_of_sample
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
 
 _NAMED_IN_ERRORS = 10
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
@@ -30,6 +31,7 @@ class Listing:
         class_names: every published class in published order, also those that a subset has no images of.
         role: [N] entries of ``ROLES``.
         super_labels: [N] ids of the super-classes, or None.
+        originals: what is known of the published images, its boxes in the order of ``paths``; or None.
         remedy: what to do about classes in both halves, for the message.
     """
 
@@ -41,6 +43,7 @@ class Listing:
     class_names: Sequence[str]
     role: NDArray[np.str_]
     super_labels: IntArray | None = None
+    originals: Originals | None = None
     remedy: str = "get the original lists"
 
 
@@ -56,7 +59,7 @@ class Published:
         )
 
 
-def table_of_files(listing: Listing, *, published: Published | None) -> ImageTable:
+def table_of_files(listing: Listing, *, published: Published | None, check_counts: bool = True) -> ImageTable:
     """The table of a listing whose images are all there, its rows sorted by path.
 
     The order of the lists does not enter: tables of one fingerprint have the same rows, so that results of runs can be
@@ -64,8 +67,9 @@ def table_of_files(listing: Listing, *, published: Published | None) -> ImageTab
 
     Args:
         listing: what the data set's lists name.
-        published: the counts to insist on. None takes a subset: classes without images are left out, the others keep
-            their order and half.
+        published: the benchmark's counts; None where there is none.
+        check_counts: insist on them. False takes a subset: classes without images are left out, the others keep their
+            order and half.
 
     Raises:
         DataError: counts differ from the published ones, a path leaves the root, a class is both to train and to test
@@ -78,7 +82,7 @@ def table_of_files(listing: Listing, *, published: Published | None) -> ImageTab
     if super_labels is not None:
         lengths["super_labels"] = len(super_labels)
     _check_lengths(listing.name, lengths)
-    if published is not None:
+    if published is not None and check_counts:
         check_published(listing.name, listing.root, labels, role, published)
     if outside := [path for path in listing.paths if leaves_root(path)]:
         raise DataError(
@@ -89,7 +93,7 @@ def table_of_files(listing: Listing, *, published: Published | None) -> ImageTab
     order = np.array(sorted(range(len(labels)), key=listing.paths.__getitem__), dtype=np.int64)
     paths = [listing.paths[row] for row in order.tolist()]
     present, compact = np.unique(labels[order], return_inverse=True)
-    return make_table(
+    table = make_table(
         listing.name,
         listing.root,
         paths=paths,
@@ -100,6 +104,38 @@ def table_of_files(listing: Listing, *, published: Published | None) -> ImageTab
         super_labels=None if super_labels is None else super_labels[order],
         layout=listing.layout,
     )
+    notes = differing_counts(labels, role, published)
+    if (originals := listing.originals) is None:
+        return replace(table, notes=notes)
+    if originals.boxes is not None:
+        originals = replace(originals, boxes=originals.boxes[order])
+    return replace(table, originals=originals, notes=notes + deviations_of_sample(listing.root, paths, originals))
+
+
+def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Published | None) -> tuple[str, ...]:
+    """A note for results where a data set's counts are not the published ones; none where they are or none are known.
+
+    Args:
+        labels: [N] class ids.
+        role: [N] entries of ``ROLES``.
+        published: the benchmark's counts, or None.
+    """
+    if published is None or _counts(labels, role, published) == dict(published.by_role):
+        return ()
+    whole = sum(images for images, _ in published.by_role.values())
+    if len(labels) < whole:
+        return (f"a subset: {len(labels):,} of {whole:,} images",)
+    return (f"other counts than published: {Published(_counts(labels, role, published))}",)
+
+
+def _counts(labels: IntArray, role: NDArray[np.str_], published: Published) -> dict[str, tuple[int, int]]:
+    """Role -> (images, classes) of the published roles and of those that occur."""
+    found = {}
+    for part in dict.fromkeys([*published.by_role, *ROLES]):
+        rows = role == part
+        if part in published.by_role or rows.any():
+            found[part] = (int(rows.sum()), len(np.unique(labels[rows])))
+    return found
 
 
 def check_published(
@@ -117,11 +153,7 @@ def check_published(
     Raises:
         DataError: images or classes of a role are too few or too many, or there are images of another role.
     """
-    found = {}
-    for part in dict.fromkeys([*published.by_role, *ROLES]):
-        rows = role == part
-        if part in published.by_role or rows.any():
-            found[part] = (int(rows.sum()), len(np.unique(labels[rows])))
+    found = _counts(labels, role, published)
     if found != dict(published.by_role):
         raise DataError(
             f"{name} in '{place}' has {Published(found)}; published are {published}; complete the "
@@ -159,6 +191,7 @@ def make_table(
     super_labels: IntArray | None = None,
     pixels: NDArray[np.uint8] | None = None,
     layout: str = "",
+    notes: tuple[str, ...] = (),
 ) -> ImageTable:
     """An ``ImageTable`` whose parts fit together.
 
@@ -174,6 +207,7 @@ def make_table(
         super_labels: [N] super-class ids, or None.
         pixels: [N, H, W] or [N, H, W, 3] uint8, or None.
         layout: which of the known layouts was found, in words.
+        notes: how the data differ from the published ones.
 
     Raises:
         DataError: no images, lengths that differ, a path twice, a class without images, or an unknown role.
@@ -217,6 +251,7 @@ def make_table(
         pixels=pixels,
         fingerprint=fingerprint(names, content, labels, role),
         layout=layout,
+        notes=notes,
     )
 
 

@@ -217,7 +217,8 @@ class TimmBackbone(Backbone):
             output = features(self.model, images, name=self._name)
             maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
-            options = {"norm": True, "intermediates_only": True, "output_fmt": "NCHW"}
+            # What follows the last stage that is asked for is not computed.
+            options = {"norm": True, "stop_early": True, "intermediates_only": True, "output_fmt": "NCHW"}
             maps = tuple(self.model.forward_intermediates(images, indices=self._out_indices, **options))
         for level, channels in zip(maps, self.channels, strict=True):
             if level.ndim != 4 or level.shape[1] != channels:

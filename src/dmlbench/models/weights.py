@@ -52,7 +52,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_weights(
-    module: nn.Module, path: str | Path, *, ignore: Sequence[str] = (), squeeze_leading: bool = False
+    module: nn.Module,
+    path: str | Path,
+    *,
+    ignore: Sequence[str] = (),
+    squeeze_leading: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Copy the weights of a file into a module; every name and shape has to agree.
 
@@ -63,18 +68,21 @@ def load_weights(
         path: see ``read_weights``.
         ignore: prefixes of names in the file that the module does without, such as a classifier's.
         squeeze_leading: take tensors of shape (1, C) for those of shape (C,), as old converters wrote them.
+        names: the file's name of every tensor of the module, where it has others than the module.
 
     Raises:
         ConfigError: the file cannot be read, or its first differing name (missing, of another shape, unexpected).
     """
     weights = read_weights(path)
-    expected = module.state_dict()
+    own_weights = module.state_dict()
+    expected = {key if names is None else names[key]: key for key in own_weights}
     adapted: dict[str, Tensor] = {}
-    for key, own in expected.items():
+    for key, own_key in expected.items():
+        own = own_weights[own_key]
         found = weights.get(key)
         if found is None:
             if key.endswith("num_batches_tracked"):
-                adapted[key] = own
+                adapted[own_key] = own
                 continue
             raise _wrong_file(module, path, f"'{key}' {tuple(own.shape)} is missing from the file")
         if squeeze_leading and found.shape == (1, *own.shape):
@@ -82,7 +90,7 @@ def load_weights(
         if found.shape != own.shape:
             shapes = f"{tuple(found.shape)} in the file and {tuple(own.shape)} in the model"
             raise _wrong_file(module, path, f"'{key}' has shape {shapes}")
-        adapted[key] = found
+        adapted[own_key] = found
     for key in weights:
         if key not in expected and not key.startswith(tuple(ignore)):
             raise _wrong_file(module, path, f"'{key}' {tuple(weights[key].shape)} is unknown to the model")

@@ -85,6 +85,7 @@ def aggregate_cell(
         *("val_is_test", "n_query", "n_gallery", "n_skipped_queries"),
     )
     facts = {f"fold{fold}_rep{repeat}": result.get("facts") for (fold, repeat), result in results.items()}
+    notes = list(dict.fromkeys(note for result in results.values() for note in result.get("data_notes", ())))
     summary = {
         "schema": AGGREGATE_SCHEMA,
         **{key: first[key] for key in shared},
@@ -100,6 +101,7 @@ def aggregate_cell(
         "runs_sha256": source,
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),
+        **({"data_notes": notes} if notes else {}),
         **rule.summarize(runs_of_cell, spec),
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),

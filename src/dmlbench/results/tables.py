@@ -122,6 +122,8 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["n_runs_not_started"]:
         facts.append(f"NOT STARTED: in {summary['n_runs_not_started']} runs the pooling's prototypes never started")
+    if notes := summary.get("data_notes"):
+        facts.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
     if summary["val_is_test"]:
         facts.append("SELECTED ON TEST: the validation set is the test set")
     searched = f"{summary['n_query']} queries"

@@ -21,6 +21,7 @@ KNOWN_MD5 = {  # as the developers' reference sheet and torchvision have them
 }
 BENCHMARKS = {  # images, classes
     "cub200": (11_788, 200),
+    "cub200_2010": (6_033, 200),
     "cars196": (16_185, 196),
     "sop": (120_053, 22_634),
     "cifar10": (60_000, 10),

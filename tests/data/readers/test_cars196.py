@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.io import loadmat, savemat
 
 import dmlbench.data.readers.cars196 as loader
@@ -242,14 +243,54 @@ def test_annotations_of_full_size_pass_and_one_row_less_is_refused(
     table = cars196(tmp_path)
     assert (len(table), table.num_classes) == (16_185, 196)
     assert set(table.labels[table.role == "train"]) == set(range(98))
-    paths, published = loader._annotations(tmp_path / "cars_annos.mat", "relative_im_path")
-    monkeypatch.setattr(loader, "_annotations", lambda file, field: (paths[1:], published[1:]))
+    rest = [values[1:] for values in loader._annotations(tmp_path / "cars_annos.mat", "relative_im_path")]
+    monkeypatch.setattr(loader, "_annotations", lambda file, field: rest)
     message = (
         r"has train 8,053 images of 98 classes, test 8,131 images of 98 classes; published are train 8,054 images of "
         r"98 classes, test 8,131 images of 98 classes; .*check_counts=false"
     )
     with pytest.raises(DataError, match=message):
         cars196(tmp_path)
+
+
+BOXES = [(11, 21, 40 + i, 50) for i in range(len(CLASSES))]  # pixels count from 1, the last one is inside
+
+
+def box_fields(boxes: Sequence[tuple[int, ...]]) -> dict[str, Sequence[Any]]:
+    return dict(zip(("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2"), zip(*boxes, strict=True), strict=True))
+
+
+def test_images_cut_to_the_published_boxes_are_noted(tmp_path: Path) -> None:
+    write_car_ims(tmp_path)
+    paths = [f"car_ims/{i:06d}.jpg" for i in range(1, len(CLASSES) + 1)]
+    whole = cars196(tmp_path, check_counts=False)
+    assert whole.originals is not None
+    assert np.isnan(whole.originals.boxes).all()  # of a list without boxes
+    assert whole.notes == ("a subset: 6 of 16,185 images",)
+    fields = {"relative_im_path": paths, "class": CLASSES, **box_fields(BOXES)}
+    save_rows(tmp_path / "cars_annos.mat", fields, class_names=cell(NAMES))
+    for size_of, notes in (
+        (lambda i: (30 + i, 30), ("images cut to their boxes",)),
+        (lambda i: (60 + i, 55), ()),
+        (lambda i: (35, 30 + i), ("images cut or rescaled: boxes of cars_annos.mat lie outside of 6 of 6",)),
+    ):
+        for i, path in enumerate(paths):
+            Image.new("RGB", size_of(i)).save(tmp_path / path)
+        assert cars196(tmp_path, check_counts=False).notes == ("a subset: 6 of 16,185 images", *notes)
+
+
+def test_boxes_of_the_devkit_are_those_of_their_part(tmp_path: Path) -> None:
+    write_train_and_test(tmp_path)
+    for name, part in (("cars_train_annos", 0), ("cars_test_annos_withlabels", 1)):
+        names = [f"{i:05d}.jpg" for i in range(1, 4)]
+        fields = {"class": CLASSES[part::2], "fname": names, **box_fields(BOXES[part::2])}
+        save_rows(tmp_path / "devkit" / f"{name}.mat", fields)
+    table = cars196(tmp_path, check_counts=False)
+    assert [path.split("/")[0] for path in table.paths] == ["cars_test"] * 3 + ["cars_train"] * 3
+    assert table.originals is not None
+    assert table.originals.boxes is not None
+    expected = [(10, 20, x2, 50) for x2 in (41, 43, 45, 40, 42, 44)]
+    assert table.originals.boxes.tolist() == [list(box) for box in expected]
 
 
 @pytest.mark.data
@@ -270,6 +311,8 @@ def test_the_complete_annotations_have_the_published_counts(shared_dir: Path, tm
     assert (int((table.role == "train").sum()), int((table.role == "test").sum())) == (8_054, 8_131)
     assert set(table.labels[table.role == "train"]) == set(range(98))
     assert np.bincount(table.labels)[[0, 1, 195]].tolist() == [89, 64, 80]
+    assert table.originals is not None
+    assert np.isfinite(table.originals.boxes).all()
 
 
 @pytest.mark.data
@@ -283,6 +326,7 @@ def test_real_images_are_found_and_read(shared_dir: Path, tmp_path: Path) -> Non
     with tarfile.open(shared_dir / "data" / "cars196" / "cars196_subset.tar") as archive:
         archive.extractall(tmp_path, filter="data")
     table = cars196(tmp_path, check_counts=False)
+    assert table.notes == ("a subset: 588 of 16,185 images",)  # their boxes were rewritten to the cut images
     assert (len(table), table.num_classes) == (588, 196)
     assert int((table.role == "train").sum()) == 294
     assert table.class_names[0] == "AM General Hummer SUV 2000"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.readers.cub200 import FOLDER, cub200
@@ -72,6 +73,34 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
         assert contents(table) == [(p, NAMES[c], halves[c]) for p, c in zip(images(), CLASSES, strict=True)]
         assert (file_sizes(table.root, table.paths, name="cub200") == 5).all()
         assert table.layout == FOLDER.find(root)[1].description
+
+
+def test_boxes_belong_to_images_by_their_ids(tmp_path: Path) -> None:
+    write_lists(tmp_path)
+    rows = [f"{i} {i}.5 2.0 100.0 {i}" for i in (30, 11, 10, 9, 3)]  # none of the image 4
+    (tmp_path / "bounding_boxes.txt").write_text("\n".join(rows))
+    table = cub200(tmp_path, check_counts=False)
+    assert table.originals is not None
+    assert table.originals.boxes is not None
+    expected = [[i + 0.5, 2, i + 100.5, i + 2.0] if i != 4 else [np.nan] * 4 for i in (3, 4, 9, 10, 11, 30)]
+    np.testing.assert_array_equal(table.originals.boxes, expected)
+
+
+def test_images_cut_to_their_boxes_are_noted(tmp_path: Path) -> None:
+    write_lists(tmp_path)
+    (tmp_path / "bounding_boxes.txt").write_text("".join(f"{i} 5 5 {20 + i} 30\n" for i in (3, 4, 9, 10, 11, 30)))
+    for i, path in zip((3, 4, 9, 10, 11, 30), images(), strict=True):
+        Image.new("RGB", (20 + i, 30)).save(tmp_path / "images" / path)
+    table = cub200(tmp_path, check_counts=False)
+    assert table.notes == ("a subset: 6 of 11,788 images", "images cut to their boxes")
+
+
+@pytest.mark.parametrize("value", ["x", "nan"])
+def test_a_box_that_is_no_number_is_named_with_its_line(tmp_path: Path, value: str) -> None:
+    write_lists(tmp_path)
+    (tmp_path / "bounding_boxes.txt").write_text(f"3 1 1 5 5\n4 1 {value} 5 5\n")
+    with pytest.raises(DataError, match=rf"line 2 of '.*boxes\.txt' has the y '{value}', expected a number"):
+        cub200(tmp_path, check_counts=False)
 
 
 def test_lists_and_bare_folders_have_one_fingerprint(tmp_path: Path) -> None:
@@ -197,5 +226,6 @@ def test_the_subset_of_real_images_loads(shared_dir: Path, tmp_path: Path) -> No
         archive.extractall(tmp_path, filter="data")
     table = cub200(tmp_path, check_counts=False)
     assert (len(table), table.num_classes) == (51, 10)
+    assert table.notes == ("a subset: 51 of 11,788 images",)
     with pytest.raises(DataError, match="train 51 images of 10 classes"):
         cub200(tmp_path)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dmlbench.data.image_table import Published
-from dmlbench.data.readers import cars196, cifar, cub200, inshop, omniglot, sop, tiny_imagenet
+from dmlbench.data.readers import cars196, cifar, cub200, cub200_2010, inshop, omniglot, sop, tiny_imagenet
 from dmlbench.data.readers.layouts import DataFolder, Layout
 from dmlbench.types import DataError
 
@@ -112,6 +112,19 @@ SOURCES: dict[str, Source] = {
             folder="cub200",
             place=cub200.FOLDER,
             published=cub200.PUBLISHED,
+        ),
+        Source(
+            name="cub200_2010",
+            title="CUB-200-2010",
+            home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
+            terms="non-commercial research and education",
+            citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
+            alternatives=((Archive("images.tgz"),),),
+            by_hand="get the images.tgz of 2010 from the authors or a mirror: the publisher's page has gone",
+            expected=("cub200_2010/images/ with class folders, or class folders",),
+            folder="cub200_2010",
+            place=cub200_2010.FOLDER,
+            published=cub200_2010.PUBLISHED,
         ),
         Source(
             name="cars196",

@@ -15,6 +15,7 @@ from dmlbench.data.getting.disk import file_digest
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
+from dmlbench.data.originals import Header, deviations
 from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
 from dmlbench.types import ROLES, DataError, ImageTable
 
@@ -56,6 +57,7 @@ class Report:
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
         duplicates: images that occur more than once.
+        deviations: how the images differ from the published ones, see ``dmlbench.data.originals``.
         unlisted: image files in the data set's folders that no list names, relative to its root.
     """
 
@@ -66,6 +68,7 @@ class Report:
     tiny: tuple[str, ...] = ()
     constant: tuple[str, ...] = ()
     duplicates: Duplicates = field(default_factory=Duplicates)
+    deviations: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
 
     @property
@@ -83,6 +86,7 @@ class _Seen:
     is_rotated: bool = False
     is_tiny: bool = False
     digest: str = ""
+    header: Header | None = None
 
 
 def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
@@ -117,6 +121,9 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
         rotated=sum(one.is_rotated for one in seen),
         tiny=tuple(path for path, one in zip(paths, seen, strict=True) if one.is_tiny),
         duplicates=_duplicates(table, (one.digest for one in seen)),
+        deviations=()
+        if table.originals is None
+        else deviations([one.header for one in seen], table.originals, np.arange(len(seen))),
         unlisted=tuple(unlisted(table)),
     )
 
@@ -147,11 +154,12 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
         read_image(name)
         with Image.open(name) as image:  # again, for what the conversion hides; this reads the header only
             mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
+            header = Header(*size, image.format or "")
     except DataError as error:
         return _Seen(reason=_reason(error, name), digest=digest)
     except OSError as error:
         return _Seen(reason=str(error.strerror or error), digest=digest)
-    return _Seen("", mode, orientation in range(2, 9), min(size) < TINY_SIDE, digest)
+    return _Seen("", mode, orientation in range(2, 9), min(size) < TINY_SIDE, digest, header)
 
 
 def _reason(error: DataError, name: str) -> str:

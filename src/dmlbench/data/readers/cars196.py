@@ -2,11 +2,13 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
@@ -23,11 +25,12 @@ from dmlbench.data.readers.layouts import (
     resolve,
     subfolders,
 )
-from dmlbench.types import DataError, ImageTable, IntArray
+from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
 NUM_TRAIN_CLASSES = 98
 PUBLISHED = Published({"train": (8_054, 98), "test": (8_131, 98)})
 
+_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 _DEVKIT = ("devkit/", "car_devkit/devkit/", "car_devkit/", "")
 
 
@@ -97,40 +100,50 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         listed = _of_train_and_test(folder)
     else:
         listed = _of_class_folders(folder, SPLIT_FOLDERS if layout.name == "split" else ("",))
-    images_root, paths, published = listed
     listing = Listing(
         name="cars196",
-        root=images_root,
+        root=listed.root,
         layout=layout.description,
-        paths=paths,
-        labels=published - 1,
+        paths=listed.paths,
+        labels=listed.published - 1,
         class_names=NAMES,
-        role=np.where(published <= NUM_TRAIN_CLASSES, "train", "test"),
+        role=np.where(listed.published <= NUM_TRAIN_CLASSES, "train", "test"),
+        originals=listed.originals,
     )
-    return table_of_files(listing, published=PUBLISHED if check_counts else None)
+    return table_of_files(listing, published=PUBLISHED, check_counts=check_counts)
 
 
-_Listed = tuple[Path, list[str], IntArray]  # folder of the images, paths below it, published classes from 1
+@dataclass(frozen=True)
+class _Listed:
+    """Folder of the images, paths below it, published classes from 1."""
+
+    root: Path
+    paths: list[str]
+    published: IntArray
+    originals: Originals = field(default_factory=Originals)
 
 
 def _of_car_ims(folder: Path) -> _Listed:
     file = folder / "cars_annos.mat"
     _check_names(file)
-    paths, published = _annotations(file, "relative_im_path")
-    return resolve(folder, "car_ims/car_ims|car_ims").parent, paths, published
+    paths, published, boxes = _annotations(file, "relative_im_path")
+    originals = Originals(boxes=boxes, boxes_from=file.name)
+    return _Listed(resolve(folder, "car_ims/car_ims|car_ims").parent, paths, published, originals)
 
 
 def _of_train_and_test(folder: Path) -> _Listed:
     if meta := first_match(folder, _META):
         _check_names(meta)
     paths: list[str] = []
-    classes = []
+    classes, boxes = [], []
     for part, file in (("cars_train", resolve(folder, _TRAIN_LABELS)), ("cars_test", _test_labels(folder))):
-        names, published = _annotations(file, "fname")
+        names, published, boxes_of_part = _annotations(file, "fname")
         images = resolve(folder, f"{part}/{part}|{part}").relative_to(folder).as_posix()
         paths += [f"{images}/{name}" for name in names]
         classes.append(published)
-    return folder, paths, np.concatenate(classes)
+        boxes.append(boxes_of_part)
+    originals = Originals(boxes=np.concatenate(boxes), boxes_from="the devkit")
+    return _Listed(folder, paths, np.concatenate(classes), originals)
 
 
 def _test_labels(folder: Path) -> Path:
@@ -156,7 +169,7 @@ def _of_class_folders(folder: Path, parts: Sequence[str]) -> _Listed:
             for name, images in _class_images(folder / part).items():
                 paths += [f"{part}/{name}/{image}" if part else f"{name}/{image}" for image in images]
                 published += [_CLASS_OF_KEY[plain_name(name)]] * len(images)
-    return folder, paths, np.array(published, dtype=np.int64)
+    return _Listed(folder, paths, np.array(published, dtype=np.int64))
 
 
 def _class_images(folder: Path) -> dict[str, list[str]]:
@@ -177,12 +190,16 @@ def _class_images(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def _annotations(file: Path, path_field: str) -> tuple[list[str], IntArray]:
-    """Paths [N] and published classes [N], which count from 1."""
+def _annotations(file: Path, path_field: str) -> tuple[list[str], IntArray, NDArray[np.float64]]:
+    """Paths [N], published classes [N], which count from 1, and boxes [N, 4], NaN in lists without boxes."""
     rows = _read(file, "annotations")
+    boxes = np.full((len(rows), 4), np.nan)
     try:
         paths = [str(p) for p in rows[path_field]]
         published = np.array([int(c) for c in rows["class"]], dtype=np.int64)
+        if set(_BOX) <= set(rows.dtype.names):
+            boxes[:] = np.array([[float(value) for value in rows[name]] for name in _BOX]).T
+            boxes[:, :2] -= 1  # pixels count from 1, and the last one belongs to the box
     except _UNREADABLE as error:
         raise _unreadable(file, error) from error
     if len(published) == 0 or published.min() < 1 or published.max() > len(NAMES):
@@ -190,7 +207,7 @@ def _annotations(file: Path, path_field: str) -> tuple[list[str], IntArray]:
         raise DataError(f"'{file}' has {found}, but they count from 1 to {len(NAMES)}; put the original file there")
     if outside := [path for path in paths if leaves_root(path)]:
         raise DataError(f"'{file}' names '{outside[0]}', which lies outside of its folder; put the original file there")
-    return paths, published
+    return paths, published, boxes
 
 
 def _check_names(file: Path) -> None:

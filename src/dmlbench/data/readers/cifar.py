@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, check_published, halved_roles, make_table
+from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
@@ -176,6 +176,7 @@ def _read(kind: _Kind, root: Path, cache_dir: str | Path, check_counts: bool) ->
         super_labels=None if (coarse == _NO_SUPER_CLASS).any() else coarse,
         pixels=np.asarray(rows[:, :width]).reshape(-1, SIDE, SIDE, 3),
         layout=layout.description,
+        notes=differing_counts(labels, role, kind.published),
     )
 
 

@@ -1,55 +1,16 @@
 """CUB-200-2011 (birds): the lists of the original archive, or bare class folders as mirrors have them."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 
-from dmlbench.data.image_table import Listing, Published, table_of_files
-from dmlbench.data.readers.layouts import SPLIT_FOLDERS, DataFolder, Layout, first_match, images_by_folder
+from dmlbench.data.readers.cub_editions import CLASS_FOLDER, OF_2011, Listed, listed_in_folders
+from dmlbench.data.readers.layouts import first_match
 from dmlbench.data.readers.lists import read_list
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import ImageTable, Originals
 
-NUM_TRAIN_CLASSES = 100
-NUM_CLASSES = 200
-PUBLISHED = Published({"train": (5_864, 100), "test": (5_924, 100)})
-
-_LISTS = ("images.txt", "image_class_labels.txt", "classes.txt")
-_CLASS = "[0-9][0-9][0-9].*"
-_FOLDERS = "class folders such as 001.Black_footed_Albatross"
-
-
-def _has_no_list(folder: Path) -> bool:
-    """Where some of the lists are, the others are missing: class folders alone are not what is meant."""
-    return not any((folder / name).is_file() for name in _LISTS)
-
-
-FOLDER = DataFolder(
-    "CUB-200-2011",
-    ("cub200", "cub", "cub_200_2011", "caltech_ucsd_birds", "caltech_ucsd_birds_200_2011"),
-    (
-        Layout(
-            "lists",
-            "CUB_200_2011 with images.txt, image_class_labels.txt, classes.txt and images",
-            (*_LISTS, f"images|{_CLASS}"),
-        ),
-        Layout(
-            "images",
-            "images with class folders such as 001.Black_footed_Albatross",
-            (f"images/{_CLASS}",),
-            _has_no_list,
-        ),
-        Layout("folders", "class folders such as 001.Black_footed_Albatross", (_CLASS,), _has_no_list),
-        Layout("split", "class folders in train and test", (f"train/{_CLASS}", f"test/{_CLASS}"), _has_no_list),
-        Layout(
-            "split_images",
-            "class folders in images/train and images/test",
-            (f"images/train/{_CLASS}", f"images/test/{_CLASS}"),
-            _has_no_list,
-        ),
-    ),
-    "unpack CUB_200_2011.tgz there",
-)
+FOLDER = OF_2011
+PUBLISHED = OF_2011.published
 
 
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -64,31 +25,18 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             False takes a subset: classes without images are left out, and each other one keeps its half.
 
     Raises:
-        DataError: a list or folder is missing or at fault, images are missing, or counts differ.
+        DataError: a list or folder is missing or at fault, images are missing, it is the edition of 2010, or counts
+            differ.
 
     Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
         H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     folder, layout = FOLDER.find(root)
-    listed = _of_lists(folder) if layout.name == "lists" else _of_folders(folder, layout)
-    images_root, paths, class_of, names = listed
-    ids = sorted(names)
-    listing = Listing(
-        name="cub200",
-        root=images_root,
-        layout=layout.description,
-        paths=paths,
-        labels=np.searchsorted(ids, class_of).astype(np.int64),
-        class_names=[names[i] for i in ids],
-        role=np.where(np.array(class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
-    )
-    return table_of_files(listing, published=PUBLISHED if check_counts else None)
+    listed = _of_lists(folder) if layout.name == "lists" else listed_in_folders(folder, layout, OF_2011)
+    return OF_2011.table(listed, layout, check_counts=check_counts)
 
 
-_Listed = tuple[Path, list[str], list[int], dict[int, str]]  # folder of the images, paths, class of each, class names
-
-
-def _of_lists(folder: Path) -> _Listed:
+def _of_lists(folder: Path) -> Listed:
     images = read_list(folder / "images.txt", ("image_id", "path"))
     labels = read_list(folder / "image_class_labels.txt", ("image_id", "class_id"))
     classes = read_list(folder / "classes.txt", ("class_id", "name"))
@@ -99,49 +47,24 @@ def _of_lists(folder: Path) -> _Listed:
     labels.check_known("class_id", classes.texts("class_id"), "classes.txt")
     class_by_image = dict(zip(labels.texts("image_id"), class_ids, strict=True))
     images.check_known("image_id", class_by_image, labels.file.name)
-    is_beside = first_match(folder, f"images/{_CLASS}") is None and first_match(folder, _CLASS) is not None
-    return (
+    is_beside = first_match(folder, f"images/{CLASS_FOLDER}") is None and first_match(folder, CLASS_FOLDER) is not None
+    return Listed(
         folder if is_beside else folder / "images",
         images.paths("path"),
         [class_by_image[image] for image in images.texts("image_id")],
         dict(zip(classes.numbers("class_id").tolist(), classes.texts("name"), strict=True)),
+        _originals(folder / "bounding_boxes.txt", images.texts("image_id")),
     )
 
 
-def _of_folders(folder: Path, layout: Layout) -> _Listed:
-    root = folder / "images" if layout.name in ("images", "split_images") else folder
-    parts = [f"{part}/" for part in SPLIT_FOLDERS if (root / part).is_dir()] if "split" in layout.name else [""]
-    names: dict[int, str] = {}
-    place_of: dict[str, str] = {}
-    paths, class_of = [], []
-    for part in parts:
-        for name, images in images_by_folder(root / part).items():
-            class_id = _class_id(root / part / name)
-            if names.setdefault(class_id, name) != name:
-                raise DataError(
-                    f"class {class_id} of CUB-200-2011 has the folders '{names[class_id]}' and '{name}' in '{root}'; "
-                    "keep the one of the original"
-                )
-            for image in images:
-                path = f"{part}{name}/{image}"
-                if (other := place_of.setdefault(f"{name}/{image}", path)) != path:
-                    raise DataError(f"'{path}' lies in '{root}' a second time as '{other}'; keep one of them")
-                paths.append(path)
-                class_of.append(class_id)
-    return root, paths, class_of, names
-
-
-def _class_id(folder: Path) -> int:
-    match = re.fullmatch(r"(\d{3})\..+", folder.name, re.ASCII)
-    if match is None:
-        raise DataError(
-            f"'{folder}' holds images but is no class of CUB-200-2011 (such as 001.Black_footed_Albatross); rename it "
-            "as the original or move it away"
-        )
-    class_id = int(match[1])
-    if not 1 <= class_id <= NUM_CLASSES:
-        raise DataError(
-            f"'{folder}' is class {class_id}, but those of CUB-200-2011 count from 1 to {NUM_CLASSES}; use the "
-            "original names"
-        )
-    return class_id
+def _originals(file: Path, image_ids: list[str]) -> Originals:
+    """The boxes, where their list is there; nothing but the check of the images needs it."""
+    if not file.is_file():
+        return Originals()
+    rows = read_list(file, ("image_id", "x", "y", "width", "height"))
+    rows.check_once("image_id")
+    left, top, width, height = (rows.decimals(column) for column in ("x", "y", "width", "height"))
+    boxes = np.stack([left, top, left + width, top + height], axis=1)
+    by_image = dict(zip(rows.texts("image_id"), boxes, strict=True))
+    none = np.full(4, np.nan)
+    return Originals(boxes=np.stack([by_image.get(image, none) for image in image_ids]), boxes_from=file.name)

@@ -67,7 +67,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         role=_roles(rows),
         super_labels=super_labels,
     )
-    return table_of_files(listing, published=PUBLISHED if check_counts else None)
+    return table_of_files(listing, published=PUBLISHED, check_counts=check_counts)
 
 
 def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:

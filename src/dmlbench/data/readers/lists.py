@@ -1,10 +1,12 @@
 """Reading the text lists that benchmarks come with: columns apart by blanks, every fault named by file and line."""
 
+import contextlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dmlbench.data.image_table import leaves_root
 from dmlbench.types import DataError, IntArray
@@ -74,6 +76,20 @@ class TextList:
                 f"{self.where(row)} has the {column} {numbers[row]}, but ids count from 1 in the published list; this "
                 f"one seems to be renumbered from 0: {_REMEDY}"
             )
+        return numbers
+
+    def decimals(self, column: str) -> NDArray[np.float64]:
+        """[N] values of a column of measures, which may have decimals.
+
+        Raises:
+            DataError: one is no finite number.
+        """
+        numbers = np.full(len(self), np.nan)
+        for row, value in enumerate(self.texts(column)):
+            with contextlib.suppress(ValueError):
+                numbers[row] = float(value)
+            if not np.isfinite(numbers[row]):
+                raise DataError(f"{self.where(row)} has the {column} '{value[:40]}', expected a number; {_REMEDY}")
         return numbers
 
     def check_once(self, column: str) -> None:

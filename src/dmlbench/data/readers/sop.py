@@ -7,7 +7,7 @@ import numpy as np
 from dmlbench.data.image_table import Listing, Published, shorten, table_of_files
 from dmlbench.data.readers.layouts import DataFolder, Layout
 from dmlbench.data.readers.lists import read_list
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError, ImageTable, Originals
 
 NUM_CLASSES = 22_634
 PUBLISHED = Published({"train": (59_551, 11_318), "test": (60_502, 11_316)})
@@ -72,8 +72,9 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         class_names=[str(i) for i in ids.tolist()],
         role=np.repeat(list(rows), [len(part) for part in rows.values()]),
         super_labels=np.concatenate([part.numbers("super_class_id") for part in rows.values()]) - 1,
+        originals=Originals(),
     )
-    table = table_of_files(listing, published=PUBLISHED if check_counts else None)
+    table = table_of_files(listing, published=PUBLISHED, check_counts=check_counts)
     if check_counts and ids[-1] != NUM_CLASSES:
         raise DataError(
             f"the lists in '{lists}' name classes up to {ids[-1]:,}, published are 1 to {NUM_CLASSES:,}; put the "

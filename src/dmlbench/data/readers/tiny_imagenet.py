@@ -77,7 +77,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         class_names=[f"{wnid} {words[wnid]}" for wnid in wnids],  # words alone are not unique
         role=halved_roles(np.array(labels, dtype=np.int64), len(wnids)),
     )
-    return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged] if check_counts else None)
+    return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged], check_counts=check_counts)
 
 
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:

@@ -1,0 +1,104 @@
+"""Whether the images on disk are those that were published, told from the headers of their files.
+
+Mirrors cut images to their boxes, rescale them or encode them anew, under the published names and in the published
+number. Scores of such images do not compare with those of papers. A header is quickly read, and says this:
+
+- A box that lies outside of its image was drawn on a larger one: the image was cut or made smaller. If the image has
+  the size of its box, it was cut to it; if it has the shape of its box, it was cut and rescaled.
+- Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled.
+- Files of another format were encoded anew.
+
+It does not say whether images of one size were cut before they were rescaled, nor whether JPEGs of the published size
+were encoded anew; images that were enlarged, or whose boxes were rewritten to fit them, are not found.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dmlbench.types import IntArray, Originals
+
+SAMPLE = 64
+_SHARE = 0.1  # of the images: some published boxes of CUB-200-2011 lie outside, up to 32 pixels
+_FEWEST_AT_FAULT = 3  # one odd image of a small subset proves nothing
+_FEWEST_OF_ONE_SIZE = 16
+_ROUNDING = 1.0  # pixels
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an image file says of itself: width and height in pixels, before EXIF turns it, and Pillow's format."""
+
+    width: int
+    height: int
+    format: str
+
+
+def read_header(path: str | os.PathLike[str]) -> Header | None:
+    """None where the file is no image; reading it for its pixels says why."""
+    try:
+        with Image.open(path) as image:
+            return Header(image.width, image.height, image.format or "")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return None
+
+
+def deviations_of_sample(root: str | os.PathLike[str], paths: Sequence[str], originals: Originals) -> tuple[str, ...]:
+    """``deviations`` of at most 64 images, evenly apart."""
+    rows = np.unique(np.linspace(0, len(paths) - 1, min(SAMPLE, len(paths))).astype(np.int64))
+    return deviations([read_header(os.path.join(root, paths[row])) for row in rows], originals, rows)
+
+
+def deviations(headers: Sequence[Header | None], originals: Originals, rows: IntArray) -> tuple[str, ...]:
+    """How images differ from the published ones, in words for results and messages; empty where nothing is found.
+
+    Args:
+        headers: [n] of the images; those that are None are passed over.
+        originals: what is known of the published images.
+        rows: [n] the images' rows in ``originals.boxes``.
+    """
+    seen = [(header, row) for header, row in zip(headers, rows.tolist(), strict=True) if header is not None]
+    if not seen:
+        return ()
+    sizes = np.array([(header.width, header.height) for header, _ in seen], dtype=np.float64)
+    found = _of_sizes(sizes, originals, np.array([row for _, row in seen]))
+    formats = [header.format for header, _ in seen]
+    others = [name for name in formats if name != originals.format]
+    if _are_many(len(others), len(formats)):
+        found += [f"images encoded anew as {', '.join(sorted(set(others)))}"]
+    return tuple(found)
+
+
+def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) -> list[str]:
+    """What sizes [n, 2] of images, width and height, tell."""
+    boxes = np.full((len(rows), 4), np.nan) if originals.boxes is None else originals.boxes[rows]
+    is_outside = np.any(boxes[:, 2:] > sizes + _ROUNDING, axis=1)  # false of NaN
+    count, known = int(is_outside.sum()), int(np.isfinite(boxes).all(axis=1).sum())
+    misfit = f"boxes of {originals.boxes_from} lie outside of {count:,} of {known:,}"
+    if not _are_many(count, known):
+        is_outside[:], misfit = False, ""
+    outside, shaped = sizes[is_outside], np.maximum((boxes[:, 2:] - boxes[:, :2])[is_outside], 1)
+    if _are_most(outside, shaped):
+        return ["images cut to their boxes"]
+    if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(sizes == sizes[0]):
+        width, height = sizes[0].astype(int)
+        return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
+    if _are_most(outside, shaped * np.max(outside / shaped, axis=1, keepdims=True)):
+        return ["images cut to their boxes and rescaled"]
+    short = sizes.min(axis=1)
+    if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(short == short[0]):
+        return [f"images rescaled to a short side of {int(short[0])} pixels"]
+    return [f"images cut or rescaled: {misfit}"] if misfit else []
+
+
+def _are_many(count: int, total: int) -> bool:
+    return count >= max(_FEWEST_AT_FAULT, _SHARE * total)
+
+
+def _are_most(sizes: NDArray[np.float64], expected: NDArray[np.float64]) -> bool:
+    """Whether more than half of sizes [n, 2] are as expected, but for rounding."""
+    return bool(2 * np.all(np.abs(sizes - expected) <= _ROUNDING, axis=1).sum() > len(sizes))

