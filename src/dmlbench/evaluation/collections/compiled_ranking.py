@@ -33,7 +33,6 @@ class _Tile(NamedTuple):
 
     value: FloatRows  # [M, T, N] similarities
     sums: IntArray  # [S, F] all choices of one model per fold
-    ends: IntArray  # [F + 1] first model of each fold
     slack: np.float32  # sums further apart than this are in the right order
     relevant: NDArray[np.bool_]  # [T, N] whether an item is of the query's class
     column: NDArray[np.int32]  # [T, N] items that some sum may need, in any order
@@ -53,9 +52,9 @@ def compiled_ranking(
 ) -> NDArray[np.bool_]:
     """As ``plain_ranking``; ``sums`` are all choices of one model per fold, and ``slack`` may be rounded."""
     _, height, size = value.shape
-    ends, column = np.append(sums[0], len(value)), np.empty((height, size), np.int32)
-    count, reach = np.empty(height, np.int64), np.empty((height, len(sums)), np.float32)
-    tile = _Tile(value, sums, ends, np.float32(slack), relevant, column, count, reach)
+    column, count = np.empty((height, size), np.int32), np.empty(height, np.int64)
+    reach = np.empty((height, len(sums)), np.float32)
+    tile = _Tile(value, sums, np.float32(slack), relevant, column, count, reach)
     _select(tile, k)
     most = max(1, int(count.max()))
     pending = np.ones((len(sums), height), np.bool_)
@@ -129,8 +128,8 @@ def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: ND
 @compiled
 def _select(tile: _Tile, k: int) -> None:
     """Write which items some sum may need (``column``, ``number``), and the sums' reaches."""
-    value, sums, ends = tile.value, tile.sums, tile.ends
-    size = value.shape[2]
+    value, sums, size = tile.value, tile.sums, tile.value.shape[2]
+    ends = np.append(sums[0], len(value))  # first model of each fold
     lower, upper = np.empty(size, np.float32), np.empty(size, np.float32)
     least, most = np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty(min(size, max(2 * k, size // _GROUP)), np.float32)
@@ -161,11 +160,7 @@ def _select(tile: _Tile, k: int) -> None:
                 for i in range(found):
                     near[model, i] = value[model, row, chosen[i]]
             for at in range(len(sums)):
-                changed = at == 0
-                for fold in range(len(ends) - 1):
-                    changed |= sums[at, fold] != sums[at - 1, fold]
-                    for i in range(found if changed else 0):
-                        total[fold + 1, i] = total[fold, i] + near[sums[at, fold], i]
+                _add_up(near, sums, at, at - 1, found, total)
                 tile.reach[row, at] = _reach(total[-1, :found], k)
             _maxima(upper, maxima)
         floor = max(tile.reach[row].min() - tile.slack, _LOWEST)
@@ -181,48 +176,38 @@ def _rank(
     ``known`` [M, .., C] are the exact similarities so far of the queries from ``first`` on, NaN at first; in place of
     one that is missed, ``_WANTED`` is written.
     """
-    sums, ends, slack, column = tile.sums, tile.ends, tile.slack, tile.column
-    models, height, width = known.shape
-    folds, k = len(ends) - 1, ranked.shape[2]
-    near, to_come = np.empty((models, width), np.float32), np.zeros((folds + 1, width), np.float32)
-    order, column_of = np.empty(width, np.int64), np.empty(width, np.int32)  # relevant items lead
-    place, total = np.empty((folds + 1, width), np.uint32), np.zeros((folds + 1, width + _LANES), np.float32)
-    size, lead = np.zeros(folds + 1, np.int64), np.zeros(folds + 1, np.int64)
+    sums, slack, column = tile.sums, tile.slack, tile.column
+    (models, height, width), k = known.shape, ranked.shape[2]
+    near, total = np.empty((models, width), np.float32), np.zeros((sums.shape[1] + 1, width), np.float32)
+    order, column_of = np.empty(width, np.uint32), np.empty(width, np.int32)  # relevant items lead
+    item, sum_of = np.empty(width, np.uint32), np.empty(width + _LANES, np.float32)  # what a sum may need of them
     above, unsure = np.empty(width + _LANES, np.int32), np.empty(width + _LANES, np.int32)
     number = np.empty(k + 1, np.int64)
-    place[0] = np.arange(width)
     for row in range(first, first + height):
         if not pending[:, row].any():
             continue
-        size[0] = 0
+        size = num_relevant = 0
         for wanted in (True, False):
             for i in range(tile.number[row]):
                 if tile.relevant[row, column[row, i]] == wanted:
-                    order[size[0]], column_of[size[0]] = i, column[row, i]
-                    size[0] += 1
-            lead[0] = size[0] if wanted else lead[0]
+                    order[size], column_of[size] = i, column[row, i]
+                    size += 1
+            num_relevant = size if wanted else num_relevant
         for model in range(models):
-            for i in range(size[0]):
+            for i in range(size):
                 near[model, i] = tile.value[model, row, column_of[i]]
-        for fold in range(folds - 1, -1, -1):
-            for i in range(size[0]):  # the greatest sum of this fold and those that follow
-                most = near[ends[fold], i]
-                for model in range(ends[fold] + 1, ends[fold + 1]):
-                    most = max(most, near[model, i])
-                to_come[fold, i] = to_come[fold + 1, i] + most
         before = -1
         for at in range(len(sums)):
             if not pending[at, row]:
                 continue
-            changed, alike = before < 0, len(sums)
-            for fold in range(folds):
-                changed |= sums[at, fold] != sums[before, fold]
-                alike //= ends[fold + 1] - ends[fold]  # sums that begin with these models follow each other
-                if changed:
-                    floor = tile.reach[row, at // alike * alike : (at // alike + 1) * alike].min() - slack
-                    _extend(near[sums[at, fold]], to_come[fold + 1], floor, fold, place, total, size, lead)
+            _add_up(near, sums, at, before, size, total)
             before = at
-            num_items, num_all, item, sum_of = int(lead[folds]), int(size[folds]), place[folds], total[folds]
+            of_all, floor = total[-1], max(tile.reach[row, at] - slack, _LOWEST)
+            num_all = num_items = 0
+            for i in range(size):
+                sum_of[num_all], item[num_all] = of_all[i], i
+                num_all += of_all[i] >= floor
+                num_items = num_all if i < num_relevant else num_items
             _count_above(sum_of, num_items, num_all, slack, above, unsure)
             number[:] = 0
             missed = False
@@ -245,27 +230,15 @@ def _rank(
 
 
 @compiled
-def _extend(
-    one: FloatRows,
-    to_come: FloatRows,
-    floor: np.float32,
-    fold: int,
-    place: NDArray[np.uint32],
-    total: FloatRows,
-    size: IntArray,
-    lead: IntArray,
-) -> None:
-    """Add the similarities ``one`` [n] of a model of ``fold`` to the sums so far and keep what may reach ``floor``."""
-    old, new, old_total, new_total = place[fold], place[fold + 1], total[fold], total[fold + 1]
-    left = 0
-    for relevant in (True, False):
-        for i in range(0 if relevant else lead[fold], lead[fold] if relevant else size[fold]):
-            at = old[i]
-            value = old_total[i] + one[at]
-            new[left], new_total[left] = at, value
-            left += value + to_come[at] >= max(floor, _LOWEST)
-        lead[fold + 1] = left if relevant else lead[fold + 1]
-    size[fold + 1] = left
+def _add_up(value: FloatRows, sums: IntArray, at: int, before: int, size: int, total: FloatRows) -> None:
+    """``total`` [F + 1, n]: the sum ``at`` of ``value`` [M, n], fold by fold, from where it differs from ``before``."""
+    changed = before < 0
+    for fold in range(sums.shape[1]):
+        changed |= sums[at, fold] != sums[before, fold]
+        if changed:
+            old, new, one = total[fold], total[fold + 1], value[sums[at, fold]]
+            for i in range(size):
+                new[i] = old[i] + one[i]
 
 
 @compiled
