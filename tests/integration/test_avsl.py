@@ -16,7 +16,9 @@ from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.cli.front import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
-from dmlbench.results.aggregate import COLLECTIONS, aggregate_cell
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.rules import COLLECTIONS
 from dmlbench.results.store import cells_of, find_runs
 from dmlbench.types import RunError
 
@@ -90,8 +92,13 @@ def test_runs_are_evaluated_from_files_and_joined_into_collections(tmp_path) -> 
 
     ((_, members),) = cells_of(find_runs(folder, "**")).items()
     distances = {key: distance_of_run(run) for key, run in runs.items()}
-    summary = aggregate_cell(members, distances=distances, allow_partial=True, progress=False)
+    later = EvaluationSpec(
+        metrics=("p_at_1", "ndcg_at_10", "precision_at_10", "map_at_10")
+    )  # not asked for in training
+    summary = aggregate_cell(members, later, distance_of=distance_of_run, allow_partial=True, progress=False)
     assert summary["n_collections"] == 4
+    for scores in summary["scores"].values():
+        assert all(0 < scores[name]["mean"] <= 1 for name in later.metrics)
 
     # a naive collection: P@1 by the sum of the members' own distances
     frame = np.genfromtxt(path.parent / COLLECTIONS, delimiter=",", names=True)
