@@ -357,7 +357,7 @@ def test_collections_rank_by_the_sum_of_float64_distances(tile_bytes: int) -> No
     first = runs[0][0]
     members = [[EmbeddingSet(run.rows, first.labels, first.ids) for run in fold] for fold in runs]
     distances = [[avsl(2 * f + r) for r in range(2)] for f in range(2)]
-    found = concatenated_scores(members, spec=EvaluationSpec(RECALL_AT, tile_bytes=tile_bytes), distances=distances)
+    found, _ = concatenated_scores(members, spec=EvaluationSpec(RECALL_AT, tile_bytes=tile_bytes), distances=distances)
     values = [
         [float64_values(m, m, d) for m, d in zip(*pair, strict=True)] for pair in zip(members, distances, strict=True)
     ]

@@ -13,8 +13,8 @@ import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
 from dmlbench.evaluation import resume
-from dmlbench.evaluation.collections import concatenated, models
-from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
@@ -102,11 +102,11 @@ def ties(folds: Sequence[int], size: int, *, classes: int, gallery: bool) -> lis
 def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
     ranked_by: str, folds: tuple[int, ...], with_gallery: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_COLUMNS", 17)  # several gallery tiles
+    monkeypatch.setattr(concatenated, "_COLUMNS", 17)  # several gallery tiles
     members = ties(folds, 40, classes=6, gallery=False)
     galleries = ties(folds, 53, classes=6, gallery=True) if with_gallery else None
     spec = EvaluationSpec((1, 3, 60), tile_bytes=200_000)  # more places than there are items
-    joint, own = concatenated_and_own_scores(members, galleries, spec=spec)
+    joint, own = concatenated_scores(members, galleries, spec=spec, own=True)
     for choice in list(joint)[:: max(1, len(joint) // 9)]:
         expected = evaluate_sum(members, galleries, choice, spec)
         for name, values in expected.items():
@@ -129,7 +129,7 @@ def test_compiled_and_plain_ranking_give_the_same_bits(offset: float, monkeypatc
             (runs(size=90, offset=offset), None),
             (ties((2, 3), 60, classes=5, gallery=False), ties((2, 3), 80, classes=5, gallery=True)),
         ):
-            joint, own = concatenated_and_own_scores(members, galleries, spec=spec)
+            joint, own = concatenated_scores(members, galleries, spec=spec, own=True)
             found.append([*joint.values(), *itertools.chain.from_iterable(own)])
     for compiled, plain in zip(itertools.chain(*found[:2]), itertools.chain(*found[2:]), strict=True):
         for name, values in plain.per_query.items():
@@ -146,7 +146,7 @@ def test_concatenated_equals_evaluation_of_the_concatenated_rows(
     if galleries is not None:  # an id that both hold has one label
         galleries = [[EmbeddingSet(g.rows, g.labels, g.ids + 100) for g in fold] for fold in galleries]
     spec = EvaluationSpec(RECALL_AT)
-    found = concatenated_scores(members, galleries, spec=spec)
+    found, _ = concatenated_scores(members, galleries, spec=spec)
     assert len(found) == 81
     for choice, evaluation in found.items():
         queries = joined([members[f][r] for f, r in enumerate(choice)])
@@ -210,8 +210,8 @@ def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None
     spec = EvaluationSpec((1,))
     concatenated_scores(members, spec=spec, partial=tmp_path)
     members[0][1].rows[3, 0] += 1
-    found = concatenated_scores(members, spec=spec, partial=tmp_path)
-    for choice, evaluation in concatenated_scores(members, spec=spec).items():
+    found, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
+    for choice, evaluation in concatenated_scores(members, spec=spec)[0].items():
         assert found[choice].scores == evaluation.scores
 
 
@@ -237,9 +237,9 @@ def _claim_too_much(folder: Path) -> None:
 def test_damaged_partial_scores_are_computed_anew(damage: str, tmp_path: Path) -> None:
     members = runs(folds=2, repeats=2, size=30)
     spec = EvaluationSpec((1,))
-    expected = concatenated_scores(members, spec=spec, partial=tmp_path)
+    expected, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
     DAMAGE[damage](tmp_path)
-    found = concatenated_scores(members, spec=spec, partial=tmp_path)
+    found, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
     assert [found[choice].scores for choice in found] == [expected[choice].scores for choice in expected]
 
 
@@ -267,7 +267,7 @@ def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeyp
 def test_members_with_distances_of_their_own_rank_by_the_sum_of_these(ranked_by: str, tile_bytes: int) -> None:
     members = runs(folds=2, repeats=2, size=40)
     distances = [[LpDistance(normalize_embeddings=False, p=1), SNRDistance()], [None, CosineSimilarity()]]
-    found = concatenated_scores(members, spec=EvaluationSpec((1, 3), tile_bytes=tile_bytes), distances=distances)
+    found, _ = concatenated_scores(members, spec=EvaluationSpec((1, 3), tile_bytes=tile_bytes), distances=distances)
     matrices = []
     for fold, choices in zip(members, distances, strict=True):
         matrices.append([])

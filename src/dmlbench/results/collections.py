@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit
 
-from dmlbench.evaluation.collections.concatenated import concatenated_and_own_scores, concatenated_scores
+from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import (
@@ -87,39 +87,28 @@ def collections(
         raise ConfigError(
             f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
         )
-    concatenated: Mapping[tuple[int, ...], Evaluation | None]
-    concatenated = dict.fromkeys(itertools.product(*(range(len(fold)) for fold in members)))
-    if names:
-        spec = EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names)
-    if scores is None:
-        concatenated, own = concatenated_and_own_scores(
-            members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
-        )
-        scores = [[evaluation.scores for evaluation in fold] for fold in own]
-        del own
-    else:
+    if scores is not None:
         _check_scores(scores, members, names)
-        if names:
-            concatenated = concatenated_scores(
-                members, galleries, spec=spec, distances=distances, partial=partial, progress=progress
-            )
+    joined: dict[tuple[int, ...], Evaluation] = {}
+    own: list[list[Evaluation]] = []
+    if names:
+        joined, own = concatenated_scores(
+            members, galleries, spec=EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names),
+            distances=distances, own=scores is None, partial=partial, progress=progress,
+        )  # fmt: skip
+    scores = scores or [[evaluation.scores for evaluation in fold] for fold in own]
     # Every score that all members have has a mean over members; those of a whole set, such as nmi, no joined ranking.
     separated = in_table_order(name for name in scores[0][0] if all(name in s for f in scores for s in f))
     rows = []
-    for choice, evaluation in concatenated.items():
+    for choice in itertools.product(*(range(len(fold)) for fold in members)):
         row: dict[str, float] = {f"repeat_fold{f}": r for f, r in enumerate(choice)}
         for name in separated:
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
-        if evaluation is not None:
-            row.update({f"concatenated_{name}": evaluation.scores[name] for name in names})
-        rows.append(row)
-    del concatenated
+        rows.append(row | {f"concatenated_{name}": joined[choice].scores[name] for name in names})
+    del joined, own  # they hold the file of the partial scores open
     if partial is not None:
         forget(partial)
-    repeat_columns = [f"repeat_fold{f}" for f in range(len(members))]
-    columns = [*repeat_columns, *(f"separated_{name}" for name in separated)]
-    columns += [f"concatenated_{name}" for name in names]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows)
 
 
 def summarize(frame: pd.DataFrame) -> dict[str, dict[str, float | None]]:

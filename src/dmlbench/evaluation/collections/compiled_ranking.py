@@ -1,7 +1,7 @@
 """Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
 
-It finds what ``concatenated.plain_ranking`` finds, bit by bit. Letters: M models, T queries of a tile, N gallery items,
-S sums of F models each, C items that some sum may need, k places that matter.
+It finds what ``plain_select`` and ``plain_rank`` find, bit by bit. Letters: M models, T queries and W gallery items of
+a tile, S sums of F models each, C items that some sum may need, k places that matter.
 
 A *reach* of a sum is a value that at least k items reach: what lies below it (less the slack) is not among the k
 nearest, and the reach of the items that are near on average is close to that of all. Which places of a ranking are
@@ -11,12 +11,11 @@ only, and exactly only where the two are near.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.models import FoldModel
+from dmlbench.evaluation.collections.models import FoldModel, Near
 from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.machine_code import compiled
 from dmlbench.types import IntArray
@@ -28,52 +27,48 @@ _GROUP = 16  # items of which the largest is found first
 _LANES = 32  # numbers that a vector unit compares at a time
 
 
-class _Tile(NamedTuple):
-    """What is ranked, and what is selected of it."""
+def compiled_select(
+    value: FloatRows, sums: IntArray, first_column: int, reach: FloatRows, *, k: int, slack: float
+) -> Near:
+    """As ``plain_select``; items come in any order, and ``slack`` may be rounded."""
+    models, height, width = value.shape
+    column, count = np.empty((height, width), np.int32), np.empty(height, np.int64)
+    reach = np.broadcast_to(reach, (height, len(sums))).copy()
+    _select(value, sums, np.float32(slack), k, column, count, reach)
+    size = int(count.max(initial=0))
+    near = Near(np.empty((models, height, size), np.float32), np.empty((height, size), np.int64), reach)
+    _gather(value, column, count, first_column, near)
+    return near
 
-    value: FloatRows  # [M, T, N] similarities
-    sums: IntArray  # [S, F] all choices of one model per fold
-    slack: np.float32  # sums further apart than this are in the right order
-    relevant: NDArray[np.bool_]  # [T, N] whether an item is of the query's class
-    column: NDArray[np.int32]  # [T, N] items that some sum may need, in any order
-    number: IntArray  # [T] how many
-    reach: FloatRows  # [T, S]
 
-
-def compiled_ranking(
+def compiled_rank(
     models: Sequence[FoldModel],
     part: IntArray,
-    value: FloatRows,
+    near: Near,
     sums: IntArray,
     relevant: NDArray[np.bool_],
     *,
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``plain_ranking``; ``sums`` are all choices of one model per fold, and ``slack`` may be rounded."""
-    _, height, size = value.shape
-    column, count = np.empty((height, size), np.int32), np.empty(height, np.int64)
-    reach = np.empty((height, len(sums)), np.float32)
-    tile = _Tile(value, sums, np.float32(slack), relevant, column, count, reach)
-    _select(tile, k)
-    most = max(1, int(count.max()))
+    """As ``plain_rank``."""
+    _, height, width = near.value.shape
     pending = np.ones((len(sums), height), np.bool_)
     ranked = np.zeros((len(sums), height, k), np.bool_)
-    step = max(1, height * size // (8 * most))  # queries whose exact similarities take a quarter of ``value``
+    step = -(-height // 2)  # exact similarities take as much memory as those of ``near``
     for first in range(0, height, step):
-        rows = slice(first, min(first + step, height))
-        known = np.full((len(models), len(part[rows]), most), np.nan)
+        rows = slice(first, first + step)
+        known = np.full((len(models), len(part[rows]), width), np.nan)
         while pending[:, rows].any():
-            _rank(tile, first, known, pending, ranked)
+            _rank(near, sums, np.float32(slack), relevant, first, known, pending, ranked)
             for model, similarity in zip(models, known, strict=True):
                 held = model.held_rows()
                 if held is not None:
-                    _fill(*held, part[rows], count[rows], column[rows], similarity)
+                    _fill(*held, part[rows], near.column[rows], similarity)
                 else:
                     row, place = np.nonzero(similarity == _WANTED)
                     if len(row):
-                        columns = column[row + first, place].astype(np.int64)
-                        similarity[row, place] = model.exact(part)(row + first, columns)
+                        similarity[row, place] = model.exact(part[rows])(row, near.column[rows][row, place])
     return ranked
 
 
@@ -126,9 +121,17 @@ def _not_below(value: FloatRows, maxima: FloatRows, floor: np.float32, found: ND
 
 
 @compiled
-def _select(tile: _Tile, k: int) -> None:
-    """Write which items some sum may need (``column``, ``number``), and the sums' reaches."""
-    value, sums, size = tile.value, tile.sums, tile.value.shape[2]
+def _select(
+    value: FloatRows,
+    sums: IntArray,
+    slack: np.float32,
+    k: int,
+    column: NDArray[np.int32],
+    count: IntArray,
+    reach: FloatRows,
+) -> None:
+    """Write which columns of ``value`` some sum may need (``column`` [T, W], ``count`` [T]), and raise ``reach``."""
+    size = value.shape[2]
     ends = np.append(sums[0], len(value))  # first model of each fold
     lower, upper = np.empty(size, np.float32), np.empty(size, np.float32)
     least, most = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -137,10 +140,11 @@ def _select(tile: _Tile, k: int) -> None:
     near = np.empty((len(value), len(chosen)), np.float32)
     total = np.zeros((len(ends), len(chosen)), np.float32)
     for row in range(value.shape[1]):
+        bound = upper
         if len(value) == 1:
-            upper[:] = value[0, row]
-            _maxima(upper, maxima)
-            tile.reach[row, 0] = _reach(maxima, k)
+            bound = value[0, row]
+            _maxima(bound, maxima)
+            reach[row, 0] = max(reach[row, 0], _reach(maxima, k))
         else:
             for fold in range(len(ends) - 1):  # sums over folds of the least and the greatest similarity of any model
                 least[:] = most[:] = value[ends[fold], row]
@@ -157,26 +161,48 @@ def _select(tile: _Tile, k: int) -> None:
             _maxima(least, maxima)
             found = _not_below(least, maxima, _reach(maxima, min(2 * k, len(maxima))), chosen)
             for model in range(len(value)):
+                one = value[model, row]
                 for i in range(found):
-                    near[model, i] = value[model, row, chosen[i]]
+                    near[model, i] = one[chosen[i]]
             for at in range(len(sums)):
                 _add_up(near, sums, at, at - 1, found, total)
-                tile.reach[row, at] = _reach(total[-1, :found], k)
+                reach[row, at] = max(reach[row, at], _reach(total[-1, :found], k))
             _maxima(upper, maxima)
-        floor = max(tile.reach[row].min() - tile.slack, _LOWEST)
-        tile.number[row] = _not_below(upper, maxima, floor, tile.column[row])
+        count[row] = _not_below(bound, maxima, max(reach[row].min() - slack, _LOWEST), column[row])
+
+
+@compiled
+def _gather(value: FloatRows, column: NDArray[np.int32], count: IntArray, first_column: int, near: Near) -> None:
+    """Fill ``near`` with the columns ``column`` [T, W] of ``value``, as many as ``count`` [T]."""
+    near.column[:] = -1
+    for row in range(len(count)):
+        number, places = count[row], column[row]
+        for i in range(number):
+            near.column[row, i] = first_column + places[i]
+        for model in range(len(value)):
+            one, held = value[model, row], near.value[model, row]
+            for i in range(number):
+                held[i] = one[places[i]]
+            held[number:] = -np.inf
 
 
 @compiled
 def _rank(
-    tile: _Tile, first: int, known: NDArray[np.float64], pending: NDArray[np.bool_], ranked: NDArray[np.bool_]
+    tile: Near,
+    sums: IntArray,
+    slack: np.float32,
+    relevant: NDArray[np.bool_],
+    first: int,
+    known: NDArray[np.float64],
+    pending: NDArray[np.bool_],
+    ranked: NDArray[np.bool_],
 ) -> None:
-    """Rank what was selected by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
+    """Rank a tile by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
 
     ``known`` [M, .., C] are the exact similarities so far of the queries from ``first`` on, NaN at first; in place of
     one that is missed, ``_WANTED`` is written.
     """
-    sums, slack, column = tile.sums, tile.slack, tile.column
+    column = tile.column
     (models, height, width), k = known.shape, ranked.shape[2]
     near, total = np.empty((models, width), np.float32), np.zeros((sums.shape[1] + 1, width), np.float32)
     order, column_of = np.empty(width, np.uint32), np.empty(width, np.int32)  # relevant items lead
@@ -188,14 +214,15 @@ def _rank(
             continue
         size = num_relevant = 0
         for wanted in (True, False):
-            for i in range(tile.number[row]):
-                if tile.relevant[row, column[row, i]] == wanted:
+            for i in range(width):
+                if column[row, i] >= 0 and relevant[row, i] == wanted:
                     order[size], column_of[size] = i, column[row, i]
                     size += 1
             num_relevant = size if wanted else num_relevant
         for model in range(models):
+            one = tile.value[model, row]
             for i in range(size):
-                near[model, i] = tile.value[model, row, column_of[i]]
+                near[model, i] = one[order[i]]
         before = -1
         for at in range(len(sums)):
             if not pending[at, row]:
@@ -270,19 +297,12 @@ def _exact_sum(item: int, models: IntArray, known: NDArray[np.float64], row: int
 
 
 @compiled
-def _fill(
-    left: FloatRows,
-    right: FloatRows,
-    query: IntArray,
-    count: IntArray,
-    column: NDArray[np.int32],
-    known: NDArray[np.float64],
-) -> None:
+def _fill(left: FloatRows, right: FloatRows, query: IntArray, column: IntArray, known: NDArray[np.float64]) -> None:
     """``similarity.exact_similarities`` of rows of ``left`` [Q, D], ``right`` [N, D] where ``known`` is wanted."""
     terms = np.empty(left.shape[1] + 1, np.float64)
     for row in range(len(query)):
         x = left[query[row]]
-        for i in range(count[row]):
+        for i in range(column.shape[1]):
             if known[row, i] == _WANTED:
                 y, width = right[column[row, i]], left.shape[1]
                 terms[0] = 0.0

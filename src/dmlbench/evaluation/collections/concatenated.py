@@ -6,7 +6,7 @@ M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench import machine_code
-from dmlbench.evaluation.collections.models import FoldModel, fold_models
+from dmlbench.evaluation.collections.models import Bounds, FoldModel, Near, fold_models
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
@@ -24,14 +24,7 @@ from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
 from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
-from dmlbench.evaluation.search.top_k import (
-    PADDING,
-    column_of,
-    entries_above,
-    floor_below,
-    kth_bound,
-    settle,
-)
+from dmlbench.evaluation.search.top_k import PADDING, column_of, entries_above, floor_below, kth_bound, settle
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
@@ -39,11 +32,14 @@ from dmlbench.types import IntArray, RunError
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-Ranking = Callable[..., NDArray[np.bool_]]
+Select = Callable[..., Near]
+Rank = Callable[..., NDArray[np.bool_]]
 
-_TILE_ROWS = 256
+_TILE_ROWS = 144
+_COLUMNS = 8192  # gallery items of a block
 _SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
-_BYTES_PER_ITEM = 32  # of a query, beside the models' similarities and those of them that matter
+_BYTES_PER_ITEM = 32  # of a query and a block, besides the similarities
+_NO_REACH = np.full((1, 1), -np.inf, dtype=np.float32)
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
 _workspace = Workspace()
@@ -55,9 +51,10 @@ def concatenated_scores(
     *,
     spec: EvaluationSpec,
     distances: ModelDistances | None = None,
+    own: bool = False,
     partial: Path | None = None,
     progress: bool = False,
-) -> dict[Choice, Evaluation]:
+) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
     """Evaluate the joined embedding of every choice of one repeat per fold.
 
     The ranking is that of the sum over folds, in their order, of the models' exact similarities; ties go by gallery
@@ -66,73 +63,44 @@ def concatenated_scores(
     Args:
         members: query rows [Q, D] by every model, [fold][repeat]; all with the same ids and labels in the same order
             (the caller checks), D may differ.
-        galleries: gallery rows likewise, or None: the queries are searched among themselves.
+        galleries: gallery rows by the same models, or None: the queries are searched among themselves.
         spec: what to compute; ``back_end`` is of no use here.
         distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
             and so is every distance that ranks as they do.
+        own: whether to evaluate every model by itself, too, which takes the same products.
         partial: folder of what an interrupted call has computed: it is continued, if it is of the same models. The
             scores lie in a file there, so that they take no memory.
         progress: whether to show a bar.
 
     Returns:
-        Evaluations by choice, the last fold's repeat changing fastest.
+        Evaluations by choice, the last fold's repeat changing fastest, and those of the models [fold][repeat], if
+        ``own``.
 
     Raises:
         RunError: no query has a positive, a set cannot be searched, or ``partial`` lacks scores that it claims to hold.
     """
-    everything = _evaluations(members, galleries, spec, distances, partial, own=False, progress=progress)
-    return dict(zip(_choices(members), everything, strict=True))
-
-
-def concatenated_and_own_scores(
-    members: ModelEmbeddings,
-    galleries: ModelEmbeddings | None = None,
-    *,
-    spec: EvaluationSpec,
-    distances: ModelDistances | None = None,
-    partial: Path | None = None,
-    progress: bool = False,
-) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
-    """``concatenated_scores``, and the models' own evaluations [fold][repeat], which take the same products."""
-    found = _evaluations(members, galleries, spec, distances, partial, own=True, progress=progress)
-    joined = {choice: next(found) for choice in _choices(members)}
-    return joined, [[next(found) for _ in fold] for fold in members]
-
-
-def _choices(members: ModelEmbeddings) -> list[Choice]:
-    return list(itertools.product(*(range(len(fold)) for fold in members)))
-
-
-def _evaluations(
-    members: ModelEmbeddings,
-    galleries: ModelEmbeddings | None,
-    spec: EvaluationSpec,
-    distances: ModelDistances | None,
-    partial: Path | None,
-    *,
-    own: bool,
-    progress: bool,
-) -> Iterator[Evaluation]:
-    """Those of all choices, then those of all models if ``own``."""
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
     scored = of_queries(spec.scores)
     relevance = relevance_of(queries, reference, scored)
     names = score_names(scored)
+    choices = list(itertools.product(*(range(len(fold)) for fold in members)))
     first = list(itertools.accumulate(map(len, members), initial=0))
-    choices = np.array(_choices(members)) + first[:-1]
-    rankings = [choices, *(np.array([[model]]) for model in range(first[-1]) if own)]
+    rankings = [np.array(choices) + first[:-1], *(np.array([[model]]) for model in range(first[-1]) if own)]
     fingerprint = ""
     if partial is not None:
         fingerprint = fingerprint_of(members, galleries, [*names, "and own"] if own else names, distances)
     store = PartialScores(partial, (sum(map(len, rankings)), len(names), len(queries)), fingerprint=fingerprint)
     models = fold_models(members, galleries, distances, tile_bytes=spec.tile_bytes)
     _score(models, rankings, relevance, store, spec, progress=progress)
+    found = []
     for scores in store.values:
         if np.isnan(scores[:, relevance.valid]).any():  # a mean would pass over them
             raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
-        yield Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries)
+        found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
+    joined, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
+    return joined, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
 
 
 def _score(
@@ -154,29 +122,36 @@ def _score(
         spec: what to compute.
         progress: whether to show a bar.
     """
-    rank: Ranking = compiled_ranking() or plain_ranking
+    select, rank = compiled_ranking() or (plain_select, plain_rank)
     scored = of_queries(spec.scores)
     threads = num_threads()
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
-    per_query = (8 * len(models) + _BYTES_PER_ITEM) * num_gallery + _BYTES_PER_PLACE * k * len(store.values)
-    rows = max(1, min(_TILE_ROWS, spec.tile_bytes // 2 // threads // per_query))
+    columns = -(-num_gallery // -(-num_gallery // _COLUMNS))  # blocks of one size
+    free = spec.tile_bytes // 2 // threads
+    per_query = (4 * len(models) + _BYTES_PER_ITEM) * columns + _BYTES_PER_PLACE * k * len(store.values)
+    rows = max(1, min(_TILE_ROWS, 2 * free // 3 // per_query))
 
     def work(part: IntArray) -> IntArray:
-        value = _workspace.array("similarity", (len(models), len(part), num_gallery), np.float32)
-        bounds = [model.similarities(part, out=out) for model, out in zip(models, value, strict=True)]
-        for out in value:
-            exclude(out, relevance.own_column[part])
-        relevant = relevance.query_labels[part, None] == relevance.gallery_labels
+        found: list[list[Near]] = [[] for _ in rankings]
+        slack = np.zeros(len(rankings))
+        for start in range(0, num_gallery, columns):
+            stop = min(start + columns, num_gallery)
+            value = _workspace.array("similarity", (len(models), len(part), stop - start), np.float32)
+            bounds = [model.similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)]
+            for out in value:
+                exclude(out, relevance.own_column[part] - start)
+            slack = np.maximum(slack, [_slack(bounds, sums) for sums in rankings])
+            for blocks, sums, distance in zip(found, rankings, slack, strict=True):
+                these, reach = slice(sums.min(), sums.max() + 1), blocks[-1].reach if blocks else _NO_REACH
+                blocks.append(select(value[these], sums - these.start, start, reach, k=k, slack=distance))
+            if sum(one.value.nbytes for blocks in found for one in blocks) > free // 3 and len(part) > 1:
+                return np.concatenate([work(half) for half in np.array_split(part, 2)])  # too much is near
         done = 0
-        for sums in rankings:
-            error, largest = (
-                sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T)
-                for name in ("error", "largest")
-            )
-            # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so does adding the slack
-            slack = 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-22
-            these = slice(int(sums.min()), int(sums.max()) + 1)
-            ranked = rank(models[these], part, value[these], sums - these.start, relevant, k=k, slack=slack)
+        for sums, distance in zip(rankings, slack, strict=True):
+            near = _joined(found.pop(0))
+            relevant = relevance.gallery_labels[near.column] == relevance.query_labels[part, None]
+            own = models[sums.min() : sums.max() + 1]
+            ranked = rank(own, part, near, sums - sums.min(), relevant & (near.column >= 0), k=k, slack=distance)
             few = max(1, _SCORED // ranked[0].size)
             for first in range(0, len(sums), few):
                 some = ranked[first : first + few]
@@ -204,16 +179,57 @@ def _score(
     store.flush()
 
 
-def compiled_ranking() -> Ranking | None:
-    """``compiled_ranking`` where numba is installed, else None: ``plain_ranking`` gives the same bits, more slowly."""
+def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
+    """How far apart sums [S, F] of models are in the right order."""
+    error, largest = (
+        sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T) for name in ("error", "largest")
+    )
+    # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so does adding the slack
+    return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-22
+
+
+def _joined(blocks: Sequence[Near]) -> Near:
+    """What matters of the whole gallery."""
+    if len(blocks) == 1:
+        return blocks[0]
+    value, column, _ = zip(*blocks, strict=True)
+    return Near(np.concatenate(value, axis=2), np.concatenate(column, axis=1), blocks[-1].reach)
+
+
+def compiled_ranking() -> tuple[Select, Rank] | None:
+    """The compiled twins of ``plain_select`` and ``plain_rank`` where numba is installed, else None; the same bits."""
     module = machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
-    return None if module is None else module.compiled_ranking
+    return None if module is None else (module.compiled_select, module.compiled_rank)
 
 
-def plain_ranking(
+def plain_select(
+    value: FloatRows, sums: IntArray, first_column: int, reach: FloatRows, *, k: int, slack: float
+) -> Near:
+    """What may be among the k nearest items by any sum of similarities, of a block of the gallery.
+
+    Args:
+        value: [M, T, W] similarities to the block, -inf for the query itself.
+        sums: [S, F] the models of every sum: all choices of one per fold.
+        first_column: gallery item of the block's first column.
+        reach: that of the blocks before, [T, S], [T, 1] or lower than all.
+        k: places that matter.
+        slack: sums further apart than this are in the right order.
+    """
+    lower, upper = np.zeros((2, *value.shape[1:]), dtype=np.float32)
+    for fold in sums.T:  # what every sum of one model per fold lies between
+        lower += value[fold.min() : fold.max() + 1].min(axis=0)
+        upper += value[fold.min() : fold.max() + 1].max(axis=0)
+    reach = np.maximum(reach, kth_bound(lower, k))
+    column = column_of(entries_above(upper, floor_below(reach, slack)).padded())  # [T, C], ascending
+    near = np.take_along_axis(value, np.maximum(column, 0)[None], axis=2)
+    near[:, column < 0] = -np.inf
+    return Near(near, np.where(column < 0, column, column + first_column), reach)
+
+
+def plain_rank(
     models: Sequence[FoldModel],
     part: IntArray,
-    value: FloatRows,
+    near: Near,
     sums: IntArray,
     relevant: NDArray[np.bool_],
     *,
@@ -225,31 +241,23 @@ def plain_ranking(
     Args:
         models: [M] where exact similarities come from.
         part: [T] queries.
-        value: [M, T, N] their similarities, -inf for the query itself.
+        near: what may be among the k nearest.
         sums: [S, F] the models of every sum.
-        relevant: [T, N] whether an item is of the query's class.
+        relevant: [T, C] whether an item of ``near`` is of the query's class.
         k: places that matter.
         slack: sums further apart than this are in the right order.
     """
-    lower, upper = np.zeros((2, *value.shape[1:]), dtype=np.float32)
-    for column in sums.T:  # what every sum of one model per fold lies between
-        lower += value[column.min() : column.max() + 1].min(axis=0)
-        upper += value[column.min() : column.max() + 1].max(axis=0)
-    items = column_of(entries_above(upper, floor_below(kth_bound(lower, k), slack)).padded())  # [T, W], ascending
-    near = np.take_along_axis(value, np.maximum(items, 0)[None], axis=2)
-    near[:, items < 0] = -np.inf
-    relevant = np.take_along_axis(relevant, items, axis=1)
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
     for chosen, out in zip(sums, ranked, strict=True):
-        total = near[chosen[0]].copy()
+        total = near.value[chosen[0]].copy()
         for model in chosen[1:]:
-            total += near[model]
+            total += near.value[model]
         keys = entries_above(total, floor_below(kth_bound(total, k), slack)).padded()
 
         def exact(row: IntArray, place: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
             similarity = np.zeros(len(row))
             for model in chosen:
-                similarity += models[model].exact(part)(row, items[row, place])
+                similarity += models[model].exact(part)(row, near.column[row, place])
             return similarity
 
         found = np.take_along_axis(relevant, column_of(keys), axis=1) & (keys < PADDING)

@@ -1,10 +1,10 @@
 """Tiles of similarities of one fold model, whatever its distance: what the ranking of joined embeddings adds up.
 
-Letters: Q queries, N gallery items, T queries of a tile.
+Letters: M models, Q queries, N gallery items, T queries and W gallery items of a tile, C items that matter.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +15,19 @@ from dmlbench.evaluation.search.top_k import ExactSimilarity
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, UnitSearch, unit_search
 from dmlbench.types import IntArray
 
-_COLUMNS = 6144  # gallery items compared at a time
+
+class Near(NamedTuple):
+    """What some sum of models may need of a tile.
+
+    Attributes:
+        value: [M, T, C] float32 similarities, -inf where a query has fewer items than C.
+        column: [T, C] gallery items, ascending unless the ranking takes any order; -1 where there is none.
+        reach: [T, S] values that the sums of at least k items reach, or [T, 1] for all sums.
+    """
+
+    value: FloatRows
+    column: IntArray
+    reach: FloatRows
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,9 @@ class Bounds:
 class FoldModel(Protocol):
     """What the ranking of joined embeddings asks of a model."""
 
-    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
-        """Float32 similarities of the queries ``part`` [T] to the gallery into ``out`` [T, N], larger being nearer.
-
-        They are right up to a constant per query.
-        """
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> Bounds:
+        """Float32 similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W], larger
+        being nearer, right up to a constant per query."""
         ...
 
     def exact(self, part: IntArray) -> ExactSimilarity:
@@ -56,11 +66,9 @@ class UnitModel:
 
     search: UnitSearch
 
-    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> Bounds:
         """See ``FoldModel``."""
-        for start in range(0, out.shape[1], _COLUMNS):
-            stop = min(start + _COLUMNS, out.shape[1])
-            self.search.similarities(part, start, stop, out=out[:, start:stop])
+        self.search.similarities(part, start, stop, out=out)
         return Bounds(self.search.product.error, self.search.product.largest)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
@@ -79,14 +87,10 @@ class DistanceModel:
 
     similarity: PairwiseSimilarity
 
-    def similarities(self, part: IntArray, *, out: FloatRows) -> Bounds:
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> Bounds:
         """See ``FoldModel``; the error is the distance's own, and float32's of rounding its values."""
-        largest = 0.0
-        for start in range(0, out.shape[1], _COLUMNS):
-            stop = min(start + _COLUMNS, out.shape[1])
-            value = self.similarity(part, slice(start, stop))
-            out[:, start:stop] = value
-            largest = max(largest, float(np.abs(value).max(initial=0.0)))
+        out[...] = self.similarity(part, slice(start, stop))
+        largest = float(np.abs(out).max(initial=0.0))
         relative = 1.02 * self.similarity.relative + 2.0**-24
         return Bounds(largest * relative + self.similarity.absolute + 2.0**-149, 1.01 * largest)
 

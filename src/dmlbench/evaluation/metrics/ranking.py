@@ -22,14 +22,15 @@ class Ranking:
         self.positives = positives
 
     @cached_property
-    def hits(self) -> IntArray:
+    def hits(self) -> NDArray[np.int32]:
         """[Q, k] relevant items among the nearest r."""
-        return np.cumsum(self.relevant, axis=1)
+        return np.cumsum(self.relevant, axis=1, dtype=np.int32)
 
     @cached_property
     def precision_sum(self) -> NDArray[np.float64]:
         """[Q, k] sum over r' <= r of rel(r') P(r'), where P(r) = hits(r) / r."""
-        precision = np.where(self.relevant, self.hits / np.arange(1, self.relevant.shape[1] + 1), 0.0)
+        precision = self.hits / np.arange(1, self.relevant.shape[1] + 1)
+        precision *= self.relevant
         # cumsum adds from left to right, so the sum up to R has the same bits for every k
         return np.cumsum(precision, axis=1)
 
