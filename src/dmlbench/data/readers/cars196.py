@@ -13,7 +13,6 @@ from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
 from dmlbench.data.image_table import Listing, Published, leaves_root, table_of_files
-from dmlbench.data.readers.cars196_names import NAMES
 from dmlbench.data.readers.layouts import (
     SPLIT_FOLDERS,
     DataFolder,
@@ -22,11 +21,13 @@ from dmlbench.data.readers.layouts import (
     images_by_folder,
     images_in,
     plain_name,
+    read_names,
     resolve,
     subfolders,
 )
 from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
+NAMES = read_names("cars196")  # in published order, which is not the alphabetical one
 NUM_TRAIN_CLASSES = 98
 PUBLISHED = Published({"train": (8_054, 98), "test": (8_131, 98)})
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.types import DataError, ImageTable
 
@@ -25,18 +25,9 @@ SIDE = 32
 PUBLISHED_10 = Published({"train": (30_000, 5), "test": (30_000, 5)})
 PUBLISHED_100 = Published({"train": (30_000, 50), "test": (30_000, 50)})
 
-CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Alphabetical, which is the published order of both.
-_NAMES_100 = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
-willow_tree wolf woman worm
-"""
-CLASSES_100 = tuple(_NAMES_100.split())
+CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASSES_100 = read_names("cifar100")
 _VERSION = 1  # raise it whenever the cached rows change
 _MAX_MEMBER_BYTES = 2**28
 _NO_SUPER_CLASS = 255

@@ -144,6 +144,11 @@ def plain_name(name: str) -> str:
     return "".join(character for character in name.casefold() if character.isalnum())
 
 
+def read_names(data_set: str) -> tuple[str, ...]:
+    """The published class names of a data set in published order, from the list next to this module."""
+    return tuple(Path(__file__).with_name(f"{data_set}_names.txt").read_text(encoding="utf-8").splitlines())
+
+
 def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
     level = [root]
     for depth in range(_DEPTH + 1):
