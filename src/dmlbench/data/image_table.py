@@ -128,14 +128,15 @@ def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Publis
     return (f"other counts than published: {Published(_counts(labels, role, published))}",)
 
 
+def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[int, int]]:
+    """Role -> (images, classes) of the roles that occur, from labels [N] and roles [N], in the order of ``ROLES``."""
+    rows_of = {part: role == part for part in ROLES}
+    return {part: (int(rows.sum()), len(np.unique(labels[rows]))) for part, rows in rows_of.items() if rows.any()}
+
+
 def _counts(labels: IntArray, role: NDArray[np.str_], published: Published) -> dict[str, tuple[int, int]]:
-    """Role -> (images, classes) of the published roles and of those that occur."""
-    found = {}
-    for part in dict.fromkeys([*published.by_role, *ROLES]):
-        rows = role == part
-        if part in published.by_role or rows.any():
-            found[part] = (int(rows.sum()), len(np.unique(labels[rows])))
-    return found
+    """The counts of the published roles and of those that occur."""
+    return dict.fromkeys(published.by_role, (0, 0)) | counts_by_role(labels, role)
 
 
 def check_published(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
-from dmlbench.data.image_table import make_table
+from dmlbench.data.getting.verify import Report, unlisted, verify
+from dmlbench.data.image_table import counts_by_role, make_table
 from dmlbench.data.readers.folder import folder
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.types import ImageTable
@@ -176,7 +176,8 @@ def test_glyphs_are_whole(tmp_path: Path) -> None:
 
 
 def test_counts_by_role_are_those_of_the_table(root: Path) -> None:
-    assert counts_by_role(folder(root)) == {"train": (6, 2), "test": (6, 2)}
+    table = folder(root)
+    assert counts_by_role(table.labels, table.role) == {"train": (6, 2), "test": (6, 2)}
 
 
 def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.originals import Header, deviations
 from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
-from dmlbench.types import ROLES, DataError, ImageTable
+from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
 
@@ -204,13 +204,3 @@ def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
             constant.append(str(table.paths[row]))
         watch(1)
     return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
-
-
-def counts_by_role(table: ImageTable) -> dict[str, tuple[int, int]]:
-    """Role -> (images, classes) of the roles that occur."""
-    found = {}
-    for role in ROLES:
-        rows = table.role == role
-        if rows.any():
-            found[role] = (int(rows.sum()), len(np.unique(table.labels[rows])))
-    return found
