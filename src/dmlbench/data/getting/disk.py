@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,6 +73,20 @@ def locked(path: str | Path, *, doing: str) -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         lock.release()
+
+
+def require_space(folder: Path, needed: int, *, what: str) -> None:
+    """Refuse to write ``what``, which takes ``needed`` bytes, where the disk of ``folder`` has less free.
+
+    Raises:
+        DataError: it has less.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"{what} takes {needed / 1e9:.2f} GB, but '{folder}' has only {free / 1e9:.2f} GB free; free some space, "
+            "or set paths.data_dir to a disk that has more"
+        )
 
 
 def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:

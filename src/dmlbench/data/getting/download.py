@@ -3,7 +3,6 @@
 import http.client
 import logging
 import os
-import shutil
 import time
 import urllib.error
 import urllib.parse
@@ -11,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, storage_error
+from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, require_space, storage_error
 from dmlbench.types import ConfigError, DataError
 
 _BLOCK = 1 << 18
@@ -154,12 +153,8 @@ def _read_on(url: str, file: IO[bytes], size: int | None, elsewhere: str, timeou
         total = done + int(length) if length.isdigit() else None
         if size is not None and total is not None and total != size:
             raise DataError(f"{url} has {total} bytes, not the {size} of the published file; {elsewhere}")
-        folder = Path(file.name).parent
-        if total is not None and shutil.disk_usage(folder).free < total - done:
-            raise DataError(
-                f"{url} takes {total / 1e9:.2f} GB, more than is free in '{folder}'; free some space, or set "
-                "paths.data_dir to a disk that has more"
-            )
+        if total is not None:
+            require_space(Path(file.name).parent, total - done, what=f"what is left of {url}" if done else url)
         while True:
             try:
                 block = response.read(_BLOCK)
