@@ -4,7 +4,7 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,10 +78,7 @@ def table_of_files(listing: Listing, *, published: Published | None, check_count
     labels = np.asarray(listing.labels, dtype=np.int64)
     role = np.asarray(listing.role, dtype=np.str_)
     super_labels = None if listing.super_labels is None else np.asarray(listing.super_labels, dtype=np.int64)
-    lengths = {"paths": len(listing.paths), "labels": len(labels), "role": len(role)}
-    if super_labels is not None:
-        lengths["super_labels"] = len(super_labels)
-    _check_lengths(listing.name, lengths)
+    _check_lengths(listing.name, paths=listing.paths, labels=labels, role=role, super_labels=super_labels)
     if published is not None and check_counts:
         check_published(listing.name, listing.root, labels, role, published)
     if outside := [path for path in listing.paths if leaves_root(path)]:
@@ -173,7 +170,8 @@ def _refuse_shared_classes(listing: Listing, labels: IntArray, role: NDArray[np.
         )
 
 
-def _check_lengths(name: str, lengths: Mapping[str, int]) -> None:
+def _check_lengths(name: str, **parts: Sized | None) -> None:
+    lengths = {what: len(part) for what, part in parts.items() if part is not None}
     if len(set(lengths.values())) > 1:
         raise DataError(
             f"data set '{name}' has parts of different lengths: {lengths}; each must have one entry an image"
@@ -218,13 +216,8 @@ def make_table(
     role = np.asarray(role, dtype=np.str_)
     if len(names) == 0:
         raise DataError(f"data set '{name}' has no images; check its folder '{root}'")
-    lengths = {"paths": len(names), "labels": len(labels), "role": len(role)}
-    if super_labels is not None:
-        super_labels = np.asarray(super_labels, dtype=np.int64)
-        lengths["super_labels"] = len(super_labels)
-    if pixels is not None:
-        lengths["pixels"] = len(pixels)
-    _check_lengths(name, lengths)
+    super_labels = None if super_labels is None else np.asarray(super_labels, dtype=np.int64)
+    _check_lengths(name, paths=names, labels=labels, role=role, super_labels=super_labels, pixels=pixels)
     if len(set(names.tolist())) < len(names):
         unique, counts = np.unique(names, return_counts=True)
         raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")

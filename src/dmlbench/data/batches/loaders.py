@@ -91,8 +91,7 @@ class TrainBatches:
     def __next__(self) -> Batch:
         if self._stream is None:
             self._sampler.load_state_dict(self._state)
-            requests = (_request(index, self._rows, self._seed) for index in self._sampler)
-            self._stream = _stream(self._reader, requests, self._num_workers, self._device)
+            self._stream = _stream(self._reader, map(self._request, self._sampler), self._num_workers, self._device)
         try:
             request, images = _unwrap(next(self._stream), self._device)
         except BaseException:
@@ -102,6 +101,10 @@ class TrainBatches:
         self._state = self._sampler.state_after(request.index)
         labels = self._class_index[self._labels[request.rows]]
         return Batch(images, torch.from_numpy(labels), torch.from_numpy(request.rows)).to(self._device)
+
+    def _request(self, index: IndexBatch) -> "_Request":
+        seeds = [derive_seed(self._seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
+        return _Request(self._rows[index.rows], seeds, index)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state after the last batch that was handed out, whatever was read ahead."""
@@ -186,11 +189,6 @@ class _Request:
     rows: IntArray
     seeds: Sequence[int]
     index: IndexBatch | None = None
-
-
-def _request(index: IndexBatch, rows: IntArray, seed: int) -> _Request:
-    seeds = [derive_seed(seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
-    return _Request(rows[index.rows], seeds, index)
 
 
 # What a reader returns: the request with its images [B, 3, H, W] and which of them are still to be mirrored, or the

@@ -3,8 +3,7 @@
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,8 +110,11 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     def look(row: int) -> None:
         seen[row] = _look(names[row], with_digest=has_rival[row])
 
-    with _truncated_images_refused():
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False  # some library may have set it
+    try:
         for_each(look, len(names), num_threads=max(1, num_threads), watch=watch)
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
     paths = table.paths.tolist()
     return Report(
         looked_at=len(names),
@@ -166,17 +168,6 @@ def _reason(error: DataError, name: str) -> str:
     cause = error.__cause__
     text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
     return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "")
-
-
-@contextmanager
-def _truncated_images_refused() -> Iterator[None]:
-    """Other libraries make Pillow fill truncated images with grey; here they count as broken."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:

@@ -117,7 +117,8 @@ def cached_images(
         DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.
     """
     stamp = _stamp(table)
-    path = Path(cache_dir) / _file_name(table, short_side, kernel, stamp)
+    size = "whole" if short_side is None else f"short{short_side}"
+    path = Path(cache_dir) / f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
     order = np.argsort(table.paths, kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -159,11 +160,6 @@ def _stamp(table: ImageTable) -> str:
                 f"image '{folder + name}' is gone ({error.strerror}); put it back, or start again without it"
             ) from error
     return digest.hexdigest()
-
-
-def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel, stamp: str) -> str:
-    size = "whole" if short_side is None else f"short{short_side}"
-    return f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
 
 
 def _encode(header: dict[str, Any]) -> bytes:
@@ -235,7 +231,11 @@ def _build(
     logger.info(
         "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
     )
-    _require_space(path.parent, total, data_set)
+    if (free := shutil.disk_usage(path.parent).free) < total:
+        raise DataError(
+            f"the image cache of '{data_set}' takes {total / 1e9:.2f} GB, but '{path.parent}' has only "
+            f"{free / 1e9:.2f} GB free; {_REMEDY}"
+        )
     try:
         with open(temporary, "xb") as file:
             _reserve(file.fileno(), total)
@@ -273,15 +273,6 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
         width, height = height, width
     width, height = resized_size(width, height, short_side)
     return height, width
-
-
-def _require_space(folder: Path, size: int, data_set: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise DataError(
-            f"the image cache of '{data_set}' takes {size / 1e9:.2f} GB, but '{folder}' has only "
-            f"{free / 1e9:.2f} GB free; {_REMEDY}"
-        )
 
 
 def _reserve(handle: int, size: int) -> None:

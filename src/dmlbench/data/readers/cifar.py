@@ -7,6 +7,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from lzma import LZMAError
 from pathlib import Path
@@ -259,23 +260,20 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
         logger.info("reading %d images of %s from %s; this happens once", len(listed), kind.title, place)
         rows = np.empty((len(listed), 3 * SIDE * SIDE + 2), dtype=np.uint8)
         rows[:, -1] = _NO_SUPER_CLASS
-        archive = zipfile.ZipFile(place) if place.is_file() else None
-        try:
-            for row, (path, member, _) in enumerate(listed):
-                content = archive.read(member) if archive else (place / member).read_bytes()
-                with Image.open(io.BytesIO(content)) as image:
-                    if image.size != (SIDE, SIDE):
-                        raise DataError(
-                            f"'{path}' in '{place}' is {image.width} x {image.height}, expected {SIDE} x {SIDE}; get "
-                            "the original"
-                        )
-                    rows[row, :-2] = np.asarray(image.convert("RGB")).reshape(-1)
-                rows[row, -2] = index[path.split("/")[1]]
-        except _DAMAGED as error:
-            raise DataError(f"'{path}' in '{place}' cannot be read ({error}); replace it") from error
-        finally:
-            if archive:
-                archive.close()
+        with zipfile.ZipFile(place) if place.is_file() else nullcontext() as archive:
+            try:
+                for row, (path, member, _) in enumerate(listed):
+                    content = archive.read(member) if archive else (place / member).read_bytes()
+                    with Image.open(io.BytesIO(content)) as image:
+                        if image.size != (SIDE, SIDE):
+                            raise DataError(
+                                f"'{path}' in '{place}' is {image.width} x {image.height}, expected {SIDE} x {SIDE}; "
+                                "get the original"
+                            )
+                        rows[row, :-2] = np.asarray(image.convert("RGB")).reshape(-1)
+                    rows[row, -2] = index[path.split("/")[1]]
+            except _DAMAGED as error:
+                raise DataError(f"'{path}' in '{place}' cannot be read ({error}); replace it") from error
         return rows
 
     cached = cached_array(cache_dir, f"{kind.name}-images", key=key, build=build)

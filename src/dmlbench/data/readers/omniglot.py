@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,8 +237,9 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
     """[N, image_size, image_size] uint8, ink 255 on 0."""
     logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
     pixels = np.empty((len(drawings), image_size, image_size), dtype=np.uint8)
-    archives = {place: zipfile.ZipFile(place) for place in {d.place for d in drawings} if place.is_file()}
-    try:
+    with ExitStack() as stack:
+        places = {drawing.place for drawing in drawings}
+        archives = {place: stack.enter_context(zipfile.ZipFile(place)) for place in places if place.is_file()}
         for row, drawing in enumerate(drawings):
             archive = archives.get(drawing.place)
             try:
@@ -249,7 +251,4 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
                     f"'{drawing.member}' in '{drawing.place}' cannot be read ({error}); download the archive again"
                 ) from error
             pixels[row] = 255 - np.asarray(grey)  # the originals have black ink on white
-    finally:
-        for archive in archives.values():
-            archive.close()
     return pixels
