@@ -1,4 +1,4 @@
-"""Protocols: which classes a run trains on, selects on and is tested on, and how its runs are summed up.
+"""Protocols: the classes of training, selection and test, and how runs are aggregated.
 
 Classes are taken in published order (ids of the table), contiguous, never shuffled.
 """
@@ -22,7 +22,7 @@ class Protocol:
         num_folds: folds, numbered from 0.
         num_repeats: independent runs of each fold.
         least_folds: folds that the protocol needs to make sense.
-        aggregation: the rule that sums up the runs (``results.rules``): "collections" (one run of each fold, all
+        aggregation: the rule that aggregates the runs (``results.rules``): "collections" (one run of each fold, all
             combinations); of the repeats' test scores "best_and_mean" or "mean_of_test"; "mean" of their validation
             scores where there is no test; or the importable name of a rule elsewhere.
         leaves_plan: whether a run leaves its length and rates as the plan of another.
@@ -54,7 +54,7 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments that turn this protocol into that of the run whose plan its runs follow; None: they follow none."""
+        """Arguments that turn this protocol into that of the run whose plan its runs follow, if they follow one."""
         return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
@@ -144,7 +144,7 @@ class MlrcMusgrave(Protocol):
 
 @dataclass(frozen=True)
 class Conventional(Protocol):
-    """Train on the whole train half; stop and select on the test half, as most older papers did.
+    """Train on the complete train half; stop and select on the test half, as most older papers did.
 
     Scores of this protocol are optimistic: ``val_is_test`` is set and printed with every number.
     """
@@ -208,8 +208,8 @@ class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 
     Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
-    What it leaves (see ``training.stage_plan``) is the whole plan of stage 2, which trains on all train classes without
-    validation, is tested once at its end, and so selects nothing on the test half.
+    What it leaves (see ``training.stage_plan``) is the complete plan of stage 2, which trains on all train classes
+    without validation, is tested once at its end, and so selects nothing on the test half.
 
     Attributes:
         stage: 1 or 2; stage 2 needs stage 1 of the same cell and repeat.
@@ -249,7 +249,7 @@ class TwoStage(Protocol):
 
 
 def check_split(split: Split, table: ImageTable) -> Split:
-    """The split itself, if nothing that must be apart overlaps and every set can be used.
+    """The split itself, if its sets are usable and do not overlap.
 
     Classes and rows of train, validation and test are disjoint (validation may be the test set only where
     ``val_is_test`` says so), no set is empty or names a row twice, and at least one query of each retrieval set has

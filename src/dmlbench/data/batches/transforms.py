@@ -1,8 +1,8 @@
-"""What happens to an image between the data set and the batch: where it is cropped, shifted and flipped.
+"""Cropping, shifting and flipping of images on their way into a batch.
 
 Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
-transform either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images
-at once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+transform either cuts images of any size one by one (``CropTransform``), or shifts a batch of images of equal size at
+once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
 """
 
 from collections.abc import Sequence
@@ -251,7 +251,7 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
     Source: G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
     weyl, first, second = (np.uint64(constant) for constant in _SPLITMIX)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # wraps modulo 2^64 on purpose
         steps = np.arange(skip + 1, skip + count + 1, dtype=np.uint64) * weyl
         z = np.array(seeds, dtype=np.uint64)[:, None] + steps
         z = (z ^ (z >> np.uint64(30))) * first
@@ -261,7 +261,7 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
 
 
 def _inside(at: Tensor, size: int, mode: PaddingMode) -> Tensor:
-    """Where a position outside of [0, size) is read from."""
+    """The position that replaces one outside of [0, size)."""
     if mode == "reflect":
         at = at.abs()
         return torch.where(at >= size, 2 * (size - 1) - at, at)

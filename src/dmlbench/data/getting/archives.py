@@ -64,7 +64,7 @@ def extract(
         password: of encrypted zip archives.
         notes: further entries of the marker.
         check: called with the filled folder before it takes its name; what it raises ends the extraction.
-        stage: told of each part, for progress bars.
+        stage: notified of each part, for progress bars.
 
     Raises:
         DataError: ``into`` exists and was not made of these parts by this function, another process is making it, an

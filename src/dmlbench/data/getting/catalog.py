@@ -1,4 +1,4 @@
-"""Where each published data set comes from: its archives and their checksums, its terms, and how it must lie."""
+"""Where each published data set comes from: its archives and their checksums, its terms, and its expected layout."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,11 @@ class Source:
         name: as in the configuration.
         title: the name that papers use.
         home: page of its publisher.
-        terms: what one may do with it, as far as the publisher says.
+        terms: permitted use, as far as the publisher states it.
         citation: what to cite.
-        alternatives: sets of files, each of which is the whole data set; the preferred one first.
+        alternatives: sets of files, each of which is the complete data set; the preferred one first.
         by_hand: how to get the files without this program.
-        expected: how the data set lies below the data folder, one line each.
+        expected: layouts of the data set below the data folder, one line each.
         folder: name of the folder that ``prepare`` makes or puts files into.
         is_read_packed: True when the archives are read as they are and never unpacked.
         place: how its reader finds it.

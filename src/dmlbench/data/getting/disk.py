@@ -1,4 +1,4 @@
-"""What downloading, extracting and preparing data ask of the disk: checksums, locks, and errors in words."""
+"""Disk operations that downloading, extracting and preparing data share: checksums, locks, readable errors."""
 
 import contextlib
 import errno
@@ -50,11 +50,11 @@ def file_digest(path: str | Path, algorithm: str = "md5", *, progress: Progress 
 
 @contextlib.contextmanager
 def locked(path: str | Path, *, doing: str) -> Iterator[None]:
-    """The right to make ``path``, which one process has at a time; the system takes it back when that process ends.
+    """The exclusive right to make ``path``; the system releases it when the process ends.
 
     Args:
-        path: what is made. The lock is the hidden file ``.<name>.lock`` next to it, which is removed afterwards.
-        doing: what its holder does, as in "making 'cub200'".
+        path: what is being made. The lock is the hidden file ``.<name>.lock`` next to it, which is removed afterwards.
+        doing: what the holder is doing, as in "making 'cub200'".
 
     Raises:
         DataError: another process has it.
@@ -90,7 +90,7 @@ def require_space(folder: Path, needed: int, *, what: str) -> None:
 
 
 def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:
-    """What a failed write means for a user.
+    """An error that explains a failed write to the user.
 
     Args:
         error: what the system said.

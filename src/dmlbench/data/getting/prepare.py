@@ -25,8 +25,8 @@ class Prepared:
     """A data set that its reader finds.
 
     Attributes:
-        folder: where it lies.
-        layout: how it lies there, in words.
+        folder: its location.
+        layout: the layout found there, in words.
         was_there: True when nothing had to be done.
     """
 
@@ -45,17 +45,17 @@ def prepare(
     accept_other_checksum: bool = False,
     stage: Stage = silent,
 ) -> Prepared:
-    """Extract the archives that lie in ``root``, or download them, so that the data set is found below ``root``.
+    """Extract the archives found in ``root``, or download them, so that the data set is found below ``root``.
 
     Args:
         source: the data set.
         root: the folder of all data sets, made when it is missing.
-        given: the archives, wherever they lie; mirrors' archives under other names are possible. Empty looks for the
+        given: the archives, in any folder; archives of mirrors may have other names. If empty, looks for the
             published names in ``root`` and its sub-folder of the data set.
         password: of encrypted archives.
-        download: whether to download what does not lie there.
+        download: whether to download what is missing.
         accept_other_checksum: take archives that differ from the published ones; the folder's marker file records it.
-        stage: told of each piece of work, for progress bars.
+        stage: notified of each piece of work, for progress bars.
 
     Raises:
         DataError: archives are missing and cannot be downloaded, are damaged or differ from the published ones, hold no
@@ -86,7 +86,7 @@ def prepare(
 
 
 def _is_partial(source: Source, folder: Path) -> bool:
-    """Whether some, not all, of a packed data set's preferred archives lie there."""
+    """Whether some but not all of a packed data set's preferred archives are there."""
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]
@@ -195,7 +195,7 @@ def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
 
 
 def _check_packed(source: Source, parts: Sequence[Part]) -> None:
-    """Refuse what the reader would not find, or could not open, before it lies where it belongs."""
+    """Refuse what the reader would not find, or could not open, before anything is copied."""
     names = [archive.name for archive in source.archives]
     for part in parts:
         if part.path.name not in names:

@@ -1,8 +1,8 @@
 """Unpacks zip and tar archives of unknown origin; nothing is written outside of one folder.
 
 Python's ``zipfile`` and ``tarfile`` (with its data filter) keep names inside the folder and write no more bytes than
-headers announce. Added here: what is announced is limited, no link is made on disk (those inside a tar archive become
-copies of the files that they point to), and an archive that ends early is refused.
+headers announce. In addition, the announced sizes are limited, no links are made on disk (those inside a tar archive
+become copies of their targets), and an archive that ends early is refused.
 """
 
 import lzma
@@ -21,7 +21,7 @@ from dmlbench.data.getting.disk import Progress, no_progress, require_space, sto
 from dmlbench.types import DataError
 
 MAX_BYTES = 10**9
-MAX_RATIO = 20  # photographs hardly shrink: the data sets here unpack to at most twice their size
+MAX_RATIO = 20  # photographs hardly compress: the data sets here unpack to at most twice their size
 MAX_MEMBERS = 2_000_000
 
 _BLOCK = 1 << 20
@@ -58,10 +58,10 @@ class _Limits:
 def unpack(
     archive: str | Path, folder: str | Path, *, password: str | None = None, progress: Progress = no_progress
 ) -> None:
-    """Write the files of a zip, tar, tar.gz, tar.xz or tar.bz2 archive below a folder; the kind is told by content.
+    """Write the files of a zip, tar, tar.gz, tar.xz or tar.bz2 archive below a folder, whatever its name.
 
     Args:
-        archive: the file. It may unpack to ``MAX_BYTES`` or, where that is more, ``MAX_RATIO`` times its size.
+        archive: the file. It may unpack to ``MAX_BYTES`` or ``MAX_RATIO`` times its size, whichever is larger.
         folder: an existing folder of the caller's own; left half-filled where this raises.
         password: of an encrypted zip.
         progress: called with the archive's bytes read so far, and its size.
@@ -151,7 +151,7 @@ class _Header(tarfile.TarInfo):
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if buf == bytes(tarfile.BLOCKSIZE):
-                raise  # the zeros that end a whole archive
+                raise  # the zeros that end a complete archive
             raise tarfile.ReadError("it ends in the middle") from error
         if not header.isfile() and header.size > _LONGEST_HEADER:
             raise tarfile.ReadError(f"a header of {header.size} bytes")

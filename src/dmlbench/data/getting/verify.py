@@ -1,4 +1,4 @@
-"""Looks at every image of a data set: which cannot be read, which are odd, which occur twice, which are not listed."""
+"""Inspects every image of a data set: which are unreadable, odd, duplicated, or not listed."""
 
 import hashlib
 import os
@@ -40,7 +40,7 @@ class Duplicates:
 
     @property
     def images(self) -> int:
-        """Number of images that have a twin."""
+        """Number of images that have a duplicate."""
         return sum(len(group) for group in self.groups)
 
 
@@ -49,14 +49,14 @@ class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images decoded or, in an array, compared; 0 when only counts were asked for.
+        looked_at: number of images decoded or, in an array, compared; 0 when only counts were requested.
         broken: (path, reason) of each image that cannot be read, in table order.
         modes: how many files hold other pixels than 8-bit RGB, by Pillow's name of the mode.
-        rotated: number of files that EXIF says to turn.
+        rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
         duplicates: images that occur more than once.
-        deviations: how the images differ from the published ones, see ``dmlbench.data.originals``.
+        deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
         unlisted: image files in the data set's folders that no list names, relative to its root.
     """
 
@@ -93,11 +93,11 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
 
     Args:
         table: the data set.
-        num_threads: threads that decode; Pillow lets go of Python's lock while it does.
-        watch: told of progress, in the calling thread.
+        num_threads: threads that decode; Pillow releases the GIL while it does.
+        watch: receives progress, in the calling thread.
 
     Raises:
-        DataError: a file vanished meanwhile.
+        DataError: a file disappeared in the meantime.
     """
     if table.pixels is not None:
         return _verify_pixels(table, watch)
@@ -154,7 +154,7 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
         if with_digest:
             digest = file_digest(name, "sha256")
         read_image(name)
-        with Image.open(name) as image:  # again, for what the conversion hides; this reads the header only
+        with Image.open(name) as image:  # for what the conversion hides; reads the header only
             mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
             header = Header(*size, image.format or "")
     except DataError as error:

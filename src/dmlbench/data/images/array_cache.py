@@ -36,7 +36,7 @@ def cached_array(
     key: Mapping[str, Any],
     build: Callable[[], NDArray[np.uint8]],
 ) -> CachedArray:
-    """The array that ``build`` returns, read from ``cache_dir`` where it has been stored.
+    """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
     The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
     truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
@@ -45,7 +45,7 @@ def cached_array(
     Args:
         cache_dir: folder, made when it is missing.
         name: first part of the file's name.
-        key: everything that the array depends on, a version of the code that makes it included; JSON values only.
+        key: everything that the array depends on, including a version of the code that makes it; JSON values only.
         build: makes the array.
 
     Raises:

@@ -29,7 +29,7 @@ PUBLISHED_100 = Published({"train": (30_000, 50), "test": (30_000, 50)})
 # Alphabetical, which is the published order of both.
 CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CLASSES_100 = read_names("cifar100")
-_VERSION = 1  # raise it whenever the cached rows change
+_VERSION = 1  # increment it whenever the cached rows change
 _MAX_MEMBER_BYTES = 2**28
 _NO_SUPER_CLASS = 255
 _DAMAGED = (OSError, EOFError, tarfile.TarError, LZMAError, zipfile.BadZipFile, zlib.error, SyntaxError, ValueError)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What tells the two data sets apart."""
+    """What distinguishes the two data sets."""
 
     name: str
     title: str
@@ -108,7 +108,7 @@ FOLDER_10, FOLDER_100 = _CIFAR10.place, _CIFAR100.place
 def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
-    Images of the published training and test parts count alike: those are the split for classification.
+    The published training and test parts are merged: they are the split for classification.
 
     Args:
         root: folder of the data set, or one that holds it.
@@ -130,7 +130,7 @@ def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tr
     """A hundred classes in twenty super-classes; metric learning trains on the first fifty and tests on the others.
 
     Arguments, result and errors as for ``cifar10``; ``super_labels`` are the coarse labels (the python version has
-    them, folders of images have not).
+    them, folders of images do not).
     """
     return _read(_CIFAR100, Path(root), cache_dir, check_counts)
 
@@ -197,7 +197,7 @@ def _from_batches(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
         return np.concatenate(parts)
 
     cached = cached_array(cache_dir, kind.name, key=key, build=build)
-    num_train = len(cached.array) * 5 // 6  # of the split for classification, which names the images here
+    num_train = len(cached.array) * 5 // 6  # of the split for classification, which only names the images here
     paths = [f"train/{row:05d}" for row in range(num_train)]
     paths += [f"test/{row:05d}" for row in range(len(cached.array) - num_train)]
     return paths, cached.array, cached.digest
@@ -281,7 +281,7 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
 
 
 def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, str]]:
-    """Path (part/class/image), name in the folder or zip, and what tells the contents apart, of each image."""
+    """Path (part/class/image), name in the folder or zip, and what identifies the contents, of each image."""
     if place.is_dir():
         for part in ("train", "test"):
             for name in kind.classes:

@@ -45,8 +45,8 @@ def folder(
       halves are as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may separate columns.
 
     Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
-    order that protocols cut: those of ``train_classes`` come first, each list in its own order. With one list alone
-    the other half are all other classes. With both, classes in neither are left out. Folders such as ``train``,
+    order in which protocols cut: those of ``train_classes`` come first, each list in its own order. With only one
+    list, all other classes form the other half. With both, classes in neither are left out. Folders such as ``train``,
     ``val`` and ``test`` are then merged: they split each class for classification.
 
     Args:
@@ -59,8 +59,8 @@ def folder(
 
     Raises:
         ConfigError: lists of classes where the images' roles are given already.
-        DataError: a folder, a list or images are missing, a line is at fault, folders that cannot be understood, or a
-            class has images in both halves (metric learning tests on unseen classes).
+        DataError: a folder, a list or images are missing, a line is faulty, folders are ambiguous, or a class has
+            images in both halves (metric learning tests on unseen classes).
     """
     root = Path(root)
     if not root.is_dir():
@@ -141,7 +141,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     for top, images in tops.items():
         for image in images:
             if "/" not in image:
-                raise DataError(f"'{root / top / image}' lies in no class folder; expected {top}/<class>/<image>")
+                raise DataError(f"'{root / top / image}' is in no class folder; expected {top}/<class>/<image>")
             rows.append((f"{top}/{image}", image.split("/")[0], role_of[top]))
     found_images = pd.DataFrame(rows, columns=["path", "label", "role"], dtype=object)
     return found_images.drop(columns="role") if merge else found_images, f"class folders in {', '.join(tops)}"

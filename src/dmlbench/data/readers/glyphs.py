@@ -26,9 +26,9 @@ from dmlbench.data.readers.letters import (
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, ImageTable
 
-_VERSION = 1  # raise it whenever the pixels change
+_VERSION = 1  # increment it whenever the pixels change
 _CHUNK = 256  # images rendered at a time; keeps the temporaries inside the processor's caches
-_FRACTION = 16  # bits after the point of source coordinates
+_FRACTION = 16  # fractional bits of source coordinates
 _NOISE_SUM = 4  # bytes added up for one noise value: close to a normal distribution, and exact everywhere
 _NOISE_STD = math.sqrt(_NOISE_SUM * (256**2 - 1) / 12)
 
@@ -40,12 +40,12 @@ class GlyphStyle:
     """How much the images of a class differ.
 
     Attributes:
-        size_range: em size as a share of the side of the cell that the character stands in.
-        rotation_degrees: turned by up to this much either way.
-        shift: moved by up to this share of the cell's side, either way on both axes.
-        background_range: grey of the ground, share of white.
-        contrast_range: grey of the ink minus the ground, share of white.
-        noise_range: standard deviation of the pixel noise, share of white; drawn for each image.
+        size_range: em size as a share of the side of the character's cell.
+        rotation_degrees: largest rotation, in either direction.
+        shift: largest shift along either axis and in either direction, as a share of the cell's side.
+        background_range: grey level of the background, as a share of white.
+        contrast_range: grey level of the ink minus that of the background, as a share of white.
+        noise_range: standard deviation of the pixel noise, as a share of white; drawn for each image.
     """
 
     size_range: Range
@@ -82,9 +82,9 @@ def glyphs(
     contrast_range: Range = (0.35, 0.65),
     noise_range: Range = (0.02, 0.12),
 ) -> ImageTable:
-    """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and tell apart.
+    """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and distinguish.
 
-    An image does not depend on how many classes or images are asked for.
+    An image does not depend on the number of classes or images.
 
     Args:
         cache_dir: folder that keeps the rendered pixels.
@@ -95,7 +95,7 @@ def glyphs(
         size_range, rotation_degrees, shift, background_range, contrast_range, noise_range: see ``GlyphStyle``.
 
     Returns:
-        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], ink lighter than ground.
+        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], with light ink on dark ground.
 
     Raises:
         ConfigError: an argument out of its range, or more classes than there are letters.
@@ -121,8 +121,8 @@ def glyphs_collage(
 ) -> ImageTable:
     """The letters of ``glyphs``, each in one quadrant of the image, with a nuisance symbol in each of the other three.
 
-    The quadrant is random. The symbols of train classes and those of test classes have none in common. What helps here
-    is to weigh places of the image, since three quarters of each say nothing about its class.
+    The quadrant is random. The symbols of train classes and those of test classes have none in common. Weighting the
+    places of an image helps here, since three quarters of each say nothing about its class.
 
     Args, Returns and Raises are those of ``glyphs``; sizes and shifts are shares of a quadrant's side, and
     ``image_size`` must be even. An image depends on ``num_classes`` only through the half that its class falls in.
@@ -217,7 +217,7 @@ def _table(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a character goes in its cell: index into the masters, face, em size and shifts (shares of the side)."""
+    """The placement of a character in its cell: indices of master and face, em size and shifts (shares of the side)."""
 
     which: int
     face: int
@@ -241,7 +241,7 @@ def _draw_place(stream: np.random.Generator, style: GlyphStyle, which: int) -> _
 
 
 def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: int) -> NDArray[np.uint8]:
-    """Coverage [len(places), side, side] of the characters, turned, scaled and moved; bilinear, in fixed point.
+    """Coverage [len(places), side, side] of the characters, rotated, scaled and shifted; bilinear, in fixed point.
 
     A pixel at offset p from the cell's center shows the master at R(-angle) (p - shift) * em / size.
     """
@@ -264,7 +264,7 @@ def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: in
     v = np.clip(v, 0, limit).astype(np.int32)
     start = np.array([(p.which * len(FACE_NAMES) + p.face) * edge * edge for p in places], dtype=np.int64)
     index = start[:, None, None] + (v >> _FRACTION) * edge + (u >> _FRACTION)
-    fu = (u >> (_FRACTION - 7)) & 127  # the 7 bits after the point
+    fu = (u >> (_FRACTION - 7)) & 127  # the 7 highest fractional bits
     fv = (v >> (_FRACTION - 7)) & 127
     flat = masters.reshape(-1)
     above = flat.take(index) * (128 - fu) + flat.take(index + 1) * fu
@@ -273,7 +273,7 @@ def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: in
 
 
 def _shade(coverage: NDArray[np.uint8], streams: list[np.random.Generator], style: GlyphStyle) -> NDArray[np.uint8]:
-    """Ground, ink and noise [B, H, W] uint8 from coverage [B, H, W]; takes each image's draws from its stream."""
+    """Images [B, H, W] uint8 of background, ink and noise from coverage [B, H, W], drawing from each image's stream."""
     count, height, width = coverage.shape
     ranges = np.array([style.background_range, style.contrast_range, style.noise_range])  # [3, 2]
     scale = np.array([255.0, 256.0, 255.0 * 4096 / _NOISE_STD])  # 256: coverage 255 is full ink after >> 8, rounded

@@ -36,7 +36,7 @@ _ROLES = ("train", "query", "gallery")
 
 
 def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
-    """Garments as classes; the list says which images train, ask and are searched (Liu et al. 2016).
+    """Garments as classes; the list assigns training, query and gallery images (Liu et al. 2016).
 
     ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order.
 
@@ -46,7 +46,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             gallery images of 3,985. False takes a subset.
 
     Raises:
-        DataError: the list is missing or at fault, images are missing, or counts differ.
+        DataError: the list is missing or faulty, images are missing, or counts differ.
 
     Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
         CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
