@@ -32,7 +32,7 @@ class Listing:
         role: [N] entries of ``ROLES``.
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
-        remedy: what to do about classes in both halves, for the message.
+        remedy: how to resolve classes in both halves, for the message.
     """
 
     name: str

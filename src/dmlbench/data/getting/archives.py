@@ -105,7 +105,7 @@ def extract(
 
 
 def read_marker(folder: str | Path) -> dict[str, Any] | None:
-    """What ``extract`` wrote about a folder, or None where it did not make it."""
+    """What ``extract`` recorded about a folder, or None if it did not make it."""
     try:
         content = json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def read_marker(folder: str | Path) -> dict[str, Any] | None:
 
 
 def _is_made(into: Path, described: list[dict[str, Any]]) -> bool:
-    """Whether ``into`` exists and was made of these parts; an error where it is something else."""
+    """Whether ``into`` exists and was made of these parts; an error if it is something else."""
     if not os.path.lexists(into):
         return False
     marker = read_marker(into)

@@ -17,7 +17,7 @@ class Archive:
         name: its published name.
         md5: hexadecimal digest of the published file, or None where none is known.
         urls: links to try in turn; empty where the file needs an agreement or its link is dead.
-        size: bytes, or None where it is not known for certain.
+        size: bytes, or None if not known for certain.
         is_archive: whether it is unpacked; else it is copied as it is.
     """
 
@@ -259,7 +259,7 @@ SOURCES: dict[str, Source] = {
 
 
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """The data set's folder below ``root`` and its layout, or None where it is not found."""
+    """The data set's folder below ``root`` and its layout, or None if it is not found."""
     try:
         return source.place.find(root)
     except DataError:

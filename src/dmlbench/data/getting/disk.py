@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from dmlbench.types import DataError
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes done so far and, where it is known, the bytes in all."""
+"""Called with the bytes done so far and, if known, the total."""
 
 _READ_BYTES = 1 << 20
 
@@ -76,7 +76,7 @@ def locked(path: str | Path, *, doing: str) -> Iterator[None]:
 
 
 def require_space(folder: Path, needed: int, *, what: str) -> None:
-    """Refuse to write ``what``, which takes ``needed`` bytes, where the disk of ``folder`` has less free.
+    """Refuse to write ``needed`` bytes of ``what`` if the disk of ``folder`` has less free.
 
     Raises:
         DataError: it has less.
@@ -93,7 +93,7 @@ def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:
     """An error that explains a failed write to the user.
 
     Args:
-        error: what the system said.
+        error: of the system.
         path: the file or folder that was written.
         doing: the action, as in "extract 'a.zip'".
     """

@@ -116,7 +116,7 @@ def _unpack_zip(file: IO[bytes], folder: Path, limits: _Limits, password: str | 
             _check_zip_member(member, archive, password)
         require_space(folder.parent, limits.bytes, what=f"'{archive}', unpacked,")
         for member in members:
-            if not member.filename.startswith("__MACOSX/"):  # what macOS adds about its own files
+            if not member.filename.startswith("__MACOSX/"):  # metadata that macOS adds
                 content.extract(member, folder, None if password is None else password.encode())
                 files += not member.is_dir()
             read += member.compress_size

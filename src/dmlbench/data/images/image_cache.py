@@ -111,7 +111,7 @@ def cached_images(
         kernel: what resizes.
         num_threads: threads that decode; None takes all cores available to this process.
         progress: whether to show a bar.
-        check: called now and then while building; what it raises ends the build.
+        check: called regularly while building; what it raises ends the build.
 
     Raises:
         DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.

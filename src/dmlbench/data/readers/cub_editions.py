@@ -131,7 +131,7 @@ def listed_in_folders(folder: Path, layout: Layout, edition: Edition) -> Listed:
 
 
 def year_of(path: str) -> int | None:
-    """The edition that the name of an image is of, or None where it is of neither."""
+    """The edition that an image's name belongs to, or None if it is neither."""
     match = _ID.search(path)
     if match is None:
         return None

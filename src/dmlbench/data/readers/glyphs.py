@@ -91,11 +91,11 @@ def glyphs(
         num_classes: the first half of them trains, the second half tests.
         images_per_class: images of each.
         image_size: side of an image in pixels.
-        seed: of everything that is random.
+        seed: of all randomness.
         size_range, rotation_degrees, shift, background_range, contrast_range, noise_range: see ``GlyphStyle``.
 
     Returns:
-        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], with light ink on dark ground.
+        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], ink lighter than ground.
 
     Raises:
         ConfigError: an argument out of its range, or more classes than there are letters.

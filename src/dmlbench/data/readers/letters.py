@@ -1,4 +1,4 @@
-"""The letters and symbols that the built-in ``glyphs`` data sets are drawn from: which ones, and what they look like.
+"""The letters and symbols that the built-in ``glyphs`` data sets are drawn from, and their shapes.
 
 They come from the twelve DejaVu text faces that matplotlib ships, so nothing has to be downloaded.
 """

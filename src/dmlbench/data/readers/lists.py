@@ -19,7 +19,7 @@ class TextList:
     """The rows of a list.
 
     Attributes:
-        file: where it was read from.
+        file: its file.
         columns: names of its columns.
         rows: [N] values by row, one for each column.
         lines: [N] number of each row's line in the file, from 1.
@@ -79,7 +79,7 @@ class TextList:
         return numbers
 
     def decimals(self, column: str) -> NDArray[np.float64]:
-        """[N] values of a column of measures, which may have decimals.
+        """[N] values of a column of decimal numbers.
 
         Raises:
             DataError: one is no finite number.
@@ -110,7 +110,7 @@ class TextList:
 
         Args:
             column: of this list.
-            known: what the other one has.
+            known: the values of the other list.
             where: its file's name, for the message.
 
         Raises:
