@@ -90,11 +90,11 @@ def test_images_without_a_box_are_passed_over() -> None:
     assert found(BOX_SIZES, Originals(boxes=np.full((NUM, 4), np.nan))) == ()
 
 
-def test_another_format_was_encoded_anew() -> None:
-    assert found(SIZES, image_format="PNG") == ("images encoded anew as PNG",)
+def test_another_format_was_reencoded() -> None:
+    assert found(SIZES, image_format="PNG") == ("images re-encoded as PNG",)
     assert found([(64, 64)] * NUM, Originals(), "WEBP") == (
         "images rescaled to 64 x 64 pixels",
-        "images encoded anew as WEBP",
+        "images re-encoded as WEBP",
     )
 
 

@@ -176,7 +176,7 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
         "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
     )
     Image.new("RGB", (8, 8)).save(tmp_path / "one", "png")  # all of them
-    found = "images rescaled to 8 x 8 pixels; images encoded anew as PNG"
+    found = "images rescaled to 8 x 8 pixels; images re-encoded as PNG"
     for command in (("verify", "cub200", "--no-decode"), ("stats", "cub200")):
         out, _ = data(*command)
         assert f"  not as published: {found}\n" in out

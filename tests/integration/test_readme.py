@@ -16,7 +16,7 @@ from scipy.io import savemat
 from dmlbench import build
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.data.readers.cars196_names import NAMES as CLASS_NAMES
+from dmlbench.data.readers.cars196 import NAMES as CLASS_NAMES
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.models.bninception import BNInception
 

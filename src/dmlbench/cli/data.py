@@ -141,7 +141,7 @@ def _described(table: ImageTable) -> list[str]:
     """Counts, place and fingerprint of a data set, one line each."""
     import numpy as np
 
-    from dmlbench.data.getting.verify import counts_by_role
+    from dmlbench.data.image_table import counts_by_role
 
     per_class = np.bincount(table.labels, minlength=table.num_classes)
     facts = {
@@ -154,7 +154,8 @@ def _described(table: ImageTable) -> list[str]:
         "fingerprint": table.fingerprint,
     }
     lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
-    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts_by_role(table).items()]
+    counts = counts_by_role(table.labels, table.role)
+    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts.items()]
     return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
 
 
@@ -165,14 +166,15 @@ def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> No
     from tqdm import tqdm
 
     from dmlbench.data.getting.catalog import SOURCES
-    from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
+    from dmlbench.data.getting.verify import Report, unlisted, verify
+    from dmlbench.data.image_table import counts_by_role
     from dmlbench.data.originals import deviations_of_sample
     from dmlbench.runtime import available_cores
 
     table = _load(cfg, name)
     print("\n".join(_described(table)))
     expected = SOURCES[name].published if name in SOURCES else None
-    is_benchmark = expected is not None and counts_by_role(table) == dict(expected.by_role)
+    is_benchmark = expected is not None and counts_by_role(table.labels, table.role) == dict(expected.by_role)
     is_published = is_benchmark or cfg.dataset.table.get("check_counts") is True  # then the loader insisted on them
     if expected is not None:
         print(f"  published: {expected}" + ("" if is_benchmark else " (not what is here)"))

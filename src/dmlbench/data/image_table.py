@@ -1,10 +1,10 @@
-"""How a data set becomes an ``ImageTable``: the checks every one must pass, and its fingerprint."""
+"""How a data set becomes an ``ImageTable``: the checks that each must pass, and its fingerprint."""
 
 import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,14 +25,14 @@ class Listing:
     Attributes:
         name: the data set's name, for messages and results.
         root: folder that ``paths`` are relative to.
-        layout: which of the known layouts it is, in words.
+        layout: which of the known layouts it has, in words.
         paths: [N] names of the images, relative to ``root``, with forward slashes.
         labels: [N] indices into ``class_names``.
         class_names: every published class in published order, also those that a subset has no images of.
         role: [N] entries of ``ROLES``.
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
-        remedy: what to do about classes in both halves, for the message.
+        remedy: how to resolve classes in both halves, for the message.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Published:
 def table_of_files(listing: Listing, *, published: Published | None, check_counts: bool = True) -> ImageTable:
     """The table of a listing whose images are all there, its rows sorted by path.
 
-    The order of the lists does not enter: tables of one fingerprint have the same rows, so that results of runs can be
-    put together row by row whichever layout they were read from.
+    The order of the lists does not matter: tables of one fingerprint have the same rows, so that results of runs can be
+    combined row by row whichever layout they were read from.
 
     Args:
         listing: what the data set's lists name.
-        published: the benchmark's counts; None where there is none.
+        published: the benchmark's counts, if there are any.
         check_counts: insist on them. False takes a subset: classes without images are left out, the others keep their
             order and half.
 
@@ -78,10 +78,7 @@ def table_of_files(listing: Listing, *, published: Published | None, check_count
     labels = np.asarray(listing.labels, dtype=np.int64)
     role = np.asarray(listing.role, dtype=np.str_)
     super_labels = None if listing.super_labels is None else np.asarray(listing.super_labels, dtype=np.int64)
-    lengths = {"paths": len(listing.paths), "labels": len(labels), "role": len(role)}
-    if super_labels is not None:
-        lengths["super_labels"] = len(super_labels)
-    _check_lengths(listing.name, lengths)
+    _check_lengths(listing.name, paths=listing.paths, labels=labels, role=role, super_labels=super_labels)
     if published is not None and check_counts:
         check_published(listing.name, listing.root, labels, role, published)
     if outside := [path for path in listing.paths if leaves_root(path)]:
@@ -122,20 +119,21 @@ def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Publis
     """
     if published is None or _counts(labels, role, published) == dict(published.by_role):
         return ()
-    whole = sum(images for images, _ in published.by_role.values())
-    if len(labels) < whole:
-        return (f"a subset: {len(labels):,} of {whole:,} images",)
+    total = sum(images for images, _ in published.by_role.values())
+    if len(labels) < total:
+        return (f"a subset: {len(labels):,} of {total:,} images",)
     return (f"other counts than published: {Published(_counts(labels, role, published))}",)
 
 
+def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[int, int]]:
+    """Role -> (images, classes) of the roles that occur, from labels [N] and roles [N], in the order of ``ROLES``."""
+    rows_of = {part: role == part for part in ROLES}
+    return {part: (int(rows.sum()), len(np.unique(labels[rows]))) for part, rows in rows_of.items() if rows.any()}
+
+
 def _counts(labels: IntArray, role: NDArray[np.str_], published: Published) -> dict[str, tuple[int, int]]:
-    """Role -> (images, classes) of the published roles and of those that occur."""
-    found = {}
-    for part in dict.fromkeys([*published.by_role, *ROLES]):
-        rows = role == part
-        if part in published.by_role or rows.any():
-            found[part] = (int(rows.sum()), len(np.unique(labels[rows])))
-    return found
+    """The counts of the published roles and of those that occur."""
+    return dict.fromkeys(published.by_role, (0, 0)) | counts_by_role(labels, role)
 
 
 def check_published(
@@ -172,7 +170,8 @@ def _refuse_shared_classes(listing: Listing, labels: IntArray, role: NDArray[np.
         )
 
 
-def _check_lengths(name: str, lengths: Mapping[str, int]) -> None:
+def _check_lengths(name: str, **parts: Sized | None) -> None:
+    lengths = {what: len(part) for what, part in parts.items() if part is not None}
     if len(set(lengths.values())) > 1:
         raise DataError(
             f"data set '{name}' has parts of different lengths: {lengths}; each must have one entry an image"
@@ -202,8 +201,8 @@ def make_table(
         labels: [N] class ids; every id in [0, len(class_names)) has at least one image.
         class_names: one unique name per class id, in published order.
         role: [N] entries of ``ROLES``.
-        content: [N] file sizes in bytes, or one digest that stands for all pixels: what the fingerprint rests on
-            besides names and labels.
+        content: [N] file sizes in bytes, or one digest of all pixels: what the fingerprint depends on besides names
+            and labels.
         super_labels: [N] super-class ids, or None.
         pixels: [N, H, W] or [N, H, W, 3] uint8, or None.
         layout: which of the known layouts was found, in words.
@@ -217,13 +216,8 @@ def make_table(
     role = np.asarray(role, dtype=np.str_)
     if len(names) == 0:
         raise DataError(f"data set '{name}' has no images; check its folder '{root}'")
-    lengths = {"paths": len(names), "labels": len(labels), "role": len(role)}
-    if super_labels is not None:
-        super_labels = np.asarray(super_labels, dtype=np.int64)
-        lengths["super_labels"] = len(super_labels)
-    if pixels is not None:
-        lengths["pixels"] = len(pixels)
-    _check_lengths(name, lengths)
+    super_labels = None if super_labels is None else np.asarray(super_labels, dtype=np.int64)
+    _check_lengths(name, paths=names, labels=labels, role=role, super_labels=super_labels, pixels=pixels)
     if len(set(names.tolist())) < len(names):
         unique, counts = np.unique(names, return_counts=True)
         raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
@@ -260,11 +254,11 @@ def fingerprint(
 ) -> str:
     """Hexadecimal sha256 over sorted names with their sizes, labels and roles.
 
-    The order of the rows and the folder do not enter, so the same data gives the same digest on every machine.
+    The order of the rows and the folder do not matter, so the same data gives the same digest on every machine.
 
     Args:
         names: [N] names of the images.
-        content: [N] file sizes in bytes, or one digest that stands for the pixels of all images.
+        content: [N] file sizes in bytes, or one digest of the pixels of all images.
         labels: [N] class ids.
         role: [N] entries of ``ROLES``.
     """
@@ -288,8 +282,8 @@ def halved_roles(labels: IntArray, num_classes: int) -> NDArray[np.str_]:
 
 
 def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
-    """[N] what tells the files' contents apart: sizes in bytes; of formats without compression, whose sizes are those
-    of any picture as large, a checksum above the size.
+    """[N] numbers that identify the files' contents: sizes in bytes; for uncompressed formats, whose sizes depend on
+    the images' dimensions alone, a checksum in the bits above the size.
 
     Raises:
         DataError: as ``file_sizes``, or a file cannot be read.
@@ -337,7 +331,7 @@ def leaves_root(path: str) -> bool:
 
 
 def _lacking_by_folder(missing: Sequence[str], paths: Sequence[str] | NDArray[np.str_]) -> str:
-    """Which folders lack how many of their images: what tells an archive that was not unpacked from a lost file."""
+    """How many images each folder lacks: tells an archive that was not unpacked from a lost file."""
     folders = [os.path.dirname(path) for path in map(str, paths)]
     shared = os.path.commonpath(folders) if all(folders) else ""
     depth = len(shared.split("/")) if shared else 0

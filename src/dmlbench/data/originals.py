@@ -1,15 +1,15 @@
-"""Whether the images on disk are those that were published, told from the headers of their files.
+"""Whether the images on disk are the published ones, judged by the headers of their files.
 
-Mirrors cut images to their boxes, rescale them or encode them anew, under the published names and in the published
-number. Scores of such images do not compare with those of papers. A header is quickly read, and says this:
+Mirrors cut images to their boxes, rescale them or re-encode them, under the published names and in the published
+number. Scores on such images are not comparable with those of papers. Headers are quick to read and show this:
 
-- A box that lies outside of its image was drawn on a larger one: the image was cut or made smaller. If the image has
+- A box that lies outside of its image was drawn on a larger one: the image was cut or shrunk. If the image has
   the size of its box, it was cut to it; if it has the shape of its box, it was cut and rescaled.
 - Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled.
-- Files of another format were encoded anew.
+- Files of another format were re-encoded.
 
-It does not say whether images of one size were cut before they were rescaled, nor whether JPEGs of the published size
-were encoded anew; images that were enlarged, or whose boxes were rewritten to fit them, are not found.
+They do not show whether images of one size were cut before they were rescaled, nor whether JPEGs of the published size
+were re-encoded; images that were enlarged, or whose boxes were adapted to them, are not detected.
 """
 
 import os
@@ -31,7 +31,7 @@ _ROUNDING = 1.0  # pixels
 
 @dataclass(frozen=True)
 class Header:
-    """What an image file says of itself: width and height in pixels, before EXIF turns it, and Pillow's format."""
+    """Header of an image file: width and height in pixels, before EXIF rotation, and Pillow's format name."""
 
     width: int
     height: int
@@ -39,7 +39,7 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
-    """None where the file is no image; reading it for its pixels says why."""
+    """None if the file is no image; reading its pixels explains why."""
     try:
         with Image.open(path) as image:
             return Header(image.width, image.height, image.format or "")
@@ -48,16 +48,16 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
 
 
 def deviations_of_sample(root: str | os.PathLike[str], paths: Sequence[str], originals: Originals) -> tuple[str, ...]:
-    """``deviations`` of at most 64 images, evenly apart."""
+    """``deviations`` of at most 64 images, evenly spaced."""
     rows = np.unique(np.linspace(0, len(paths) - 1, min(SAMPLE, len(paths))).astype(np.int64))
     return deviations([read_header(os.path.join(root, paths[row])) for row in rows], originals, rows)
 
 
 def deviations(headers: Sequence[Header | None], originals: Originals, rows: IntArray) -> tuple[str, ...]:
-    """How images differ from the published ones, in words for results and messages; empty where nothing is found.
+    """How images differ from the published ones, in words for results and messages; empty if nothing is found.
 
     Args:
-        headers: [n] of the images; those that are None are passed over.
+        headers: [n] of the images; None entries are skipped.
         originals: what is known of the published images.
         rows: [n] the images' rows in ``originals.boxes``.
     """
@@ -69,12 +69,12 @@ def deviations(headers: Sequence[Header | None], originals: Originals, rows: Int
     formats = [header.format for header, _ in seen]
     others = [name for name in formats if name != originals.format]
     if _are_many(len(others), len(formats)):
-        found += [f"images encoded anew as {', '.join(sorted(set(others)))}"]
+        found += [f"images re-encoded as {', '.join(sorted(set(others)))}"]
     return tuple(found)
 
 
 def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) -> list[str]:
-    """What sizes [n, 2] of images, width and height, tell."""
+    """Deviations that the sizes [n, 2] of images, width and height, reveal."""
     boxes = np.full((len(rows), 4), np.nan) if originals.boxes is None else originals.boxes[rows]
     is_outside = np.any(boxes[:, 2:] > sizes + _ROUNDING, axis=1)  # false of NaN
     count, known = int(is_outside.sum()), int(np.isfinite(boxes).all(axis=1).sum())

@@ -1,10 +1,11 @@
-"""Protocols: which classes a run trains on, selects on and is tested on, and how its runs are summed up.
+"""Protocols: the classes of training, selection and test, and how runs are aggregated.
 
 Classes are taken in published order (ids of the table), contiguous, never shuffled.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,19 +15,26 @@ from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, Retriev
 
 
 class Protocol:
-    """What every protocol offers; each is a frozen dataclass.
+    """What every protocol offers; each is a frozen dataclass that implements ``_split``.
 
     Attributes:
         name: as in the configuration and in results.
         num_folds: folds, numbered from 0.
         num_repeats: independent runs of each fold.
-        aggregation: the rule that sums up the runs (``results.rules``): "collections" (one run of each fold, all
+        least_folds: folds that the protocol needs to make sense.
+        aggregation: the rule that aggregates the runs (``results.rules``): "collections" (one run of each fold, all
             combinations); of the repeats' test scores "best_and_mean" or "mean_of_test"; "mean" of their validation
             scores where there is no test; or the importable name of a rule elsewhere.
         leaves_plan: whether a run leaves its length and rates as the plan of another.
     """
 
     name: ClassVar[str]
+    least_folds: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for count, least in (("num_folds", self.least_folds), ("num_repeats", 1)):
+            if (value := getattr(self, count)) < least:
+                raise ConfigError(f"{count} ({value}) of protocol '{self.name}' must be at least {least}")
 
     @property
     def num_folds(self) -> int:
@@ -46,7 +54,7 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments that turn this protocol into that of the run whose plan its runs follow; None: they follow none."""
+        """Arguments that turn this protocol into that of the run whose plan its runs follow, if they follow one."""
         return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
@@ -55,6 +63,11 @@ class Protocol:
         Raises:
             ConfigError, DataError: there is no such fold, or the data set does not fit.
         """
+        if not 0 <= fold < self.num_folds:
+            raise ConfigError(f"fold ({fold}) of protocol '{self.name}' must lie in [0, {self.num_folds - 1}]")
+        return check_split(self._split(table, fold), table)
+
+    def _split(self, table: ImageTable, fold: int) -> Split:
         raise NotImplementedError
 
 
@@ -75,26 +88,17 @@ class Mlrc(Protocol):
     num_repeats: int = 3
     name: ClassVar[str] = "mlrc"
     aggregation: ClassVar[str] = "collections"
+    least_folds: ClassVar[int] = 2
 
-    def __post_init__(self) -> None:
-        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
-
-    def split(self, table: ImageTable, *, fold: int) -> Split:
-        _check_fold(self.name, fold, self.num_folds)
+    def _split(self, table: ImageTable, fold: int) -> Split:
         classes = _train_classes(table, at_least=self.num_folds)
-        edges = [i * len(classes) // self.num_folds for i in range(self.num_folds + 1)]
-        part = self.num_folds - 1 - fold
-        held_out = classes[edges[part] : edges[part + 1]]
-        kept = np.setdiff1d(classes, held_out)
-        return check_split(
-            Split(
-                name=f"{table.name} {self.name} fold {fold}",
-                fold=fold,
-                train=_train_rows(table, kept),
-                val=RetrievalSet(_train_rows(table, held_out)),
-                test=_test_set(table),
-            ),
-            table,
+        held_out = _parts(classes, self.num_folds)[-1 - fold]
+        return Split(
+            name=f"{table.name} {self.name} fold {fold}",
+            fold=fold,
+            train=_train_rows(table, np.setdiff1d(classes, held_out)),
+            val=RetrievalSet(_train_rows(table, held_out)),
+            test=_test_set(table),
         )
 
 
@@ -102,9 +106,9 @@ class Mlrc(Protocol):
 class MlrcMusgrave(Protocol):
     """The same idea with the folds of Musgrave et al.'s own code.
 
-    All classes are halved anew: T = num_classes // 2 to train, the others to test. Fold k trains on the T - V classes,
-    V = floor(T / folds), from floor(k T / folds) on, going round, and validates on the V that follow; so a few classes
-    are never validated on when the number of folds does not divide T.
+    The published halves are not used: the first T = num_classes // 2 classes train, the others test. Fold k trains on
+    the T - V classes, V = floor(T / folds), from floor(k T / folds) on, wrapping around, and validates on the V that
+    follow; so a few classes are never validated on when the number of folds does not divide T.
 
     Raises (by ``split``):
         ConfigError: a fold that does not exist, too few classes, or a data set with separate query and gallery.
@@ -116,15 +120,12 @@ class MlrcMusgrave(Protocol):
     num_repeats: int = 3
     name: ClassVar[str] = "mlrc_musgrave"
     aggregation: ClassVar[str] = "collections"
+    least_folds: ClassVar[int] = 2
 
-    def __post_init__(self) -> None:
-        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=2)
-
-    def split(self, table: ImageTable, *, fold: int) -> Split:
-        _check_fold(self.name, fold, self.num_folds)
+    def _split(self, table: ImageTable, fold: int) -> Split:
         if np.isin(table.role, ("query", "gallery")).any():
             raise ConfigError(
-                f"protocol '{self.name}' halves all classes anew, which breaks up the query and gallery sets of "
+                f"protocol '{self.name}' makes halves of its own, which breaks up the query and gallery sets of "
                 f"'{table.name}'; use protocol=mlrc"
             )
         half = table.num_classes // 2
@@ -132,21 +133,18 @@ class MlrcMusgrave(Protocol):
         held_out_count = half // self.num_folds
         ring = (np.arange(half) + fold * half // self.num_folds) % half
         kept, held_out = ring[: half - held_out_count], ring[half - held_out_count :]
-        return check_split(
-            Split(
-                name=f"{table.name} {self.name} fold {fold}",
-                fold=fold,
-                train=rows_of_classes(table, kept),
-                val=RetrievalSet(rows_of_classes(table, held_out)),
-                test=RetrievalSet(rows_of_classes(table, np.arange(half, table.num_classes))),
-            ),
-            table,
+        return Split(
+            name=f"{table.name} {self.name} fold {fold}",
+            fold=fold,
+            train=rows_of_classes(table, kept),
+            val=RetrievalSet(rows_of_classes(table, held_out)),
+            test=RetrievalSet(rows_of_classes(table, np.arange(half, table.num_classes))),
         )
 
 
 @dataclass(frozen=True)
 class Conventional(Protocol):
-    """Train on the whole train half; stop and select on the test half, as most older papers did.
+    """Train on the complete train half; stop and select on the test half, as most older papers did.
 
     Scores of this protocol are optimistic: ``val_is_test`` is set and printed with every number.
     """
@@ -156,22 +154,15 @@ class Conventional(Protocol):
     name: ClassVar[str] = "conventional"
     aggregation: ClassVar[str] = "best_and_mean"
 
-    def __post_init__(self) -> None:
-        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
-
-    def split(self, table: ImageTable, *, fold: int) -> Split:
-        _check_fold(self.name, fold, self.num_folds)
+    def _split(self, table: ImageTable, fold: int) -> Split:
         test = _test_set(table)
-        return check_split(
-            Split(
-                name=f"{table.name} {self.name}",
-                fold=fold,
-                train=_train_rows(table, _train_classes(table, at_least=1)),
-                val=test,
-                test=test,
-                val_is_test=True,
-            ),
-            table,
+        return Split(
+            name=f"{table.name} {self.name}",
+            fold=fold,
+            train=_train_rows(table, _train_classes(table, at_least=1)),
+            val=test,
+            test=test,
+            val_is_test=True,
         )
 
 
@@ -194,26 +185,21 @@ class Hpo(Protocol):
     aggregation: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
-        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
+        super().__post_init__()
         if self.num_parts < 2:
             raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
         if not 0 <= self.held_out_part < self.num_parts:
             raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
 
-    def split(self, table: ImageTable, *, fold: int) -> Split:
-        _check_fold(self.name, fold, self.num_folds)
+    def _split(self, table: ImageTable, fold: int) -> Split:
         classes = _train_classes(table, at_least=self.num_parts)
-        edges = [i * len(classes) // self.num_parts for i in range(self.num_parts + 1)]
-        held_out = classes[edges[self.held_out_part] : edges[self.held_out_part + 1]]
-        return check_split(
-            Split(
-                name=f"{table.name} {self.name} part {self.held_out_part}",
-                fold=fold,
-                train=_train_rows(table, np.setdiff1d(classes, held_out)),
-                val=RetrievalSet(_train_rows(table, held_out)),
-                test=None,
-            ),
-            table,
+        held_out = _parts(classes, self.num_parts)[self.held_out_part]
+        return Split(
+            name=f"{table.name} {self.name} part {self.held_out_part}",
+            fold=fold,
+            train=_train_rows(table, np.setdiff1d(classes, held_out)),
+            val=RetrievalSet(_train_rows(table, held_out)),
+            test=None,
         )
 
 
@@ -222,8 +208,8 @@ class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 
     Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
-    What it leaves (see ``training.stage_plan``) is the whole plan of stage 2, which trains on all train classes without
-    validation, is tested once at its end, and so selects nothing on the test half.
+    What it leaves (see ``training.stage_plan``) is the complete plan of stage 2, which trains on all train classes
+    without validation, is tested once at its end, and so selects nothing on the test half.
 
     Attributes:
         stage: 1 or 2; stage 2 needs stage 1 of the same cell and repeat.
@@ -237,7 +223,7 @@ class TwoStage(Protocol):
     name: ClassVar[str] = "two_stage"
 
     def __post_init__(self) -> None:
-        _check_counts(self.name, self.num_folds, self.num_repeats, least_folds=1)
+        super().__post_init__()
         if self.stage not in (1, 2):
             raise ConfigError(f"stage ({self.stage}) of protocol '{self.name}' must be 1 or 2")
 
@@ -253,20 +239,17 @@ class TwoStage(Protocol):
     def planned_by(self) -> dict[str, Any] | None:
         return {"stage": 1} if self.stage == 2 else None
 
-    def split(self, table: ImageTable, *, fold: int) -> Split:
-        _check_fold(self.name, fold, self.num_folds)
+    def _split(self, table: ImageTable, fold: int) -> Split:
         classes = _train_classes(table, at_least=2)
-        half = len(classes) // 2
         name = f"{table.name} {self.name} stage {self.stage}"
         if self.stage == 1:
-            train, val = (_train_rows(table, part) for part in (classes[:half], classes[half:]))
-            return check_split(Split(name, fold, train=train, val=RetrievalSet(val), test=None), table)
-        split = Split(name, fold, train=_train_rows(table, classes), val=None, test=_test_set(table))
-        return check_split(split, table)
+            train, val = (_train_rows(table, part) for part in _parts(classes, 2))
+            return Split(name, fold, train=train, val=RetrievalSet(val), test=None)
+        return Split(name, fold, train=_train_rows(table, classes), val=None, test=_test_set(table))
 
 
 def check_split(split: Split, table: ImageTable) -> Split:
-    """The split itself, if nothing that must be apart overlaps and every set can be used.
+    """The split itself, if its sets are usable and do not overlap.
 
     Classes and rows of train, validation and test are disjoint (validation may be the test set only where
     ``val_is_test`` says so), no set is empty or names a row twice, and at least one query of each retrieval set has
@@ -285,17 +268,15 @@ def check_split(split: Split, table: ImageTable) -> Split:
             raise DataError(f"the {what} set of {split.name} is empty; the data set '{table.name}' is too small for it")
         if len(np.unique(rows)) < len(rows):
             raise DataError(f"the {what} set of {split.name} names a row twice")
-    names = list(sets)
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            if split.val_is_test and {first, second} == {"validation", "test"}:
-                continue
-            shared = np.intersect1d(table.labels[sets[first]], table.labels[sets[second]])
-            if len(shared):
-                raise DataError(
-                    f"the {first} and {second} sets of {split.name} share {len(shared)} classes, such as "
-                    f"'{table.class_names[shared[0]]}'; metric learning tests on unseen classes"
-                )
+    for first, second in combinations(sets, 2):
+        if split.val_is_test and (first, second) == ("validation", "test"):
+            continue
+        shared = np.intersect1d(table.labels[sets[first]], table.labels[sets[second]])
+        if len(shared):
+            raise DataError(
+                f"the {first} and {second} sets of {split.name} share {len(shared)} classes, such as "
+                f"'{table.class_names[shared[0]]}'; metric learning tests on unseen classes"
+            )
     for what, retrieval in (("validation", split.val), ("test", split.test)):
         if retrieval is not None and not _has_positive(retrieval, table.labels):
             raise DataError(
@@ -315,6 +296,12 @@ def _train_classes(table: ImageTable, *, at_least: int) -> IntArray:
     classes = np.unique(table.labels[table.role == "train"])
     _check_enough(table, len(classes), at_least=at_least)
     return classes
+
+
+def _parts(classes: IntArray, count: int) -> list[IntArray]:
+    """Contiguous parts of C classes, cut at floor(i C / count)."""
+    edges = [i * len(classes) // count for i in range(count + 1)]
+    return [classes[start:end] for start, end in pairwise(edges)]
 
 
 def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
@@ -340,18 +327,6 @@ def _check_enough(table: ImageTable, count: int, *, at_least: int) -> None:
         raise DataError(
             f"'{table.name}' has {count} train classes, the protocol cuts them into {at_least} parts; add classes"
         )
-
-
-def _check_fold(name: str, fold: int, num_folds: int) -> None:
-    if not 0 <= fold < num_folds:
-        raise ConfigError(f"fold ({fold}) of protocol '{name}' must lie in [0, {num_folds - 1}]")
-
-
-def _check_counts(name: str, num_folds: int, num_repeats: int, *, least_folds: int) -> None:
-    if num_folds < least_folds:
-        raise ConfigError(f"num_folds ({num_folds}) of protocol '{name}' must be at least {least_folds}")
-    if num_repeats < 1:
-        raise ConfigError(f"num_repeats ({num_repeats}) of protocol '{name}' must be at least 1")
 
 
 def class_index(table: ImageTable, rows: Sequence[int] | IntArray) -> IntArray:

@@ -10,9 +10,10 @@ import subprocess
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -57,12 +58,21 @@ def content_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+def part(path: Path, *, is_archive: bool = True) -> Part:
+    return Part(path, file_digest(path), is_archive)
+
+
+def extracted(parts: Sequence[Part], into: Path, **options: Any) -> Path:
+    extract(parts, into, **options)
+    return into
+
+
 def refused(archive: Path, match: str, **options: str) -> None:
     """The archive is refused by one message, and its folder looks as before."""
     into = archive.parent / "data" / "set"
     outside = sorted(path for path in archive.parent.rglob("*") if path != into.parent)
     with pytest.raises(DataError, match=match) as caught:
-        extract([Part(archive)], into, **options)
+        extract([part(archive)], into, **options)
     assert str(archive) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not into.exists()
@@ -82,32 +92,32 @@ def refused(archive: Path, match: str, **options: str) -> None:
     ],
 )
 def test_every_kind_of_archive_gives_its_files(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    made = extract([Part(make(tmp_path))], tmp_path / "data" / "set")
-    assert content_of(made.folder) == FILES
-    assert (made.files, made.bytes, made.was_there) == (4, sum(map(len, FILES.values())), False)
+    made = extracted([part(make(tmp_path))], tmp_path / "data" / "set")
+    assert content_of(made) == FILES
+    marker = read_marker(made)
+    assert marker is not None
+    assert (marker["files"], marker["bytes"]) == (4, sum(map(len, FILES.values())))
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["set"]
 
 
 def test_the_marker_names_the_archive_and_a_second_call_does_nothing(tmp_path: Path) -> None:
     archive = zip_of(tmp_path / "a.zip", FILES)
-    made = extract([Part(archive)], tmp_path / "set", notes={"why": "test"})
-    marker = read_marker(made.folder)
+    made = extracted([part(archive)], tmp_path / "set", notes={"why": "test"})
+    marker = read_marker(made)
     assert marker is not None
     size, md5 = archive.stat().st_size, file_digest(archive)
     assert marker["parts"] == [{"name": "a.zip", "size": size, "md5": md5}]
     assert (marker["files"], marker["why"]) == (4, "test")
-    before = (made.folder / MARKER).stat().st_mtime_ns
-    again = extract([Part(archive, md5=md5)], tmp_path / "set")
-    assert again.was_there
-    assert (made.folder / MARKER).stat().st_mtime_ns == before
+    before = (made / MARKER).stat().st_mtime_ns
+    extract([part(archive)], tmp_path / "set")
+    assert (made / MARKER).stat().st_mtime_ns == before
 
 
 def test_several_parts_make_one_folder(tmp_path: Path) -> None:
     (tmp_path / "annos.mat").write_bytes(b"mat")
-    parts = [Part(tar_of(tmp_path / "a.tgz", FILES, "w:gz")), Part(tmp_path / "annos.mat", is_archive=False)]
-    made = extract(parts, tmp_path / "set")
-    assert content_of(made.folder) == {**FILES, "annos.mat": b"mat"}
-    assert made.files == 5
+    parts = [part(tar_of(tmp_path / "a.tgz", FILES, "w:gz")), part(tmp_path / "annos.mat", is_archive=False)]
+    made = extracted(parts, tmp_path / "set")
+    assert content_of(made) == {**FILES, "annos.mat": b"mat"}
 
 
 def test_progress_ends_at_the_size_of_the_archive(tmp_path: Path) -> None:
@@ -133,8 +143,8 @@ def test_names_that_leave_the_folder_are_refused_in_tar(tmp_path: Path, name: st
 
 
 def test_an_absolute_name_in_tar_is_taken_below_the_folder(tmp_path: Path) -> None:
-    made = extract([Part(tar_of(tmp_path / "a.tar", {"/dmlbench/evil": b"2"}))], tmp_path / "set")
-    assert content_of(made.folder) == {"dmlbench/evil": b"2"}
+    made = extracted([part(tar_of(tmp_path / "a.tar", {"/dmlbench/evil": b"2"}))], tmp_path / "set")
+    assert content_of(made) == {"dmlbench/evil": b"2"}
     assert not Path("/dmlbench").exists()
 
 
@@ -159,10 +169,10 @@ def test_a_file_behind_a_link_never_lands_where_the_link_points(tmp_path: Path) 
 
 def test_links_within_a_tar_become_copies_also_through_other_links(tmp_path: Path) -> None:
     extra = (link("set/first", "second"), link("set/second", "list.txt"), link("hard", "set/list.txt", tarfile.LNKTYPE))
-    made = extract([Part(tar_of(tmp_path / "a.tar", FILES, extra=extra))], tmp_path / "set")
+    made = extracted([part(tar_of(tmp_path / "a.tar", FILES, extra=extra))], tmp_path / "set")
     expected = FILES["set/list.txt"]
-    assert content_of(made.folder) == {**FILES, "set/first": expected, "set/second": expected, "hard": expected}
-    assert not any(path.is_symlink() for path in made.folder.rglob("*"))
+    assert content_of(made) == {**FILES, "set/first": expected, "set/second": expected, "hard": expected}
+    assert not any(path.is_symlink() for path in made.rglob("*"))
 
 
 def test_links_to_nothing_or_to_each_other_are_refused(tmp_path: Path) -> None:
@@ -253,11 +263,11 @@ def test_flipped_bits_never_pass(tmp_path: Path, kind: str) -> None:
         archive = tmp_path / f"{trial}.archive"
         archive.write_bytes(damaged)
         try:
-            made = extract([Part(archive)], tmp_path / f"out{trial}")
+            made = extracted([part(archive)], tmp_path / f"out{trial}")
         except DataError:
             assert not (tmp_path / f"out{trial}").exists()
         else:  # the flip hit a time or a name, which no checksum covers
-            assert sorted(content_of(made.folder).values()) == sorted(noise.values())
+            assert sorted(content_of(made).values()) == sorted(noise.values())
 
 
 def test_a_zip_of_an_unknown_method_or_version_is_refused(tmp_path: Path) -> None:
@@ -284,8 +294,8 @@ def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
     archive = encrypted_zip(tmp_path / "a.zip", "img/a.jpg", content, b"secret")
     refused(archive, "is encrypted; give the password.*--password.*by hand")
     refused(archive, "does not open with this password|password is wrong", password="wrong")
-    made = extract([Part(archive)], tmp_path / "set", password="secret")
-    assert content_of(made.folder) == {"img/a.jpg": content}
+    made = extracted([part(archive)], tmp_path / "set", password="secret")
+    assert content_of(made) == {"img/a.jpg": content}
 
 
 def encrypted_zip(path: Path, name: str, content: bytes, password: bytes) -> Path:
@@ -329,17 +339,17 @@ def test_a_folder_that_was_not_made_here_is_never_touched(tmp_path: Path) -> Non
     (tmp_path / "set" / "mine.txt").write_text("mine")
     archive = zip_of(tmp_path / "a.zip", FILES)
     with pytest.raises(DataError, match="was not made by dmlbench, so it stays as it is; move it away"):
-        extract([Part(archive)], tmp_path / "set")
+        extracted([part(archive)], tmp_path / "set")
     assert content_of(tmp_path / "set") == {"mine.txt": b"mine"}
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match="was not made by dmlbench"):
-        extract([Part(archive)], tmp_path / "link")
+        extracted([part(archive)], tmp_path / "link")
 
 
 def test_a_folder_made_of_another_archive_stays(tmp_path: Path) -> None:
-    extract([Part(zip_of(tmp_path / "a.zip", FILES))], tmp_path / "set")
+    extracted([part(zip_of(tmp_path / "a.zip", FILES))], tmp_path / "set")
     with pytest.raises(DataError, match=r"was made of other files \(a.zip"):
-        extract([Part(zip_of(tmp_path / "b.zip", {"x": b"1"}))], tmp_path / "set")
+        extracted([part(zip_of(tmp_path / "b.zip", {"x": b"1"}))], tmp_path / "set")
     assert content_of(tmp_path / "set") == FILES
 
 
@@ -349,8 +359,8 @@ def test_what_a_kill_left_is_removed_by_the_next_run(tmp_path: Path) -> None:
     (stale / "images" / "half.jpg").write_bytes(b"half")
     other = tmp_path / ".set2.partial-12345"
     other.mkdir()
-    made = extract([Part(zip_of(tmp_path / "a.zip", FILES))], tmp_path / "set")
-    assert content_of(made.folder) == FILES
+    made = extracted([part(zip_of(tmp_path / "a.zip", FILES))], tmp_path / "set")
+    assert content_of(made) == FILES
     assert not stale.exists()
     assert other.exists()  # another data set's
 
@@ -361,9 +371,9 @@ def test_a_living_process_is_left_alone(tmp_path: Path) -> None:
     archive = zip_of(tmp_path / "a.zip", FILES)
     with FileLock(tmp_path / ".set.lock"):
         with pytest.raises(DataError, match="another process is making"):
-            extract([Part(archive)], tmp_path / "set")
+            extracted([part(archive)], tmp_path / "set")
         assert partial.exists()
-    assert extract([Part(archive)], tmp_path / "set").files == 4
+    assert content_of(extracted([part(archive)], tmp_path / "set")) == FILES
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +399,7 @@ def test_a_read_only_data_folder_is_one_message(tmp_path: Path, monkeypatch: pyt
     archive = zip_of(tmp_path / "a.zip", FILES)
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with pytest.raises(DataError, match=r"it may not be written; make it writable, or set paths\.data_dir"):
-        extract([Part(archive)], tmp_path / "data" / "set")
+        extracted([part(archive)], tmp_path / "data" / "set")
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
@@ -399,19 +409,19 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
     archive = zip_of(tmp_path / "a.zip", FILES)
     with pytest.raises(KeyboardInterrupt):
-        extract([Part(archive)], tmp_path / "data" / "set", check=interrupt)
+        extracted([part(archive)], tmp_path / "data" / "set", check=interrupt)
     assert list((tmp_path / "data").iterdir()) == []
 
 
 def test_what_macos_adds_is_left_out(tmp_path: Path) -> None:
     archive = zip_of(tmp_path / "a.zip", {**FILES, "__MACOSX/set/._list.txt": b"x"})
-    assert content_of(extract([Part(archive)], tmp_path / "set").folder) == FILES
+    assert content_of(extracted([part(archive)], tmp_path / "set")) == FILES
 
 
 def test_names_beyond_ascii_survive(tmp_path: Path) -> None:
     files = {"Bärenvögel/größe.jpg": b"1"}
-    assert content_of(extract([Part(zip_of(tmp_path / "a.zip", files))], tmp_path / "1").folder) == files
-    assert content_of(extract([Part(tar_of(tmp_path / "b.tar", files))], tmp_path / "2").folder) == files
+    assert content_of(extracted([part(zip_of(tmp_path / "a.zip", files))], tmp_path / "1")) == files
+    assert content_of(extracted([part(tar_of(tmp_path / "b.tar", files))], tmp_path / "2")) == files
 
 
 def test_a_file_and_a_folder_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -425,7 +435,7 @@ def test_gnu_tar_made_by_the_system_is_read(tmp_path: Path) -> None:
         subprocess.run(["tar", "-czf", "a.tgz", "in"], cwd=tmp_path, check=True)
     except FileNotFoundError:
         pytest.skip("no tar on this machine")
-    assert list(content_of(extract([Part(tmp_path / "a.tgz")], tmp_path / "set").folder)) == ["in/" + "long" * 40]
+    assert list(content_of(extracted([part(tmp_path / "a.tgz")], tmp_path / "set"))) == ["in/" + "long" * 40]
 
 
 def test_a_marker_that_is_no_json_is_no_marker(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -227,8 +228,8 @@ def test_two_downloads_at_once_are_one(get, server: Behavior, tmp_path: Path) ->
 
 def test_a_full_disk_is_one_message(get, monkeypatch: pytest.MonkeyPatch, server: Behavior, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=9))
-        with pytest.raises(DataError, match="more than is free"):
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9))
+        with pytest.raises(DataError, match="GB free; free some space"):
             get()
     with monkeypatch.context() as patch:
         patch.setattr(download.os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dmlbench.data.getting.verify import Report, counts_by_role, unlisted, verify
-from dmlbench.data.image_table import make_table
+from dmlbench.data.getting.verify import Report, unlisted, verify
+from dmlbench.data.image_table import counts_by_role, make_table
 from dmlbench.data.readers.folder import folder
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.types import ImageTable
@@ -176,7 +176,8 @@ def test_glyphs_are_whole(tmp_path: Path) -> None:
 
 
 def test_counts_by_role_are_those_of_the_table(root: Path) -> None:
-    assert counts_by_role(folder(root)) == {"train": (6, 2), "test": (6, 2)}
+    table = folder(root)
+    assert counts_by_role(table.labels, table.role) == {"train": (6, 2), "test": (6, 2)}
 
 
 def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +192,12 @@ def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.Mo
 @pytest.mark.data
 def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> None:
     from dmlbench.data.getting.archives import Part, extract
+    from dmlbench.data.getting.disk import file_digest
     from dmlbench.data.readers.cub200 import cub200
 
-    made = extract([Part(shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar")], tmp_path / "cub200")
-    report = verify(cub200(made.folder, check_counts=False), num_threads=2)
+    archive = shared_dir / "data/cub200_2011/CUB_200_2011_subset.tar"
+    extract([Part(archive, file_digest(archive))], tmp_path / "cub200")
+    report = verify(cub200(tmp_path / "cub200", check_counts=False), num_threads=2)
     assert report.looked_at == 51
     assert report.is_whole
     assert (report.duplicates.groups, report.unlisted) == ((), ())

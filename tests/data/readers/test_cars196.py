@@ -13,8 +13,7 @@ from scipy.io import loadmat, savemat
 import dmlbench.data.readers.cars196 as loader
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
-from dmlbench.data.readers.cars196 import cars196
-from dmlbench.data.readers.cars196_names import NAMES
+from dmlbench.data.readers.cars196 import NAMES, cars196
 from dmlbench.types import DataError, ImageTable
 
 RAM = NAMES.index("Ram C/V Cargo Van Minivan 2012") + 1

@@ -45,7 +45,7 @@ def test_train_and_test_folders_set_the_roles(tmp_path: Path) -> None:
         (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
         (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
         (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
-        (["train/1.png", "test/b/1.png"], "lies in no class folder"),
+        (["train/1.png", "test/b/1.png"], "is in no class folder"),
         (["1.png"], "finds no images"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_images_of_the_papers_come_before_the_large_ones_and_the_layout_says
     [
         (
             ("img/MEN/Denim/id_9/x.jpg", "id_9", "test"),
-            r"line 9 of '.*' has the evaluation_status 'test', expected train",
+            r"line 9 of '.*' has the evaluation_status test, which is not in train, query, gallery",
         ),
         (
             ("img/MEN/Denim/id_9/x.jpg", "id_9", ""),

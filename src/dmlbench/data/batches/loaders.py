@@ -1,4 +1,4 @@
-"""From table rows to batches of images, in this process or in workers, with the same numbers either way."""
+"""From table rows to batches of images, in this process or in workers, with identical results."""
 
 import atexit
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainBatches:
-    """An endless iterator over training batches whose state is that of the last batch that was handed out.
+    """An endless iterator over training batches whose state is that of the last batch that was returned.
 
     The randomness of an image comes from (seed, epoch, number of the batch in it, position in the batch), so the
     images are the same for any number of workers and after resuming. Images are uint8 [B, 3, H, W] RGB, on the device.
@@ -44,20 +44,20 @@ class TrainBatches:
         device: torch.device | str = "cpu",
         num_workers: int | None = 0,
     ) -> None:
-        """Set up; nothing is read and no worker is started before the first batch is asked for.
+        """Set up; nothing is read and no worker is started before the first batch is requested.
 
         Args:
             table: the data set.
             rows: [N] training rows of it.
             images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``)
-                for those that move whole batches.
+                for those that shift batches.
             class_index: [table.num_classes] training class 0..C-1 of each label of the table, -1 for others
                 (``dmlbench.data.protocols.class_index`` makes it).
             sampler: draws positions into ``rows``; it was made from their labels.
             transform: of training images.
             seed: of the transform's randomness.
             device: where the batches are wanted, and mirrored.
-            num_workers: processes that read ahead; 0 reads in this one, None chooses. A tensor needs none.
+            num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
 
         Raises:
             ConfigError: a negative number of workers, or a sampler of other rows.
@@ -91,8 +91,7 @@ class TrainBatches:
     def __next__(self) -> Batch:
         if self._stream is None:
             self._sampler.load_state_dict(self._state)
-            requests = (_request(index, self._rows, self._seed) for index in self._sampler)
-            self._stream = _stream(self._reader, requests, self._num_workers, self._device)
+            self._stream = _stream(self._reader, map(self._request, self._sampler), self._num_workers, self._device)
         try:
             request, images = _unwrap(next(self._stream), self._device)
         except BaseException:
@@ -103,12 +102,16 @@ class TrainBatches:
         labels = self._class_index[self._labels[request.rows]]
         return Batch(images, torch.from_numpy(labels), torch.from_numpy(request.rows)).to(self._device)
 
+    def _request(self, index: IndexBatch) -> "_Request":
+        seeds = [derive_seed(self._seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
+        return _Request(self._rows[index.rows], seeds, index)
+
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state after the last batch that was handed out, whatever was read ahead."""
+        """The sampler's state after the last batch that was returned, whatever was read ahead."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batch at which ``state`` was taken; batches that were read ahead are dropped.
+        """Continue after the batch at which ``state`` was taken; batches that were read ahead are dropped.
 
         Raises:
             RunError: the state is that of another sampler.
@@ -124,7 +127,7 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batches of images in row order; can be gone through again and again. Labels are the table's."""
+    """Batches of images in row order, as often as iterated. Labels are the table's."""
 
     def __init__(
         self,
@@ -188,11 +191,6 @@ class _Request:
     index: IndexBatch | None = None
 
 
-def _request(index: IndexBatch, rows: IntArray, seed: int) -> _Request:
-    seeds = [derive_seed(seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
-    return _Request(rows[index.rows], seeds, index)
-
-
 # What a reader returns: the request with its images [B, 3, H, W] and which of them are still to be mirrored, or the
 # error instead of them. An error travels as a value because the loader would wrap one that is raised in a worker into a
 # message with that worker's traceback.
@@ -245,7 +243,7 @@ def _resolve_workers(num_workers: int | None, device: torch.device, images: Imag
     if num_workers is not None and num_workers < 0:
         raise ConfigError(f"num_workers ({num_workers}) must be at least 0")
     if isinstance(images, Tensor):
-        return 0  # the images are where they are needed already
+        return 0  # the images are already where they are needed
     if num_workers is not None:
         return num_workers
     return min(_GPU_WORKERS, available_cores()) if device.type == "cuda" else 1
@@ -268,7 +266,7 @@ def _stream(
         # Without one of its own it would draw from the global generator, and numbers would depend on num_workers.
         generator=torch.Generator().manual_seed(0),
     )
-    # Workers inherit the mask, so that a signal cannot end one before it has been told to ignore it.
+    # Workers inherit the mask, so that no signal can end one before it ignores them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         stream = iter(loader)
@@ -284,10 +282,10 @@ def _as_is(read: Any) -> Any:
 
 
 def _prepare_worker(worker: int) -> None:
-    """Signals are the main process's affair.
+    """Leave signals to the main process.
 
-    Ctrl-C and a scheduler's SIGTERM reach the whole process group. A worker that died of it would make the main
-    process fail in the middle of saving; instead it goes on until the main process ends it, or is gone.
+    Ctrl-C and a scheduler's SIGTERM reach the whole process group. A worker killed by one would make the main
+    process fail in the middle of saving; instead it runs until the main process ends it, or is gone.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -297,7 +295,7 @@ _open_streams: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _end(stream: Iterator[_Read] | None) -> None:
-    """End the stream's workers now. Dropping the last reference does it too, but who holds one?"""
+    """End the stream's workers now rather than when the last reference is dropped."""
     shut_down = getattr(stream, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()

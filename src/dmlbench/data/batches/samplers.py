@@ -9,7 +9,7 @@ sampler                            classes of a batch              images of a c
 ``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
 ``IndependentClassBatchSampler``   without, within the batch       with
 ``RandomClassBatchSampler``        a few; any number of images     with
-``RandomBatchSampler``             not looked at                   without, over the epoch
+``RandomBatchSampler``             ignored                         without, over the epoch
 =================================  ==============================  ===============================================
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """Positions [B] into the training rows, and where in the sequence of batches they stand.
+    """Positions [B] into the training rows, and the batch's place in the sequence of batches.
 
     Attributes:
         rows: [B] positions.
@@ -43,10 +44,10 @@ class IndexBatch:
 
 
 class BatchSampler:
-    """An endless iterator over batches whose epochs are planned whole, epoch e from (seed, e) alone.
+    """An endless iterator over batches; all batches of epoch e are planned at its start, from (seed, e) alone.
 
-    So the state is a pair of numbers, epoch and batch, besides what the plan was made from. Subclasses set their sizes
-    and implement ``_plan_epoch``.
+    The state is therefore an epoch and a batch number, and what the plan was made from. Subclasses set their sizes and
+    implement ``_plan_epoch``.
     """
 
     def __init__(self, labels: IntArray, *, seed: int, sizes: dict[str, int]) -> None:
@@ -98,7 +99,7 @@ class BatchSampler:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch stands, and what it was planned from."""
+        """The position of the next batch, and what it was planned from."""
         return self._state(self._epoch, self._index)
 
     def state_after(self, batch: IndexBatch) -> dict[str, Any]:
@@ -135,10 +136,15 @@ class BatchSampler:
         }
 
     def _shuffled_by_class(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """Positions [N] class after class, shuffled within each, and start [C + 1], where each class's begin."""
+        """Positions [N] class after class, shuffled within each, and start [C], where each class's begin."""
         shuffled = random.permutation(len(self.labels))
         shuffled = shuffled[np.argsort(self._class_of[shuffled], kind="stable")]
-        return shuffled, np.concatenate([[0], np.cumsum(self._sizes)])
+        return shuffled, np.cumsum(self._sizes) - self._sizes
+
+    def _with_replacement(self, random: np.random.Generator, owner: IntArray) -> IntArray:
+        """A random image of each class in ``owner`` (any shape)."""
+        shuffled, start = self._shuffled_by_class(random)
+        return shuffled[start[owner] + random.integers(0, self._sizes[owner])]
 
     def _draw_classes(self, random: np.random.Generator, batches: int, count: int) -> IntArray:
         """[batches, count] classes, distinct within each batch."""
@@ -162,7 +168,7 @@ class _BalancedSampler(BatchSampler):
     """Batches of ``classes_per_batch`` classes x ``images_per_class`` images."""
 
     with_replacement: ClassVar[bool] = False
-    """Whether images repeat anyway, so that a class with few of them is nothing to warn of."""
+    """Whether images repeat anyway, so that small classes need no warning."""
 
     def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
         """Plan batches.
@@ -181,19 +187,24 @@ class _BalancedSampler(BatchSampler):
         self.images_per_class = images_per_class
         sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
         super().__init__(labels, seed=seed, sizes=sizes)
-        if not self.with_replacement:
-            _warn_of_small_classes(self._sizes, images_per_class)
+        small, single = int((self._sizes < images_per_class).sum()), int((self._sizes == 1).sum())
+        if small and not self.with_replacement:
+            alone = f"; {single} have a single image, whose positive is itself under another crop" if single else ""
+            logger.warning(
+                "%d of %d training classes have fewer than images_per_class (%d) images; theirs are drawn repeatedly%s",
+                small, len(self._sizes), images_per_class, alone,
+            )  # fmt: skip
 
 
 class ClassBalancedBatchSampler(_BalancedSampler):
     """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement (GSP).
 
-    In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; what is left over
-    sits this epoch out. A class with fewer images gives one group, filled by going through its own images again. Groups
-    are dealt in passes: each pass goes once through the classes that still have groups, those that the last pass left
-    over first, the others shuffled, and cuts them into batches. The epoch ends when fewer than ``classes_per_batch``
-    classes have groups left. So both images and classes come without replacement until they are used up. Epochs of
-    classes of unequal size may differ by a few batches, as it depends on the shuffle which class is left over.
+    In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; leftover
+    images sit this epoch out. A class with fewer images gives one group, filled up by repeating its own images. Groups
+    are dealt in passes: each pass visits once every class that still has groups, those that the last pass left over
+    first, the others shuffled, and cuts the sequence into batches. The epoch ends when fewer than ``classes_per_batch``
+    classes have groups left. So both images and classes come without replacement until they are used up. With classes
+    of unequal size, epochs may differ by a few batches, since the shuffle decides which class is left over.
 
     Source: the sampling of Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV
         2023 (public code).
@@ -226,7 +237,7 @@ class ClassBalancedBatchSampler(_BalancedSampler):
         owner = np.repeat(np.arange(len(self._sizes)), np.diff(first))  # [G] class of each group
         number = np.arange(len(owner)) - first[owner]  # [G] number of the group in its class
         within = number[:, None] * size + np.arange(size)  # [G, K]
-        # The remainder wraps round only in a class smaller than a group.
+        # The remainder wraps around only in a class smaller than a group.
         within %= self._sizes[owner][:, None]
         return shuffled[start[owner][:, None] + within], first
 
@@ -234,8 +245,8 @@ class ClassBalancedBatchSampler(_BalancedSampler):
 class RotatingClassBatchSampler(_BalancedSampler):
     """Each batch: newly drawn classes, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
 
-    A class's sequence is shuffled again when fewer than ``images_per_class`` images are left in it. A class with fewer
-    images than that is filled by going through them again (the public code returns a smaller batch).
+    A class's sequence is reshuffled when fewer than ``images_per_class`` images are left in it. A class with fewer
+    images than that repeats them (the public code returns a smaller batch).
 
     Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
         (``BalancedBatchSampler``), whose epoch has floor((N - 1) / B) batches.
@@ -248,7 +259,7 @@ class RotatingClassBatchSampler(_BalancedSampler):
         self._whole_batches(batch_size)
         classes = self._draw_classes(random, max(1, (len(self.labels) - 1) // batch_size), self.classes_per_batch)
         drawn = classes.reshape(-1)
-        turn = _number_of_occurrence(drawn)  # [draws] how often the class was drawn before
+        turn = pd.Series(drawn).groupby(drawn).cumcount().to_numpy()  # [draws] how often the class was drawn before
         groups_of = np.maximum(self._sizes // size, 1)
         rows = np.empty((len(drawn), size), dtype=np.int64)
         # One shuffle of everything serves every class's first round, the next one its second, and so on.
@@ -275,7 +286,7 @@ class IndependentClassBatchSampler(_BalancedSampler):
         batch_size = self.classes_per_batch * self.images_per_class
         classes = self._draw_classes(random, self._whole_batches(batch_size), self.classes_per_batch)
         owner = classes.repeat(self.images_per_class, axis=1)  # [batches, B]
-        return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
+        return self._with_replacement(random, owner)
 
 
 class RandomClassBatchSampler(BatchSampler):
@@ -306,7 +317,7 @@ class RandomClassBatchSampler(BatchSampler):
         classes = self._draw_classes(random, self._whole_batches(self.batch_size), self.classes_per_batch)
         which = random.integers(0, self.classes_per_batch, (len(classes), self.batch_size))
         owner = np.take_along_axis(classes, which, axis=1)  # [batches, B]
-        return _images_with_replacement(random, owner, *self._shuffled_by_class(random))
+        return self._with_replacement(random, owner)
 
 
 class RandomBatchSampler(BatchSampler):
@@ -330,31 +341,3 @@ class RandomBatchSampler(BatchSampler):
         batches = self._whole_batches(self.batch_size)
         shuffled = generator(self.seed, "sampler", epoch).permutation(len(self.labels))
         return shuffled[: batches * self.batch_size].reshape(batches, self.batch_size)
-
-
-def _images_with_replacement(
-    random: np.random.Generator, owner: IntArray, by_class: IntArray, start: IntArray
-) -> IntArray:
-    """A random image of each class in ``owner`` (any shape)."""
-    return by_class[start[owner] + random.integers(0, (start[1:] - start[:-1])[owner])]
-
-
-def _number_of_occurrence(values: IntArray) -> IntArray:
-    """[N] how many equal values come before each."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-    begin = np.maximum.accumulate(np.where(is_first, np.arange(len(values)), 0))
-    number = np.empty(len(values), dtype=np.int64)
-    number[order] = np.arange(len(values)) - begin
-    return number
-
-
-def _warn_of_small_classes(sizes: IntArray, images_per_class: int) -> None:
-    small, single = int((sizes < images_per_class).sum()), int((sizes == 1).sum())
-    if small:
-        alone = f"; {single} have a single image, whose positive is itself under another crop" if single else ""
-        logger.warning(
-            "%d of %d training classes have fewer than images_per_class (%d) images; theirs are drawn repeatedly%s",
-            small, len(sizes), images_per_class, alone,
-        )  # fmt: skip

@@ -1,13 +1,13 @@
-"""What happens to an image between the data set and the batch: where it is cropped, shifted and flipped.
+"""Cropping, shifting and flipping of images on their way into a batch.
 
 Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
-transform either cuts images of any size one by one (``CropTransform``), or moves a whole batch of equally sized images
-at once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+transform either cuts images of any size one by one (``CropTransform``), or shifts a batch of images of equal size at
+once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -46,8 +46,8 @@ class CropTransform:
         scale: range of the box's share of the image's area; None takes the middle ``crop`` x ``crop`` pixels.
         ratio: range of the box's width over height.
         flip: probability of mirroring.
-        kernel: what resizes, bilinear with antialiasing: "pillow" gives what torchvision gives for PIL images to the
-            bit; "torch" is torchvision's for uint8 tensors, several times faster and at most one grey level away.
+        kernel: what resizes, bilinear with antialiasing: "pillow" gives what torchvision gives for PIL images, to
+            the bit; "torch" is torchvision's for uint8 tensors, several times faster and at most one grey level away.
     """
 
     crop: int
@@ -57,6 +57,14 @@ class CropTransform:
     flip: float = 0.0
     kernel: Kernel = "pillow"
     works_on: ClassVar[Literal["image"]] = "image"
+
+    def __post_init__(self) -> None:
+        for name in ("crop", "resize"):
+            if (side := getattr(self, name)) is not None and side < 1:
+                raise ConfigError(f"{name} ({side}) must be at least 1 pixel")
+        _check_flip(self.flip)
+        if self.kernel not in get_args(Kernel):
+            raise ConfigError(f"kernel '{self.kernel}' is unknown; use {' or '.join(get_args(Kernel))}")
 
     @property
     def is_random(self) -> bool:
@@ -85,11 +93,11 @@ class CropTransform:
 
 @dataclass(frozen=True)
 class ShiftTransform:
-    """Images of one size, moved by up to ``padding`` pixels along both axes, then perhaps mirrored, all at once.
+    """Images of one size, shifted by up to ``padding`` pixels along both axes, then perhaps mirrored, all at once.
 
     Attributes:
-        padding: pixels; 0 moves nothing.
-        padding_mode: what comes into view: "reflect" the image mirrored, "edge" its border, "constant" black.
+        padding: pixels; 0 shifts nothing.
+        padding_mode: what fills the border: "reflect" the mirrored image, "edge" its border pixels, "constant" black.
         flip: probability of mirroring.
     """
 
@@ -97,6 +105,13 @@ class ShiftTransform:
     padding_mode: PaddingMode = "reflect"
     flip: float = 0.0
     works_on: ClassVar[Literal["batch"]] = "batch"
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ConfigError(f"padding ({self.padding}) must be at least 0")
+        if self.padding_mode not in get_args(PaddingMode):
+            raise ConfigError(f"padding_mode '{self.padding_mode}' is unknown; use reflect, edge or constant")
+        _check_flip(self.flip)
 
     @property
     def is_random(self) -> bool:
@@ -122,7 +137,7 @@ class ShiftTransform:
             steps = 2 * self.padding + 1
             halves = torch.tensor([[s >> 32, s & 0xFFFFFFFF] for s in seeds], dtype=torch.int64)
             top, left = (halves % steps - self.padding).unbind(1)
-            y = top[:, None] + torch.arange(height)  # [B, H] row that each pixel comes from
+            y = top[:, None] + torch.arange(height)  # [B, H] the row that each pixel comes from
             x = left[:, None] + torch.arange(width)
             if self.flip > 0:
                 mirrored = torch.from_numpy(_uniforms(seeds, 1)[:, 0] < self.flip)
@@ -165,15 +180,10 @@ def random_resized_crop(
     Raises:
         ConfigError: a value out of its range.
     """
-    _check_side("crop", crop)
-    if resize is not None:
-        _check_side("resize", resize)
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
     if not 0 < ratio[0] <= ratio[1]:
         raise ConfigError(f"ratio ({ratio[0]}, {ratio[1]}) must be ascending and above 0")
-    _check_flip(flip)
-    _check_kernel(kernel)
     return CropTransform(crop, resize, (scale[0], scale[1]), (ratio[0], ratio[1]), flip, kernel)
 
 
@@ -183,30 +193,23 @@ def center_crop(*, crop: int, resize: int, kernel: Kernel = "pillow") -> CropTra
     Raises:
         ConfigError: sides below 1, or a crop larger than the resized image.
     """
-    _check_side("resize", resize)
-    _check_side("crop", crop)
+    transform = CropTransform(crop, resize, kernel=kernel)
     if crop > resize:
         raise ConfigError(f"crop ({crop}) exceeds resize ({resize}): the border would be black; lower crop")
-    _check_kernel(kernel)
-    return CropTransform(crop, resize, kernel=kernel)
+    return transform
 
 
 def random_shift(*, padding: int, padding_mode: PaddingMode = "reflect", flip: float = 0.0) -> ShiftTransform:
-    """Training images of equally sized images: moved by up to ``padding`` pixels, perhaps mirrored.
+    """Training images of equal size: shifted by up to ``padding`` pixels, perhaps mirrored.
 
     Raises:
-        ConfigError: a negative padding, an unknown mode or no probability.
+        ConfigError: a negative padding, an unknown mode, or a flip outside of [0, 1].
     """
-    if padding < 0:
-        raise ConfigError(f"padding ({padding}) must be at least 0")
-    if padding_mode not in ("reflect", "edge", "constant"):
-        raise ConfigError(f"padding_mode '{padding_mode}' is unknown; use reflect, edge or constant")
-    _check_flip(flip)
     return ShiftTransform(padding, padding_mode, flip)
 
 
 def identity() -> ShiftTransform:
-    """Equally sized images as they are."""
+    """Images of equal size as they are."""
     return ShiftTransform()
 
 
@@ -248,7 +251,7 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
     Source: G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
     weyl, first, second = (np.uint64(constant) for constant in _SPLITMIX)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # wraps modulo 2^64 on purpose
         steps = np.arange(skip + 1, skip + count + 1, dtype=np.uint64) * weyl
         z = np.array(seeds, dtype=np.uint64)[:, None] + steps
         z = (z ^ (z >> np.uint64(30))) * first
@@ -258,23 +261,13 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
 
 
 def _inside(at: Tensor, size: int, mode: PaddingMode) -> Tensor:
-    """Where a position outside of [0, size) is read from."""
+    """The position that replaces one outside of [0, size)."""
     if mode == "reflect":
         at = at.abs()
         return torch.where(at >= size, 2 * (size - 1) - at, at)
     return at.clamp(0, size - 1)
 
 
-def _check_side(name: str, pixels: int) -> None:
-    if pixels < 1:
-        raise ConfigError(f"{name} ({pixels}) must be at least 1 pixel")
-
-
 def _check_flip(flip: float) -> None:
     if not 0 <= flip <= 1:
         raise ConfigError(f"flip ({flip}) must lie in [0, 1]")
-
-
-def _check_kernel(kernel: str) -> None:
-    if kernel not in ("pillow", "torch"):
-        raise ConfigError(f"kernel '{kernel}' is unknown; use pillow or torch")

@@ -1,4 +1,4 @@
-"""Where each published data set comes from: its archives and their checksums, its terms, and how it must lie."""
+"""Where each published data set comes from: its archives and their checksums, its terms, and its expected layout."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ class Archive:
         name: its published name.
         md5: hexadecimal digest of the published file, or None where none is known.
         urls: links to try in turn; empty where the file needs an agreement or its link is dead.
-        size: bytes, or None where it is not known for certain.
+        size: bytes, or None if not known for certain.
         is_archive: whether it is unpacked; else it is copied as it is.
     """
 
@@ -36,11 +36,11 @@ class Source:
         name: as in the configuration.
         title: the name that papers use.
         home: page of its publisher.
-        terms: what one may do with it, as far as the publisher says.
+        terms: permitted use, as far as the publisher states it.
         citation: what to cite.
-        alternatives: sets of files, each of which is the whole data set; the preferred one first.
+        alternatives: sets of files, each of which is the complete data set; the preferred one first.
         by_hand: how to get the files without this program.
-        expected: how the data set lies below the data folder, one line each.
+        expected: layouts of the data set below the data folder, one line each.
         folder: name of the folder that ``prepare`` makes or puts files into.
         is_read_packed: True when the archives are read as they are and never unpacked.
         place: how its reader finds it.
@@ -259,7 +259,7 @@ SOURCES: dict[str, Source] = {
 
 
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """The data set's folder below ``root`` and its layout, or None where it is not found."""
+    """The data set's folder below ``root`` and its layout, or None if it is not found."""
     try:
         return source.place.find(root)
     except DataError:

@@ -1,8 +1,9 @@
-"""What downloading, extracting and preparing data ask of the disk: checksums, locks, and errors in words."""
+"""Disk operations that downloading, extracting and preparing data share: checksums, locks, readable errors."""
 
 import contextlib
 import errno
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from filelock import FileLock, Timeout
 from dmlbench.types import DataError
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes done so far and, where it is known, the bytes in all."""
+"""Called with the bytes done so far and, if known, the total."""
 
 _READ_BYTES = 1 << 20
 
@@ -49,11 +50,11 @@ def file_digest(path: str | Path, algorithm: str = "md5", *, progress: Progress 
 
 @contextlib.contextmanager
 def locked(path: str | Path, *, doing: str) -> Iterator[None]:
-    """The right to make ``path``, which one process has at a time; the system takes it back when that process ends.
+    """The exclusive right to make ``path``; the system releases it when the process ends.
 
     Args:
-        path: what is made. The lock is the hidden file ``.<name>.lock`` next to it, which is removed afterwards.
-        doing: what its holder does, as in "making 'cub200'".
+        path: what is being made. The lock is the hidden file ``.<name>.lock`` next to it, which is removed afterwards.
+        doing: what the holder is doing, as in "making 'cub200'".
 
     Raises:
         DataError: another process has it.
@@ -74,11 +75,25 @@ def locked(path: str | Path, *, doing: str) -> Iterator[None]:
         lock.release()
 
 
+def require_space(folder: Path, needed: int, *, what: str) -> None:
+    """Refuse to write ``needed`` bytes of ``what`` if the disk of ``folder`` has less free.
+
+    Raises:
+        DataError: it has less.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"{what} takes {needed / 1e9:.2f} GB, but '{folder}' has only {free / 1e9:.2f} GB free; free some space, "
+            "or set paths.data_dir to a disk that has more"
+        )
+
+
 def storage_error(error: OSError, path: str | Path, *, doing: str) -> DataError:
-    """What a failed write means for a user.
+    """An error that explains a failed write to the user.
 
     Args:
-        error: what the system said.
+        error: of the system.
         path: the file or folder that was written.
         doing: the action, as in "extract 'a.zip'".
     """

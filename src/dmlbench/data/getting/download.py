@@ -1,9 +1,8 @@
-"""Downloads a file whole and checked, or not at all; an interrupted download goes on where it ended."""
+"""Downloads a file completely and verified, or not at all; an interrupted download resumes where it stopped."""
 
 import http.client
 import logging
 import os
-import shutil
 import time
 import urllib.error
 import urllib.parse
@@ -11,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, storage_error
+from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, require_space, storage_error
 from dmlbench.types import ConfigError, DataError
 
 _BLOCK = 1 << 18
@@ -38,20 +37,20 @@ def fetch(
     pause_s: float = 1.0,
     progress: Progress = no_progress,
 ) -> Path:
-    """Download ``url`` to ``path``, by way of ``<path>.part``.
+    """Download ``url`` to ``path``, through the temporary file ``<path>.part``.
 
     A dropped connection is resumed at the byte where it ended, also by a later call or from another link: the checksum
-    of the whole tells whether the pieces fit. Where they do not, or the server cannot resume (FTP never does here), the
-    download starts over.
+    of the complete file shows whether the pieces fit. If they do not, or if the server cannot resume (FTP never does
+    here), the download starts over.
 
     Args:
         url: http, https or ftp.
         path: the file; its folder is made when it is missing. An existing file is left alone if it is right.
-        md5: hexadecimal digest of the whole file.
-        size: bytes of the whole file, or None where that is not known.
-        elsewhere: where else the data may come from, the end of messages about dead links.
+        md5: hexadecimal digest of the complete file.
+        size: bytes of the complete file, or None if unknown.
+        elsewhere: where else to get the data; ends messages about dead links.
         timeout_s: seconds without a byte after which a connection counts as dropped.
-        attempts: drops in a row, without a byte in between, after which it is given up.
+        attempts: consecutive drops without a byte in between, after which the download fails.
         pause_s: seconds before the second attempt; doubles with each one.
         progress: called with the bytes that have arrived, and the size where the server tells it.
 
@@ -131,7 +130,7 @@ def _fault(path: Path, md5: str, size: int | None) -> str:
 
 
 def _read_on(url: str, file: IO[bytes], size: int | None, elsewhere: str, timeout_s: float, progress: Progress) -> None:
-    """Append what the file still lacks, or all of it where the server cannot resume."""
+    """Append what the file still lacks, or start over if the server cannot resume."""
     done = file.tell()
     headers = {"User-Agent": "dmlbench", "Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
     try:
@@ -139,7 +138,7 @@ def _read_on(url: str, file: IO[bytes], size: int | None, elsewhere: str, timeou
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and done:
-            return  # there is no more of it: the checksum tells whether that is all
+            return  # nothing follows: the checksum shows whether that is all
         if error.code in _TRANSIENT:
             raise _DroppedError(f"the server says {error.code} {error.reason}") from error
         raise DataError(f"the link {url} is dead (the server says {error.code} {error.reason}); {elsewhere}") from error
@@ -154,12 +153,8 @@ def _read_on(url: str, file: IO[bytes], size: int | None, elsewhere: str, timeou
         total = done + int(length) if length.isdigit() else None
         if size is not None and total is not None and total != size:
             raise DataError(f"{url} has {total} bytes, not the {size} of the published file; {elsewhere}")
-        folder = Path(file.name).parent
-        if total is not None and shutil.disk_usage(folder).free < total - done:
-            raise DataError(
-                f"{url} takes {total / 1e9:.2f} GB, more than is free in '{folder}'; free some space, or set "
-                "paths.data_dir to a disk that has more"
-            )
+        if total is not None:
+            require_space(Path(file.name).parent, total - done, what=f"what is left of {url}" if done else url)
         while True:
             try:
                 block = response.read(_BLOCK)

@@ -1,4 +1,4 @@
-"""Makes a data set ready: finds or downloads its archives, checks them, and puts them where they belong."""
+"""Prepares a data set: finds or downloads its archives, verifies them, and puts them where they belong."""
 
 import logging
 import os
@@ -6,8 +6,8 @@ import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from lzma import LZMAError
 from pathlib import Path
 
@@ -25,8 +25,8 @@ class Prepared:
     """A data set that its reader finds.
 
     Attributes:
-        folder: where it lies.
-        layout: how it lies there, in words.
+        folder: its location.
+        layout: the layout found there, in words.
         was_there: True when nothing had to be done.
     """
 
@@ -45,32 +45,32 @@ def prepare(
     accept_other_checksum: bool = False,
     stage: Stage = silent,
 ) -> Prepared:
-    """Extract the archives that lie in ``root``, or download them, so that the data set is found below ``root``.
+    """Extract the archives found in ``root``, or download them, so that the data set is found below ``root``.
 
     Args:
         source: the data set.
         root: the folder of all data sets, made when it is missing.
-        given: the archives, wherever they lie; mirrors' archives under other names are possible. Empty looks for the
+        given: the archives, in any folder; archives of mirrors may have other names. If empty, looks for the
             published names in ``root`` and its sub-folder of the data set.
         password: of encrypted archives.
-        download: whether to download what does not lie there.
-        accept_other_checksum: take archives that differ from the published ones; the folder's marker file says so.
-        stage: told of each piece of work, for progress bars.
+        download: whether to download what is missing.
+        accept_other_checksum: take archives that differ from the published ones; the folder's marker file records it.
+        stage: notified of each piece of work, for progress bars.
 
     Raises:
-        DataError: archives are missing and cannot be downloaded, are damaged or others than the published ones, hold no
-            layout that is known, or the folder cannot be written.
+        DataError: archives are missing and cannot be downloaded, are damaged or differ from the published ones, hold no
+            known layout, or the folder cannot be written.
     """
     root = Path(os.path.abspath(root))
     place = root / source.folder
     found = is_found(source, root) if root.is_dir() else None
     if found is not None and not _is_partial(source, found[0]):
         if source.is_read_packed:
-            parts = [Part(found[0] / a.name) for a in source.archives if (found[0] / a.name).is_file()]
-            _checked(source, parts, accept_other_checksum, stage)
+            paths = {path: True for a in source.archives if (path := found[0] / a.name).is_file()}
+            _checked(source, paths, accept_other_checksum, stage)
         return Prepared(found[0], found[1].description, was_there=True)
-    parts = _gather(source, root, found[0] if found else place, [Path(path) for path in given], download, stage)
-    parts, other = _checked(source, parts, accept_other_checksum, stage)
+    files = _gather(source, root, found[0] if found else place, [Path(path) for path in given], download, stage)
+    parts, other = _checked(source, files, accept_other_checksum, stage)
     if source.is_read_packed:
         _check_packed(source, parts)
         for part in parts:
@@ -86,7 +86,7 @@ def prepare(
 
 
 def _is_partial(source: Source, folder: Path) -> bool:
-    """Whether some, not all, of a packed data set's preferred archives lie there."""
+    """Whether some but not all of a packed data set's preferred archives are there."""
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]
@@ -94,14 +94,16 @@ def _is_partial(source: Source, folder: Path) -> bool:
     return source.is_read_packed and any(present) and not all(present)
 
 
-def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], download: bool, stage: Stage) -> list[Part]:
-    """The files to use: those given, those that lie there, those that a link still leads to."""
+def _gather(
+    source: Source, root: Path, place: Path, given: Sequence[Path], download: bool, stage: Stage
+) -> dict[Path, bool]:
+    """The files to use (given, found, or downloaded), and whether each is an archive."""
     for path in given:
         if not path.is_file():
             raise DataError(f"'{path}' is no file; correct --from")
     by_name = {archive.name: archive for archive in source.archives}
     if given and any(path.name not in by_name for path in given):
-        return [Part(path, is_archive=path.suffix not in (".mat", ".txt")) for path in given]
+        return {path: path.suffix not in (".mat", ".txt") for path in given}
     files = {
         archive.name: folder / archive.name
         for archive in source.archives
@@ -112,25 +114,20 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
     for alternative in source.alternatives:
         names = {archive.name for archive in alternative}
         if names <= set(files) and {path.name for path in given} <= names:
-            return [Part(files[archive.name], is_archive=archive.is_archive) for archive in alternative]
+            return {files[archive.name]: archive.is_archive for archive in alternative}
     wanted = next(
         (a for a in source.alternatives if any(archive.name in files for archive in a)), source.alternatives[0]
     )
     missing = [archive for archive in wanted if archive.name not in files]
     if not download or not all(archive.urls for archive in missing):
-        raise DataError(_what_is_missing(source, root, [archive.name for archive in wanted], files))
+        there = f"{', '.join(a.name for a in wanted if a.name in files)} is there; " if files else ""
+        raise DataError(
+            f"{source.title} is not in '{root}', nor is {', '.join(a.name for a in missing)}; {there}{source.by_hand}; "
+            f"put it into '{root}' and start again, or name files that lie elsewhere with --from"
+        )
     for archive in missing:
         files[archive.name] = _download(source, archive, place if source.is_read_packed else root, stage)
-    return [Part(files[archive.name], is_archive=archive.is_archive) for archive in wanted]
-
-
-def _what_is_missing(source: Source, root: Path, wanted: Sequence[str], files: dict[str, Path]) -> str:
-    there = f"{', '.join(name for name in wanted if name in files)} is there; " if files else ""
-    missing = ", ".join(name for name in wanted if name not in files)
-    return (
-        f"{source.title} is not in '{root}', nor is {missing}; {there}{source.by_hand}; put it into '{root}' and start "
-        "again, or name files that lie elsewhere with --from"
-    )
+    return {files[archive.name]: archive.is_archive for archive in wanted}
 
 
 def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> Path:
@@ -150,29 +147,29 @@ def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> P
 
 
 def _checked(
-    source: Source, parts: Sequence[Part], accept_other_checksum: bool, stage: Stage
+    source: Source, files: Mapping[Path, bool], accept_other_checksum: bool, stage: Stage
 ) -> tuple[list[Part], list[str]]:
-    """The parts with their checksums, and the names of those that differ from the published ones."""
+    """The files with their checksums, and the names of those that differ from the published ones."""
     by_name = {archive.name: archive for archive in source.archives}
     published = {archive.md5 for archive in source.archives if archive.md5 is not None}
     checked, other = [], []
-    for part in parts:
-        name = part.path.name
+    for path, is_archive in files.items():
+        name = path.name
         with stage(f"checksum of {name}") as progress:
-            md5 = file_digest(part.path, progress=progress)
-        checked.append(replace(part, md5=md5))
+            md5 = file_digest(path, progress=progress)
+        checked.append(Part(path, md5, is_archive))
         if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
             continue
         other.append(name)
         if accept_other_checksum:
-            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", part.path, md5)
+            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", path, md5)
             continue
         expected = " and ".join(
             f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
             for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
         )
         raise DataError(
-            f"'{part.path}' has md5 {md5} ({part.path.stat().st_size} bytes), but the published {expected}; download "
+            f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
             "it again, or take it as it is with --accept-other-checksum"
         )
     return checked, other
@@ -198,7 +195,7 @@ def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
 
 
 def _check_packed(source: Source, parts: Sequence[Part]) -> None:
-    """Refuse what the reader would not find, or could not open, before it lies where it belongs."""
+    """Refuse what the reader would not find, or could not open, before anything is copied."""
     names = [archive.name for archive in source.archives]
     for part in parts:
         if part.path.name not in names:
@@ -215,7 +212,7 @@ def _check_packed(source: Source, parts: Sequence[Part]) -> None:
 
 
 def _copy(path: Path, to: Path, stage: Stage) -> None:
-    """Copy a file so that it is there whole or not at all."""
+    """Copy a file completely or not at all."""
     if path == to or (to.exists() and to.samefile(path)):
         return
     if to.exists():

@@ -1,8 +1,8 @@
-"""Reads zip and tar archives of unknown origin, and writes their files below one folder only.
+"""Unpacks zip and tar archives of unknown origin; nothing is written outside of one folder.
 
 Python's ``zipfile`` and ``tarfile`` (with its data filter) keep names inside the folder and write no more bytes than
-headers announce. Added here: what is announced is limited, no link is made on disk (those inside a tar archive become
-copies of the files that they point to), and an archive that ends early is refused.
+headers announce. In addition, the announced sizes are limited, no links are made on disk (those inside a tar archive
+become copies of their targets), and an archive that ends early is refused.
 """
 
 import lzma
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import IO, Self
 
-from dmlbench.data.getting.disk import Progress, no_progress, storage_error
+from dmlbench.data.getting.disk import Progress, no_progress, require_space, storage_error
 from dmlbench.types import DataError
 
 MAX_BYTES = 10**9
-MAX_RATIO = 20  # photographs hardly shrink: the data sets here unpack to at most twice their size
+MAX_RATIO = 20  # photographs hardly compress: the data sets here unpack to at most twice their size
 MAX_MEMBERS = 2_000_000
 
 _BLOCK = 1 << 20
@@ -33,14 +33,6 @@ _DAMAGED = (
     KeyError, OverflowError,
 )  # fmt: skip
 _AGAIN = "download or copy it again"
-
-
-@dataclass
-class Unpacked:
-    """What was written: number of files and bytes."""
-
-    files: int = 0
-    bytes: int = 0
 
 
 @dataclass
@@ -65,11 +57,11 @@ class _Limits:
 
 def unpack(
     archive: str | Path, folder: str | Path, *, password: str | None = None, progress: Progress = no_progress
-) -> Unpacked:
-    """Write the files of a zip, tar, tar.gz, tar.xz or tar.bz2 archive below a folder; the kind is told by content.
+) -> None:
+    """Write the files of a zip, tar, tar.gz, tar.xz or tar.bz2 archive below a folder, whatever its name.
 
     Args:
-        archive: the file. It may unpack to ``MAX_BYTES`` or, where that is more, ``MAX_RATIO`` times its size.
+        archive: the file. It may unpack to ``MAX_BYTES`` or ``MAX_RATIO`` times its size, whichever is larger.
         folder: an existing folder of the caller's own; left half-filled where this raises.
         password: of an encrypted zip.
         progress: called with the archive's bytes read so far, and its size.
@@ -86,9 +78,9 @@ def unpack(
             is_zip = file.read(2) == b"PK"
             file.seek(0)
             if is_zip:
-                done = _unpack_zip(file, folder, limits, password, progress)
+                files = _unpack_zip(file, folder, limits, password, progress)
             else:
-                done = _unpack_tar(file, folder, limits, size, progress)
+                files = _unpack_tar(file, folder, limits, size, progress)
             progress(size, size)
     except RecursionError as error:  # tarfile follows chains of headers by calling itself
         raise DataError(f"'{archive}' is damaged (endless headers); {_AGAIN}") from error
@@ -109,28 +101,27 @@ def unpack(
         if error.errno is None:  # gzip and bz2 report bad data this way
             raise DataError(f"archive '{archive}' is damaged or incomplete ({error}); {_AGAIN}") from error
         raise storage_error(error, folder.parent, doing=f"extract '{archive}'") from error
-    if done.files == 0:
+    if files == 0:
         raise DataError(f"archive '{archive}' holds no files; {_AGAIN}")
-    return done
 
 
-def _unpack_zip(file: IO[bytes], folder: Path, limits: _Limits, password: str | None, progress: Progress) -> Unpacked:
-    archive, done, read = limits.archive, Unpacked(), 0
+def _unpack_zip(file: IO[bytes], folder: Path, limits: _Limits, password: str | None, progress: Progress) -> int:
+    """The number of files written."""
+    archive, files, read = limits.archive, 0, 0
     with zipfile.ZipFile(file) as content:
         members = content.infolist()
         for member in members:
             member.filename = member.filename.replace("\\", "/")
             limits.admit(member.file_size)
             _check_zip_member(member, archive, password)
-        _check_space(archive, folder, limits.bytes)
+        require_space(folder.parent, limits.bytes, what=f"'{archive}', unpacked,")
         for member in members:
-            if not member.filename.startswith("__MACOSX/"):  # what macOS adds about its own files
+            if not member.filename.startswith("__MACOSX/"):  # metadata that macOS adds
                 content.extract(member, folder, None if password is None else password.encode())
-                done.files += not member.is_dir()
-                done.bytes += member.file_size
+                files += not member.is_dir()
             read += member.compress_size
             progress(read, archive.stat().st_size)
-    return done
+    return files
 
 
 def _check_zip_member(member: zipfile.ZipInfo, archive: Path, password: str | None) -> None:
@@ -160,22 +151,23 @@ class _Header(tarfile.TarInfo):
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if buf == bytes(tarfile.BLOCKSIZE):
-                raise  # the zeros that end a whole archive
+                raise  # the zeros that end a complete archive
             raise tarfile.ReadError("it ends in the middle") from error
         if not header.isfile() and header.size > _LONGEST_HEADER:
             raise tarfile.ReadError(f"a header of {header.size} bytes")
         return header
 
 
-def _unpack_tar(file: IO[bytes], folder: Path, limits: _Limits, size: int, progress: Progress) -> Unpacked:
-    archive, done = limits.archive, Unpacked()
+def _unpack_tar(file: IO[bytes], folder: Path, limits: _Limits, size: int, progress: Progress) -> int:
+    """The number of files written."""
+    archive, files = limits.archive, 0
     try:
         content = tarfile.open(fileobj=file, mode="r:*", tarinfo=_Header)  # noqa: SIM115 - closed below
     except tarfile.ReadError as error:
         file.seek(0)
         page = "; it begins like a web page, not like data" if file.read(64).lstrip()[:1] == b"<" else ""
         raise DataError(f"'{archive}' is no zip, tar, tar.gz, tar.xz or tar.bz2 archive{page}; {_AGAIN}") from error
-    _check_space(archive, folder, size)
+    require_space(folder.parent, size, what=f"'{archive}', unpacked,")
     links: list[tuple[Path, Path]] = []
     with content:
         while (member := content.next()) is not None:
@@ -192,8 +184,7 @@ def _unpack_tar(file: IO[bytes], folder: Path, limits: _Limits, size: int, progr
                 links.append((folder / member.name, folder / os.path.normpath(os.path.join(start, member.linkname))))
             else:
                 content.extract(member, folder, set_attrs=False, filter="data")
-                done.files += member.isfile()
-                done.bytes += member.size
+                files += member.isfile()
             progress(min(file.tell(), size), size)
         assert content.fileobj is not None
         while content.fileobj.read(_BLOCK):  # reaches the checksum of the compression
@@ -205,8 +196,7 @@ def _unpack_tar(file: IO[bytes], folder: Path, limits: _Limits, size: int, progr
                 limits.admit(target.stat().st_size)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(target, link)
-                done.files += 1
-                done.bytes += link.stat().st_size
+                files += 1
             else:
                 left.append((link, target))
         if len(left) == len(links):
@@ -215,20 +205,11 @@ def _unpack_tar(file: IO[bytes], folder: Path, limits: _Limits, size: int, progr
                 f"'{archive}' holds the link '{link}' to '{target}', which is no file in it; extract it by hand"
             )
         links = left
-    return done
+    return files
 
 
 def _leads_out(archive: Path, name: str) -> DataError:
     return DataError(
-        f"'{archive}' holds '{name}', which leads out of the folder; it was not made with good intent: get the archive "
-        "from its publisher"
+        f"'{archive}' holds '{name}', which leads out of the folder; such a name is malicious: get the archive from "
+        "its publisher"
     )
-
-
-def _check_space(archive: Path, folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DataError(
-            f"'{archive}' takes {needed / 1e9:.2f} GB unpacked, but '{folder.parent}' has only {free / 1e9:.2f} GB "
-            "free; free some space, or set paths.data_dir to a disk that has more"
-        )

@@ -1,10 +1,9 @@
-"""Looks at every image of a data set: which cannot be read, which are odd, which occur twice, which are not listed."""
+"""Inspects every image of a data set: which are unreadable, odd, duplicated, or not listed."""
 
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.originals import Header, deviations
 from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
-from dmlbench.types import ROLES, DataError, ImageTable
+from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
 
@@ -41,7 +40,7 @@ class Duplicates:
 
     @property
     def images(self) -> int:
-        """Number of images that have a twin."""
+        """Number of images that have a duplicate."""
         return sum(len(group) for group in self.groups)
 
 
@@ -50,14 +49,14 @@ class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images decoded or, in an array, compared; 0 when only counts were asked for.
+        looked_at: number of images decoded or, in an array, compared; 0 when only counts were requested.
         broken: (path, reason) of each image that cannot be read, in table order.
         modes: how many files hold other pixels than 8-bit RGB, by Pillow's name of the mode.
-        rotated: number of files that EXIF says to turn.
+        rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
         duplicates: images that occur more than once.
-        deviations: how the images differ from the published ones, see ``dmlbench.data.originals``.
+        deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
         unlisted: image files in the data set's folders that no list names, relative to its root.
     """
 
@@ -94,11 +93,11 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
 
     Args:
         table: the data set.
-        num_threads: threads that decode; Pillow lets go of Python's lock while it does.
-        watch: told of progress, in the calling thread.
+        num_threads: threads that decode; Pillow releases the GIL while it does.
+        watch: receives progress, in the calling thread.
 
     Raises:
-        DataError: a file vanished meanwhile.
+        DataError: a file disappeared in the meantime.
     """
     if table.pixels is not None:
         return _verify_pixels(table, watch)
@@ -111,8 +110,11 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     def look(row: int) -> None:
         seen[row] = _look(names[row], with_digest=has_rival[row])
 
-    with _truncated_images_refused():
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False  # some library may have set it
+    try:
         for_each(look, len(names), num_threads=max(1, num_threads), watch=watch)
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
     paths = table.paths.tolist()
     return Report(
         looked_at=len(names),
@@ -152,7 +154,7 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
         if with_digest:
             digest = file_digest(name, "sha256")
         read_image(name)
-        with Image.open(name) as image:  # again, for what the conversion hides; this reads the header only
+        with Image.open(name) as image:  # for what the conversion hides; reads the header only
             mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
             header = Header(*size, image.format or "")
     except DataError as error:
@@ -166,17 +168,6 @@ def _reason(error: DataError, name: str) -> str:
     cause = error.__cause__
     text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
     return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "")
-
-
-@contextmanager
-def _truncated_images_refused() -> Iterator[None]:
-    """Other libraries make Pillow fill truncated images with grey; here they count as broken."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
@@ -204,13 +195,3 @@ def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
             constant.append(str(table.paths[row]))
         watch(1)
     return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
-
-
-def counts_by_role(table: ImageTable) -> dict[str, tuple[int, int]]:
-    """Role -> (images, classes) of the roles that occur."""
-    found = {}
-    for role in ROLES:
-        rows = table.role == role
-        if rows.any():
-            found[role] = (int(rows.sum()), len(np.unique(table.labels[rows])))
-    return found

@@ -1,4 +1,4 @@
-"""Arrays that are expensive to make and cheap to keep: written once, whole or not at all, and checked when read."""
+"""Arrays that are expensive to compute: stored once, completely or not at all, and verified when read."""
 
 import hashlib
 import io
@@ -17,7 +17,6 @@ from dmlbench.runtime import atomic_write
 from dmlbench.types import DataError
 
 _DIGEST_BYTES = 32
-_READ_BYTES = 1 << 22
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +36,16 @@ def cached_array(
     key: Mapping[str, Any],
     build: Callable[[], NDArray[np.uint8]],
 ) -> CachedArray:
-    """The array that ``build`` returns, read from ``cache_dir`` where it has been stored.
+    """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
     The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
     truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
-    each writes a file of its own and puts it in place by renaming.
+    each writes its own file and then renames it.
 
     Args:
         cache_dir: folder, made when it is missing.
         name: first part of the file's name.
-        key: everything that the array depends on, a version of the code that makes it included; JSON values only.
+        key: everything that the array depends on, including a version of the code that makes it; JSON values only.
         build: makes the array.
 
     Raises:
@@ -79,22 +78,15 @@ def cached_array(
 def _verified_digest(path: Path) -> str | None:
     """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
     try:
-        with open(path, "rb") as file:
-            left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
-            digest = hashlib.sha256()
-            while left > 0:
-                block = file.read(min(left, _READ_BYTES))
-                if not block:
-                    break
-                digest.update(block)
-                left -= len(block)
-            if left == 0 and file.read() == digest.digest():
-                return digest.hexdigest()
+        content = memoryview(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(
             f"cannot read the cache '{path}' ({error.strerror or error}); choose another cache_dir"
         ) from error
+    digest = hashlib.sha256(content[:-_DIGEST_BYTES])
+    if content[-_DIGEST_BYTES:] == digest.digest():
+        return digest.hexdigest()
     logger.warning("the cached file %s is damaged; making it again", path)
     return None

@@ -1,7 +1,7 @@
 """The image cache: every image of a data set, decoded and resized once, in one file that all processes map.
 
-Decoding JPEGs is what training would wait for. Protocols begin by resizing the short side; that much is the same in
-every epoch and every run, so it is done once. What a run reads from the cache is to the bit what it would have decoded.
+Training would wait for the decoding of JPEGs. Transforms begin by resizing the short side; this step is the same in
+every epoch and every run, so it is done once. The cached images equal the decoded ones to the bit.
 
 The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, then the
 pixels of one image after the other as [H, W, 3] uint8. Images are in the order of their sorted names.
@@ -31,7 +31,7 @@ from dmlbench.data.images.threads import for_each
 from dmlbench.runtime import available_cores
 from dmlbench.types import DataError, ImageTable, IntArray
 
-VERSION = 2  # raise it whenever the layout or the pixels change
+VERSION = 2  # increment it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
 _ALIGNMENT = 64
 _RELEASE_EVERY = 2**26  # bytes read between releases of the mapped pages
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where each image of a cache lies: heights, widths [N] and byte offsets [N + 1] into the file."""
+    """The position of each image in a cache: heights, widths [N] and byte offsets [N + 1] into the file."""
 
     heights: NDArray[np.int32]
     widths: NDArray[np.int32]
@@ -55,7 +55,7 @@ class _Layout:
 
 
 class CachedImages:
-    """Images of a table from its cache file, which is mapped into memory and never held."""
+    """Images of a table from its cache file, which is memory-mapped."""
 
     def __init__(self, path: Path, layout: _Layout, position: IntArray) -> None:
         """
@@ -80,7 +80,7 @@ class CachedImages:
         size = 3 * height * width
         self._unreleased += size
         if self._unreleased > _RELEASE_EVERY and hasattr(self._map, "madvise"):
-            # Pages that were read count as this process's memory until they are given back; the system keeps them.
+            # Pages that were read count as memory of this process until released; the system still caches them.
             self._map.madvise(mmap.MADV_DONTNEED)
             self._unreleased = size
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=int(self._layout.offsets[k]))
@@ -100,24 +100,25 @@ def cached_images(
     progress: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> CachedImages:
-    """The cache of a data set at one size, built first where it is missing, damaged, outdated or of other data.
+    """The cache of a data set at one size; builds it if it is missing, damaged, outdated or of other data.
 
-    Any number of processes may ask at once: one builds, the others wait. The file appears whole or not at all.
+    Any number of processes may call this at once: one builds, the others wait. The file appears complete or not at all.
 
     Args:
         table: a data set of image files, with a fingerprint.
         cache_dir: folder of the cache, made when it is missing.
         short_side: pixels of the images' short side; None keeps their sizes.
         kernel: what resizes.
-        num_threads: threads that decode; None takes all cores that this process may use.
+        num_threads: threads that decode; None takes all cores available to this process.
         progress: whether to show a bar.
-        check: called now and then while building; what it raises ends the build.
+        check: called regularly while building; what it raises ends the build.
 
     Raises:
         DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.
     """
     stamp = _stamp(table)
-    path = Path(cache_dir) / _file_name(table, short_side, kernel, stamp)
+    size = "whole" if short_side is None else f"short{short_side}"
+    path = Path(cache_dir) / f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
     order = np.argsort(table.paths, kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -148,7 +149,7 @@ def cached_images(
 
 
 def _stamp(table: ImageTable) -> str:
-    """Digest of the images' names and times of change: an image that was edited is decoded again."""
+    """Digest of the images' names and modification times: an image that was edited is decoded again."""
     digest = hashlib.sha256()
     folder = os.path.join(table.root, "")
     for name in np.sort(table.paths).tolist():
@@ -161,18 +162,13 @@ def _stamp(table: ImageTable) -> str:
     return digest.hexdigest()
 
 
-def _file_name(table: ImageTable, short_side: int | None, kernel: Kernel, stamp: str) -> str:
-    size = "whole" if short_side is None else f"short{short_side}"
-    return f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
-
-
 def _encode(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
     return _MAGIC + len(text).to_bytes(8, "little") + text
 
 
 def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
-    """The layout of a whole cache file with this header; None where there is no such file."""
+    """The layout of a complete cache file with this header; None if there is no such file."""
     try:
         with open(path, "rb") as file:
             expected = _encode(header)
@@ -188,7 +184,7 @@ def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the right to build ``path``; the system takes it back when the process ends, however that happens."""
+    """Hold the exclusive right to build ``path``; the system releases it however the process ends."""
     lock = FileLock(path.with_suffix(".lock"))
     announced = False
     while not lock.is_locked:
@@ -235,7 +231,11 @@ def _build(
     logger.info(
         "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
     )
-    _require_space(path.parent, total, data_set)
+    if (free := shutil.disk_usage(path.parent).free) < total:
+        raise DataError(
+            f"the image cache of '{data_set}' takes {total / 1e9:.2f} GB, but '{path.parent}' has only "
+            f"{free / 1e9:.2f} GB free; {_REMEDY}"
+        )
     try:
         with open(temporary, "xb") as file:
             _reserve(file.fileno(), total)
@@ -245,7 +245,7 @@ def _build(
                 image = short_side_resized(read_image(names[k]), short_side, kernel)
                 if image.shape[:2] != tuple(sizes[k]):
                     raise DataError(
-                        f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]} where its header led to expect "
+                        f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]}, but its header says "
                         f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
                     )
                 _write_all(file.fileno(), np.ascontiguousarray(image), int(layout.offsets[k]))
@@ -264,7 +264,7 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     try:
         with Image.open(name) as image:
             width, height = image.size
-            # 5 to 8 are turned by a quarter; Pillow's reader of TIFF has turned the size already.
+            # 5 to 8 are quarter turns; Pillow's TIFF reader has already swapped the size.
             turned = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError):
         read_image(name)  # says what is wrong
@@ -275,17 +275,8 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     return height, width
 
 
-def _require_space(folder: Path, size: int, data_set: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise DataError(
-            f"the image cache of '{data_set}' takes {size / 1e9:.2f} GB, but '{folder}' has only "
-            f"{free / 1e9:.2f} GB free; {_REMEDY}"
-        )
-
-
 def _reserve(handle: int, size: int) -> None:
-    """Claim the disk space now: a disk that fills later must not kill those that write or read."""
+    """Allocate the disk space now: a disk that fills up later must not break writers or readers."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)

@@ -14,7 +14,7 @@ Kernel = Literal["pillow", "torch"]
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """One image file as 8-bit RGB, turned upright by its EXIF orientation.
+    """One image file as 8-bit RGB, rotated according to its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit grey images are converted (16 bits keep their high byte); transparency is dropped.
 
@@ -65,6 +65,6 @@ def resized(image: NDArray[np.uint8], height: int, width: int, kernel: Kernel) -
         return np.asarray(source.resize((width, height), Image.Resampling.BILINEAR))
     if not image.flags.writeable:
         image = image.copy()
-    pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
+    pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)  # in this order torch recognizes channels-last
     result = torch.nn.functional.interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)
     return result.permute(0, 2, 3, 1)[0].numpy()

@@ -1,4 +1,4 @@
-"""Where pixels come from: files decoded when asked for, a cache of resized images, or arrays held in memory."""
+"""Where pixels come from: files decoded on request, a cache of resized images, or arrays held in memory."""
 
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +22,13 @@ class ImageSource(Protocol):
 
 
 class DecodedImages:
-    """Reads, decodes and resizes an image each time it is asked for; array data sets are only resized."""
+    """Reads, decodes and resizes an image on each request; array data sets are only resized."""
 
     def __init__(self, table: ImageTable, *, short_side: int | None, kernel: Kernel = "pillow") -> None:
         self._table, self._short_side, self._kernel = table, short_side, kernel
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] with the short side asked for.
+        """[H, W, 3] with the requested short side.
 
         Raises:
             DataError: the file cannot be read.
@@ -55,7 +55,7 @@ def pixel_tensor(table: ImageTable, images: ImageSource, device: torch.device) -
         if image.shape != first.shape:
             raise DataError(
                 f"images of '{table.name}' differ in size ('{table.paths[0]}' is {first.shape[1]} x {first.shape[0]}, "
-                f"'{table.paths[row]}' is {image.shape[1]} x {image.shape[0]}), but the transform takes whole batches; "
+                f"'{table.paths[row]}' is {image.shape[1]} x {image.shape[0]}), but the transform takes batches; "
                 "use one that crops, such as transform=mlrc"
             )
         pixels[row] = image

@@ -1,4 +1,4 @@
-"""The same work on many images at once."""
+"""The same work on many images in parallel."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -14,14 +14,14 @@ def for_each(
     watch: Callable[[int], object],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """``work`` for 0 to count - 1 in threads, in slices, so that an error, ``check`` or Ctrl-C ends it soon.
+    """``work`` for 0 to count - 1 in threads, in slices, so that an error, ``check`` or Ctrl-C stops it soon.
 
     Args:
-        work: lets go of Python's lock for most of its time, as Pillow does.
+        work: releases the GIL for most of its time, as Pillow does.
         count: of calls.
         num_threads: at least 1.
-        watch: called in this thread with the number of calls that were just done.
-        check: called in this thread now and then; what it raises ends the work.
+        watch: called in this thread with the number of calls that just finished.
+        check: called in this thread regularly; what it raises stops the work.
     """
 
     def run(start: int) -> int:

@@ -13,7 +13,6 @@ from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
 from dmlbench.data.image_table import Listing, Published, leaves_root, table_of_files
-from dmlbench.data.readers.cars196_names import NAMES
 from dmlbench.data.readers.layouts import (
     SPLIT_FOLDERS,
     DataFolder,
@@ -22,11 +21,13 @@ from dmlbench.data.readers.layouts import (
     images_by_folder,
     images_in,
     plain_name,
+    read_names,
     resolve,
     subfolders,
 )
 from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
+NAMES = read_names("cars196")  # in published order, which is not the alphabetical one
 NUM_TRAIN_CLASSES = 98
 PUBLISHED = Published({"train": (8_054, 98), "test": (8_131, 98)})
 
@@ -69,10 +70,10 @@ FOLDER = DataFolder(
         Layout("split", "class folders in train and test", ("train", "test"), _has_split_class_folders),
     ),
     "unpack car_ims.tgz next to cars_annos.mat; or put the devkit's .mat files next to cars_train and cars_test, to "
-    "which cars_annos.mat does not belong, because its images are numbered otherwise",
+    "which cars_annos.mat does not belong, because its images are numbered differently",
 )
 
-# What scipy raises on damaged files, and what follows when a field is not there.
+# What scipy raises on damaged files, and what missing fields lead to.
 _UNREADABLE = (OSError, EOFError, LookupError, TypeError, ValueError, NotImplementedError, MatReadError, zlib.error)
 
 
@@ -80,7 +81,7 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Car models as classes; the first 98 of 196 train, the others test (Oh Song et al. 2016).
 
     The ``test`` field of the annotations and the folders ``train`` and ``test`` are the split for classification: the
-    former is not looked at, the latter are merged.
+    former is ignored, the latter are merged.
 
     Args:
         root: folder of the data set, or one that holds it under a usual name.
@@ -153,11 +154,11 @@ def _test_labels(folder: Path) -> Path:
     file = first_match(folder, _TEST_BOXES)
     if file and "class" in (_read(file, "annotations").dtype.names or ()):
         return file
-    # The boxes of cars_annos.mat do not settle it: 14 test images have the very box of an image of another class.
+    # The boxes of cars_annos.mat do not decide it: 14 test images share their box with an image of another class.
     found = f"'{file}' has boxes but no classes" if file else "there is no list of its images"
     raise DataError(
         f"Cars196 in '{folder}' has no classes for cars_test: {found}; put cars_test_annos_withlabels.mat into "
-        f"'{resolve(folder, _TRAIN_LABELS).parent}' (cars_annos.mat numbers the images otherwise and cannot stand in)"
+        f"'{resolve(folder, _TRAIN_LABELS).parent}' (cars_annos.mat numbers the images differently: it cannot help)"
     )
 
 

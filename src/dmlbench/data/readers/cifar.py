@@ -7,6 +7,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from lzma import LZMAError
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.types import DataError, ImageTable
 
@@ -25,19 +26,10 @@ SIDE = 32
 PUBLISHED_10 = Published({"train": (30_000, 5), "test": (30_000, 5)})
 PUBLISHED_100 = Published({"train": (30_000, 50), "test": (30_000, 50)})
 
-CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Alphabetical, which is the published order of both.
-_NAMES_100 = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
-willow_tree wolf woman worm
-"""
-CLASSES_100 = tuple(_NAMES_100.split())
-_VERSION = 1  # raise it whenever the cached rows change
+CLASSES_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASSES_100 = read_names("cifar100")
+_VERSION = 1  # increment it whenever the cached rows change
 _MAX_MEMBER_BYTES = 2**28
 _NO_SUPER_CLASS = 255
 _DAMAGED = (OSError, EOFError, tarfile.TarError, LZMAError, zipfile.BadZipFile, zlib.error, SyntaxError, ValueError)
@@ -47,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What tells the two data sets apart."""
+    """What distinguishes the two data sets."""
 
     name: str
     title: str
@@ -116,7 +108,7 @@ FOLDER_10, FOLDER_100 = _CIFAR10.place, _CIFAR100.place
 def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
-    Images of the published training and test parts count alike: those are the split for classification.
+    The published training and test parts are merged: they are the split for classification.
 
     Args:
         root: folder of the data set, or one that holds it.
@@ -138,7 +130,7 @@ def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tr
     """A hundred classes in twenty super-classes; metric learning trains on the first fifty and tests on the others.
 
     Arguments, result and errors as for ``cifar10``; ``super_labels`` are the coarse labels (the python version has
-    them, folders of images have not).
+    them, folders of images do not).
     """
     return _read(_CIFAR100, Path(root), cache_dir, check_counts)
 
@@ -205,7 +197,7 @@ def _from_batches(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
         return np.concatenate(parts)
 
     cached = cached_array(cache_dir, kind.name, key=key, build=build)
-    num_train = len(cached.array) * 5 // 6  # of the split for classification, which names the images here
+    num_train = len(cached.array) * 5 // 6  # of the split for classification, which only names the images here
     paths = [f"train/{row:05d}" for row in range(num_train)]
     paths += [f"test/{row:05d}" for row in range(len(cached.array) - num_train)]
     return paths, cached.array, cached.digest
@@ -268,23 +260,20 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
         logger.info("reading %d images of %s from %s; this happens once", len(listed), kind.title, place)
         rows = np.empty((len(listed), 3 * SIDE * SIDE + 2), dtype=np.uint8)
         rows[:, -1] = _NO_SUPER_CLASS
-        archive = zipfile.ZipFile(place) if place.is_file() else None
-        try:
-            for row, (path, member, _) in enumerate(listed):
-                content = archive.read(member) if archive else (place / member).read_bytes()
-                with Image.open(io.BytesIO(content)) as image:
-                    if image.size != (SIDE, SIDE):
-                        raise DataError(
-                            f"'{path}' in '{place}' is {image.width} x {image.height}, expected {SIDE} x {SIDE}; get "
-                            "the original"
-                        )
-                    rows[row, :-2] = np.asarray(image.convert("RGB")).reshape(-1)
-                rows[row, -2] = index[path.split("/")[1]]
-        except _DAMAGED as error:
-            raise DataError(f"'{path}' in '{place}' cannot be read ({error}); replace it") from error
-        finally:
-            if archive:
-                archive.close()
+        with zipfile.ZipFile(place) if place.is_file() else nullcontext() as archive:
+            try:
+                for row, (path, member, _) in enumerate(listed):
+                    content = archive.read(member) if archive else (place / member).read_bytes()
+                    with Image.open(io.BytesIO(content)) as image:
+                        if image.size != (SIDE, SIDE):
+                            raise DataError(
+                                f"'{path}' in '{place}' is {image.width} x {image.height}, expected {SIDE} x {SIDE}; "
+                                "get the original"
+                            )
+                        rows[row, :-2] = np.asarray(image.convert("RGB")).reshape(-1)
+                    rows[row, -2] = index[path.split("/")[1]]
+            except _DAMAGED as error:
+                raise DataError(f"'{path}' in '{place}' cannot be read ({error}); replace it") from error
         return rows
 
     cached = cached_array(cache_dir, f"{kind.name}-images", key=key, build=build)
@@ -292,7 +281,7 @@ def _from_images(kind: _Kind, place: Path, cache_dir: str | Path) -> _Rows:
 
 
 def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, str]]:
-    """Path (part/class/image), name in the folder or zip, and what tells the contents apart, of each image."""
+    """Path (part/class/image), name in the folder or zip, and what identifies the contents, of each image."""
     if place.is_dir():
         for part in ("train", "test"):
             for name in kind.classes:

@@ -16,8 +16,8 @@ PUBLISHED = OF_2011.published
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Bird species as classes; the first 100 of 200 train, the others test (Oh Song et al. 2016).
 
-    ``train_test_split.txt`` and folders ``train`` and ``test`` are the split for classification: the former is not
-    looked at, the latter are merged.
+    ``train_test_split.txt`` and folders ``train`` and ``test`` are the split for classification: the former is
+    ignored, the latter are merged.
 
     Args:
         root: folder of the data set, or one that holds it under a usual name.
@@ -25,7 +25,7 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             False takes a subset: classes without images are left out, and each other one keeps its half.
 
     Raises:
-        DataError: a list or folder is missing or at fault, images are missing, it is the edition of 2010, or counts
+        DataError: a list or folder is missing or faulty, images are missing, it is the edition of 2010, or counts
             differ.
 
     Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
@@ -47,9 +47,9 @@ def _of_lists(folder: Path) -> Listed:
     labels.check_known("class_id", classes.texts("class_id"), "classes.txt")
     class_by_image = dict(zip(labels.texts("image_id"), class_ids, strict=True))
     images.check_known("image_id", class_by_image, labels.file.name)
-    is_beside = first_match(folder, f"images/{CLASS_FOLDER}") is None and first_match(folder, CLASS_FOLDER) is not None
+    has_images_folder = first_match(folder, f"images/{CLASS_FOLDER}") or not first_match(folder, CLASS_FOLDER)
     return Listed(
-        folder if is_beside else folder / "images",
+        folder / "images" if has_images_folder else folder,
         images.paths("path"),
         [class_by_image[image] for image in images.texts("image_id")],
         dict(zip(classes.numbers("class_id").tolist(), classes.texts("name"), strict=True)),
@@ -58,7 +58,7 @@ def _of_lists(folder: Path) -> Listed:
 
 
 def _originals(file: Path, image_ids: list[str]) -> Originals:
-    """The boxes, where their list is there; nothing but the check of the images needs it."""
+    """The boxes, if their list is there; only the check of the images needs them."""
     if not file.is_file():
         return Originals()
     rows = read_list(file, ("image_id", "x", "y", "width", "height"))

@@ -12,8 +12,8 @@ PUBLISHED = OF_2010.published
 def cub200_2010(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Bird species as classes, 20 to 39 images each; the first 100 of 200 train, the others test.
 
-    The classes are those of ``cub200``, the edition of 2011, and so is the split by classes; the images are not. The
-    lists of the archive split for classification and are not looked at.
+    The classes are those of ``cub200``, the edition of 2011, and so is the split by classes; the images differ. The
+    lists of the archive are for classification and ignored.
 
     Args:
         root: folder of the data set, or one that holds it under a usual name.
@@ -21,7 +21,7 @@ def cub200_2010(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             False takes a subset: classes without images are left out, and each other one keeps its half.
 
     Raises:
-        DataError: the folder is missing or at fault, it is the edition of 2011, or counts differ.
+        DataError: the folder is missing or faulty, it is the edition of 2011, or counts differ.
 
     Source: P. Welinder et al., "Caltech-UCSD Birds 200", CNS-TR-2010-001, 2010.
     """

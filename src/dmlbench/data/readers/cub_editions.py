@@ -1,7 +1,7 @@
-"""CUB-200 of 2010 and CUB-200-2011: two data sets whose classes have the same names, told apart by their file names.
+"""CUB-200 of 2010 and CUB-200-2011: two data sets whose classes have the same names, distinguished by their file names.
 
-Both call an image ``<Species>_<number>_<id>.jpg``. Ids of 2010 are Flickr's, of seven digits or more (``xxx`` where it
-is not known); 2011 numbers its images anew, with six digits at most. No image file has the same name in both.
+Both call an image ``<Species>_<number>_<id>.jpg``. Ids of 2010 are Flickr's, of seven digits or more (``xxx`` where
+unknown); 2011 renumbers its images with at most six digits. No image file has the same name in both.
 """
 
 import re
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Edition(DataFolder):
-    """The folder of one of the two, which is never taken for the other's.
+    """The folder of one of the two editions, never confused with the other's.
 
     Attributes:
         year: of publication.
@@ -52,10 +52,10 @@ class Edition(DataFolder):
         return sum(images for images, _ in self.published.by_role.values())
 
     def find(self, root: str | Path) -> tuple[Path, Layout]:
-        """Like that of any data set.
+        """The folder and its layout, as for any data set.
 
         Raises:
-            DataError: it is not there; where the other edition is, the message says so.
+            DataError: it is not there; if the other edition is, the message says so.
         """
         try:
             return super().find(root)
@@ -106,7 +106,7 @@ def listed_in_folders(folder: Path, layout: Layout, edition: Edition) -> Listed:
     """What the class folders of either edition hold.
 
     Raises:
-        DataError: a folder is no class, a class has two folders, or an image lies in two parts of a split.
+        DataError: a folder is no class, a class has two folders, or an image is in two parts of a split.
     """
     root = folder / "images" if layout.name in ("images", "split_images") else folder
     parts = [f"{part}/" for part in SPLIT_FOLDERS if (root / part).is_dir()] if "split" in layout.name else [""]
@@ -131,7 +131,7 @@ def listed_in_folders(folder: Path, layout: Layout, edition: Edition) -> Listed:
 
 
 def year_of(path: str) -> int | None:
-    """The edition that the name of an image is of, or None where it is of neither."""
+    """The edition that an image's name belongs to, or None if it is neither."""
     match = _ID.search(path)
     if match is None:
         return None
@@ -155,10 +155,10 @@ def _class_id(folder: Path, edition: Edition) -> int:
 
 
 def _folder_layouts(year: int) -> tuple[Layout, ...]:
-    """The layouts without lists. Folders whose images are all of the other edition are passed over."""
+    """The layouts without lists. Folders whose images are all of the other edition are skipped."""
 
     def is_meant(folder: Path) -> bool:
-        # Where some of the lists are, the others are missing: class folders alone are not what is meant.
+        # Where some of the lists are present, the layout with lists is meant, and the others are missing.
         if any((folder / name).is_file() for name in LISTS):
             return False
         years = {year_of(name) for name in _image_names(folder)}
@@ -195,7 +195,7 @@ def _confused(found: Edition, wanted: Edition) -> str:
     )
 
 
-_EITHER = ("cub200", "cub", "cub_200", "caltech_ucsd_birds")  # folders of either edition are called so
+_EITHER = ("cub200", "cub", "cub_200", "caltech_ucsd_birds")  # used for folders of either edition
 OF_2010 = Edition(
     title="CUB-200-2010",
     usual_names=(

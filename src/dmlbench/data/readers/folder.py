@@ -7,16 +7,15 @@ import posixpath
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from dmlbench.data.image_table import Listing, leaves_root, shorten, table_of_files
 from dmlbench.data.readers.layouts import images_in, subfolders
 from dmlbench.data.readers.lists import read_text
-from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, closest
+from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
 
 _PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
 _ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
@@ -27,29 +26,6 @@ _SEPARATORS = (",", ";", "\t")
 _CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Images:
-    """What a tree or a list says, one entry an image."""
-
-    paths: list[str]
-    class_of: list[str]
-    roles: list[str] | None
-    super_of: list[str] | None
-    layout: str
-
-    def kept(self, rows: Sequence[int]) -> "_Images":
-        def take(values: list[str]) -> list[str]:
-            return [values[row] for row in rows]
-
-        return _Images(
-            take(self.paths),
-            take(self.class_of),
-            None if self.roles is None else take(self.roles),
-            None if self.super_of is None else take(self.super_of),
-            self.layout,
-        )
 
 
 def folder(
@@ -65,12 +41,12 @@ def folder(
     - ``root/<class>/.../<image>``: the first half of the sorted classes trains, the second tests.
     - ``root/train/<class>/...`` with ``root/test/<class>/...``, or with ``root/query/...`` and ``root/gallery/...``:
       the folders say which.
-    - a CSV with the columns ``path,label`` and, as wanted, ``role`` (train, test, query or gallery; without it halves
-      as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may stand for the commas.
+    - a CSV with the columns ``path,label`` and, optionally, ``role`` (train, test, query or gallery; without it the
+      halves are as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may separate columns.
 
     Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
-    order that protocols cut: those of ``train_classes`` come first, each list in its own order. With one list alone
-    the other half are all other classes. With both, classes in neither are left out. Folders such as ``train``,
+    order in which protocols cut: those of ``train_classes`` come first, each list in its own order. With only one
+    list, all other classes form the other half. With both, classes in neither are left out. Folders such as ``train``,
     ``val`` and ``test`` are then merged: they split each class for classification.
 
     Args:
@@ -83,21 +59,21 @@ def folder(
 
     Raises:
         ConfigError: lists of classes where the images' roles are given already.
-        DataError: a folder, a list or images are missing, a line is at fault, folders that cannot be understood, or a
-            class has images in both halves (metric learning tests on unseen classes).
+        DataError: a folder, a list or images are missing, a line is faulty, folders are ambiguous, or a class has
+            images in both halves (metric learning tests on unseen classes).
     """
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"data set '{name}' looks for its images in '{root}', which is not a folder; correct root")
     has_lists = train_classes is not None or test_classes is not None
-    images = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
-    class_names = _sorted_classes(images.class_of)
+    images, layout = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
+    class_names = _sorted_classes(images["label"])
     num_train = len(class_names) // 2
     if has_lists:
-        if images.roles is not None:
+        if "role" in images:
             raise ConfigError(
-                f"data set '{name}' gets the roles of its images from {images.layout}, so it takes no train_classes "
-                "and test_classes; remove one or the other"
+                f"data set '{name}' gets the roles of its images from {layout}, so it takes no train_classes and "
+                "test_classes; remove one or the other"
             )
         class_names, num_train = _listed_classes(
             class_names,
@@ -105,35 +81,33 @@ def folder(
             None if test_classes is None else root / test_classes,
             name=name,
         )
-        listed = set(class_names)
-        images = images.kept([row for row, class_name in enumerate(images.class_of) if class_name in listed])
-    index = {class_name: number for number, class_name in enumerate(class_names)}
-    labels = np.array([index[class_name] for class_name in images.class_of], dtype=np.int64)
-    super_index = {label: number for number, label in enumerate(_sorted_classes(images.super_of or []))}
+        images = images[images["label"].isin(class_names)]
+
+    def numbered(column: str, names: Sequence[str]) -> IntArray:
+        return pd.Index(names).get_indexer(pd.Index(images[column])).astype(np.int64)
+
+    labels = numbered("label", class_names)
+    has_super = "super_label" in images
     listing = Listing(
         name=name,
         root=root,
-        layout=images.layout,
-        paths=images.paths,
+        layout=layout,
+        paths=images["path"].tolist(),
         labels=labels,
         class_names=class_names,
-        role=_roles(images, labels < num_train),
-        super_labels=None if images.super_of is None else np.array([super_index[s] for s in images.super_of]),
+        role=images["role"].to_numpy(np.str_) if "role" in images else np.where(labels < num_train, "train", "test"),
+        super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
         remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
     )
     return table_of_files(listing, published=None)
 
 
-def _roles(images: _Images, is_train: NDArray[np.bool_]) -> NDArray[np.str_]:
-    if images.roles is not None:
-        return np.array(images.roles, dtype=np.str_)
-    return np.where(is_train, "train", "test")
+def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str]:
+    """Path and label of images in class folders, and their role where these lie in folders by role; and the layout.
 
-
-def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
-    """Images in class folders, which may lie in folders by part; ``merge`` takes the parts together."""
-    found = {top: _images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
-    tops = {top: images for top, images in found.items() if images}
+    ``merge`` takes parts (train, val, test, ...) together, whose images then have no role.
+    """
+    tops = {top: images for top in subfolders(root) if top != "__MACOSX" and (images := _images_below(root / top))}
     parts = [top for top in tops if top.casefold() in _PART_FOLDERS]
     if not tops:
         raise DataError(
@@ -148,14 +122,14 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
             "classes or parts? Move one kind away, or list the images in a csv"
         )
     if len(parts) < len(tops):
-        listing = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
         if len(tops) == 1:
-            only = next(iter(tops))
+            (only,) = tops
             raise DataError(
                 f"data set '{name}' finds one class, '{only}', in '{root}', expected two or more; if "
                 f"its sub-folders are the classes, point root at '{root / only}'"
             )
-        return _Images([path for path, _ in listing], [top for _, top in listing], None, None, "class folders")
+        listed = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
+        return pd.DataFrame(listed, columns=["path", "label"], dtype=object), "class folders"
     role_of = {top: top.casefold() for top in tops}
     if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
         raise DataError(
@@ -163,16 +137,14 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> _Images:
             "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
             f" the images in a csv, or point root at one of them (such as '{root / sorted(tops)[0]}')"
         )
-    paths, class_of, roles = [], [], []
+    rows = []
     for top, images in tops.items():
         for image in images:
             if "/" not in image:
-                raise DataError(f"'{root / top / image}' lies in no class folder; expected {top}/<class>/<image>")
-            paths.append(f"{top}/{image}")
-            class_of.append(image.split("/")[0])
-            roles.append(role_of[top])
-    layout = f"class folders in {', '.join(tops)}"
-    return _Images(paths, class_of, None if merge else roles, None, layout)
+                raise DataError(f"'{root / top / image}' is in no class folder; expected {top}/<class>/<image>")
+            rows.append((f"{top}/{image}", image.split("/")[0], role_of[top]))
+    found_images = pd.DataFrame(rows, columns=["path", "label", "role"], dtype=object)
+    return found_images.drop(columns="role") if merge else found_images, f"class folders in {', '.join(tops)}"
 
 
 def _images_below(top: Path) -> list[str]:
@@ -189,7 +161,8 @@ def _images_below(top: Path) -> list[str]:
     return sorted(walk(top, "", frozenset({top.parent.resolve()})))
 
 
-def _read_csv(file: Path) -> _Images:
+def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
+    """Path, label and whatever else the list has, by column; and the layout."""
     rows: list[dict[str, str]] = []
     line_of: dict[str, int] = {}
     for number, row in _csv_rows(file):
@@ -208,14 +181,7 @@ def _read_csv(file: Path) -> _Images:
         rows.append(row)
     if not rows:
         raise DataError(f"'{file}' lists no images; add a line for each")
-    columns = rows[0].keys()
-    return _Images(
-        [row["path"] for row in rows],
-        [row["label"] for row in rows],
-        [row["role"] for row in rows] if "role" in columns else None,
-        [row["super_label"] for row in rows] if "super_label" in columns else None,
-        f"the list {file.name}" + (" with roles" if "role" in columns else ""),
-    )
+    return pd.DataFrame(rows, dtype=object), f"the list {file.name}" + (" with roles" if "role" in rows[0] else "")
 
 
 def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:

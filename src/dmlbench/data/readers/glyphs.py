@@ -5,9 +5,8 @@ machine. Each image has a random stream of its own, seeded by (seed, data set, c
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +26,9 @@ from dmlbench.data.readers.letters import (
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, ImageTable
 
-_VERSION = 1  # raise it whenever the pixels change
+_VERSION = 1  # increment it whenever the pixels change
 _CHUNK = 256  # images rendered at a time; keeps the temporaries inside the processor's caches
-_FRACTION = 16  # bits after the point of source coordinates
+_FRACTION = 16  # fractional bits of source coordinates
 _NOISE_SUM = 4  # bytes added up for one noise value: close to a normal distribution, and exact everywhere
 _NOISE_STD = math.sqrt(_NOISE_SUM * (256**2 - 1) / 12)
 
@@ -41,12 +40,12 @@ class GlyphStyle:
     """How much the images of a class differ.
 
     Attributes:
-        size_range: em size as a share of the side of the cell that the character stands in.
-        rotation_degrees: turned by up to this much either way.
-        shift: moved by up to this share of the cell's side, either way on both axes.
-        background_range: grey of the ground, share of white.
-        contrast_range: grey of the ink minus the ground, share of white.
-        noise_range: standard deviation of the pixel noise, share of white; drawn for each image.
+        size_range: em size as a share of the side of the character's cell.
+        rotation_degrees: largest rotation, in either direction.
+        shift: largest shift along either axis and in either direction, as a share of the cell's side.
+        background_range: grey level of the background, as a share of white.
+        contrast_range: grey level of the ink minus that of the background, as a share of white.
+        noise_range: standard deviation of the pixel noise, as a share of white; drawn for each image.
     """
 
     size_range: Range
@@ -83,16 +82,16 @@ def glyphs(
     contrast_range: Range = (0.35, 0.65),
     noise_range: Range = (0.02, 0.12),
 ) -> ImageTable:
-    """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and tell apart.
+    """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and distinguish.
 
-    An image does not depend on how many classes or images are asked for.
+    An image does not depend on the number of classes or images.
 
     Args:
         cache_dir: folder that keeps the rendered pixels.
         num_classes: the first half of them trains, the second half tests.
         images_per_class: images of each.
         image_size: side of an image in pixels.
-        seed: of everything that is random.
+        seed: of all randomness.
         size_range, rotation_degrees, shift, background_range, contrast_range, noise_range: see ``GlyphStyle``.
 
     Returns:
@@ -103,8 +102,7 @@ def glyphs(
         DataError: the cache folder cannot be written.
     """
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
-    render = functools.partial(_render_glyphs, style=style, image_size=image_size, seed=seed)
-    return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir, render)
+    return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir)
 
 
 def glyphs_collage(
@@ -123,8 +121,8 @@ def glyphs_collage(
 ) -> ImageTable:
     """The letters of ``glyphs``, each in one quadrant of the image, with a nuisance symbol in each of the other three.
 
-    The quadrant is random. The symbols of train classes and those of test classes have none in common. What helps here
-    is to weigh places of the image, since three quarters of each say nothing about its class.
+    The quadrant is random. The symbols of train classes and those of test classes have none in common. Weighting the
+    places of an image helps here, since three quarters of each say nothing about its class.
 
     Args, Returns and Raises are those of ``glyphs``; sizes and shifts are shares of a quadrant's side, and
     ``image_size`` must be even. An image depends on ``num_classes`` only through the half that its class falls in.
@@ -132,18 +130,24 @@ def glyphs_collage(
     if image_size % 2:
         raise ConfigError(f"image_size ({image_size}) of glyphs_collage must be even: it is made of four quadrants")
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
-    render = functools.partial(
-        _render_collage, style=style, image_size=image_size, seed=seed, num_train_classes=num_classes // 2
-    )
-    return _table("glyphs_collage", num_classes, images_per_class, image_size, seed, style, cache_dir, render)
+    train_pool, test_pool = nuisance_pools()
+
+    def quadrants(label: int, stream: np.random.Generator) -> list[int]:
+        first, pool = (0, train_pool) if label < num_classes // 2 else (len(train_pool), test_pool)
+        cells = (num_classes + first + stream.permutation(len(pool))[:4]).tolist()
+        cells[int(stream.integers(4))] = label
+        return cells
+
+    symbols = tuple(map(ord, train_pool + test_pool))
+    return _table(
+        "glyphs_collage", num_classes, images_per_class, image_size, seed, style, cache_dir,
+        cells_of=quadrants, symbols=symbols, grid=2,
+    )  # fmt: skip
 
 
 def nuisance_pools() -> tuple[str, str]:
     """Symbols next to train classes and symbols next to test classes: every other one, so that both are of one kind."""
     return NUISANCE_SYMBOLS[0::2], NUISANCE_SYMBOLS[1::2]
-
-
-_Render = Callable[[tuple[int, ...], int], NDArray[np.uint8]]
 
 
 def _table(
@@ -154,13 +158,41 @@ def _table(
     seed: int,
     style: GlyphStyle,
     cache_dir: str | Path,
-    render: _Render,
+    *,
+    cells_of: Callable[[int, np.random.Generator], list[int]] = lambda label, stream: [label],
+    symbols: tuple[int, ...] = (),
+    grid: int = 1,
 ) -> ImageTable:
+    """The table of images that consist of ``grid`` x ``grid`` cells with one character each.
+
+    ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes and, after them,
+    ``symbols``.
+    """
     if images_per_class < 1:
         raise ConfigError(f"images_per_class ({images_per_class}) must be at least 1")
     if not 8 <= image_size <= 512:
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 512]")
     codes = distinct_letters(num_classes)
+    labels = np.repeat(np.arange(num_classes, dtype=np.int64), images_per_class)
+
+    def render() -> NDArray[np.uint8]:
+        side = image_size // grid
+        em = max(16, math.ceil(side * style.size_range[1]))  # the largest wanted, so that no master is enlarged
+        masters = master_glyphs(codes + symbols, em)
+        pixels = np.empty((len(labels), image_size, image_size), dtype=np.uint8)
+        for first in range(0, len(labels), _CHUNK):
+            rows = range(first, min(first + _CHUNK, len(labels)))
+            streams = [generator(seed, name, *divmod(row, images_per_class)) for row in rows]
+            places = [
+                _draw_place(stream, style, which)
+                for row, stream in zip(rows, streams, strict=True)
+                for which in cells_of(row // images_per_class, stream)
+            ]
+            coverage = _warp(masters, em, places, side=side).reshape(-1, grid, grid, side, side)
+            coverage = coverage.transpose(0, 1, 3, 2, 4).reshape(-1, image_size, image_size)  # [B, H, W]
+            pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
+        return pixels
+
     key = {
         "version": _VERSION,
         "renderer": renderer_version(),
@@ -170,8 +202,7 @@ def _table(
         "seed": seed,
         **dataclasses.asdict(style),
     }
-    cached = cached_array(cache_dir, name, key=key, build=lambda: render(codes, images_per_class))
-    labels = np.repeat(np.arange(num_classes, dtype=np.int64), images_per_class)
+    cached = cached_array(cache_dir, name, key=key, build=render)
     return make_table(
         name,
         "",
@@ -184,64 +215,9 @@ def _table(
     )
 
 
-def _render_glyphs(
-    codes: tuple[int, ...], images_per_class: int, *, style: GlyphStyle, image_size: int, seed: int
-) -> NDArray[np.uint8]:
-    masters, em = _masters(codes, style, image_size)
-    pixels = np.empty((len(codes) * images_per_class, image_size, image_size), dtype=np.uint8)
-    for rows in _chunks(len(pixels)):
-        streams = [generator(seed, "glyphs", *divmod(row, images_per_class)) for row in rows]
-        labels = [row // images_per_class for row in rows]
-        places = [_draw_place(stream, style, label) for label, stream in zip(labels, streams, strict=True)]
-        coverage = _warp(masters, em, places, side=image_size)
-        pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
-    return pixels
-
-
-def _render_collage(
-    codes: tuple[int, ...],
-    images_per_class: int,
-    *,
-    style: GlyphStyle,
-    image_size: int,
-    seed: int,
-    num_train_classes: int,
-) -> NDArray[np.uint8]:
-    half = image_size // 2
-    symbols = tuple(ord(c) for pool in nuisance_pools() for c in pool)
-    masters, em = _masters(codes + symbols, style, half)
-    train_pool, test_pool = (len(pool) for pool in nuisance_pools())
-    pixels = np.empty((len(codes) * images_per_class, image_size, image_size), dtype=np.uint8)
-    for rows in _chunks(len(pixels)):
-        streams, places = [], []
-        for row in rows:
-            label, image = divmod(row, images_per_class)
-            stream = generator(seed, "glyphs_collage", label, image)
-            in_train = label < num_train_classes
-            first = len(codes) if in_train else len(codes) + train_pool
-            cells = (first + stream.permutation(train_pool if in_train else test_pool)[:4]).tolist()
-            cells[int(stream.integers(4))] = label
-            places += [_draw_place(stream, style, which) for which in cells]
-            streams.append(stream)
-        coverage = _warp(masters, em, places, side=half).reshape(-1, 2, 2, half, half)
-        coverage = coverage.transpose(0, 1, 3, 2, 4).reshape(-1, image_size, image_size)  # [B, H, W]
-        pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
-    return pixels
-
-
-def _chunks(count: int) -> Iterator[range]:
-    return (range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
-
-
-def _masters(codes: tuple[int, ...], style: GlyphStyle, side: int) -> tuple[NDArray[np.uint8], int]:
-    """Masters [len(codes), 12, S, S] and their em size: the largest that is wanted, so that none is blown up."""
-    em = max(16, math.ceil(side * style.size_range[1]))
-    return master_glyphs(codes, em), em
-
-
 @dataclass(frozen=True)
 class _Place:
-    """Where a character goes in its cell: index into the masters, face, em size and shifts (shares of the side)."""
+    """The placement of a character in its cell: indices of master and face, em size and shifts (shares of the side)."""
 
     which: int
     face: int
@@ -254,19 +230,18 @@ class _Place:
 def _draw_place(stream: np.random.Generator, style: GlyphStyle, which: int) -> _Place:
     u = stream.random(5)
     low, high = style.size_range
-    angle = math.radians(style.rotation_degrees) * (2 * u[2] - 1)
     return _Place(
         which=which,
         face=int(u[0] * len(FACE_NAMES)),
         size=low + (high - low) * u[1],
-        angle=angle,
+        angle=math.radians(style.rotation_degrees) * (2 * u[2] - 1),
         right=style.shift * (2 * u[3] - 1),
         down=style.shift * (2 * u[4] - 1),
     )
 
 
 def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: int) -> NDArray[np.uint8]:
-    """Coverage [len(places), side, side] of the characters, turned, scaled and moved; bilinear, in fixed point.
+    """Coverage [len(places), side, side] of the characters, rotated, scaled and shifted; bilinear, in fixed point.
 
     A pixel at offset p from the cell's center shows the master at R(-angle) (p - shift) * em / size.
     """
@@ -289,7 +264,7 @@ def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: in
     v = np.clip(v, 0, limit).astype(np.int32)
     start = np.array([(p.which * len(FACE_NAMES) + p.face) * edge * edge for p in places], dtype=np.int64)
     index = start[:, None, None] + (v >> _FRACTION) * edge + (u >> _FRACTION)
-    fu = (u >> (_FRACTION - 7)) & 127  # the 7 bits after the point
+    fu = (u >> (_FRACTION - 7)) & 127  # the 7 highest fractional bits
     fv = (v >> (_FRACTION - 7)) & 127
     flat = masters.reshape(-1)
     above = flat.take(index) * (128 - fu) + flat.take(index + 1) * fu
@@ -298,7 +273,7 @@ def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: in
 
 
 def _shade(coverage: NDArray[np.uint8], streams: list[np.random.Generator], style: GlyphStyle) -> NDArray[np.uint8]:
-    """Ground, ink and noise [B, H, W] uint8 from coverage [B, H, W]; takes each image's draws from its stream."""
+    """Images [B, H, W] uint8 of background, ink and noise from coverage [B, H, W], drawing from each image's stream."""
     count, height, width = coverage.shape
     ranges = np.array([style.background_range, style.contrast_range, style.noise_range])  # [3, 2]
     scale = np.array([255.0, 256.0, 255.0 * 4096 / _NOISE_STD])  # 256: coverage 255 is full ink after >> 8, rounded

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmlbench.data.image_table import Listing, Published, table_of_files
 from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
@@ -37,7 +36,7 @@ _ROLES = ("train", "query", "gallery")
 
 
 def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
-    """Garments as classes; the list says which images train, ask and are searched (Liu et al. 2016).
+    """Garments as classes; the list assigns training, query and gallery images (Liu et al. 2016).
 
     ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order.
 
@@ -47,7 +46,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             gallery images of 3,985. False takes a subset.
 
     Raises:
-        DataError: the list is missing or at fault, images are missing, or counts differ.
+        DataError: the list is missing or faulty, images are missing, or counts differ.
 
     Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
         CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
@@ -55,6 +54,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     folder, layout = FOLDER.find(root)
     images = resolve(folder, _IMAGES).parent
     rows = read_list(resolve(folder, _LIST), _COLUMNS, has_count=True, has_header=True)
+    rows.check_known("evaluation_status", _ROLES, ", ".join(_ROLES))
     items, labels = np.unique(rows.texts("item_id"), return_inverse=True)
     paths, super_labels = _paths_below_img(rows)
     listing = Listing(
@@ -64,7 +64,7 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         paths=paths,
         labels=labels.astype(np.int64),
         class_names=items.tolist(),
-        role=_roles(rows),
+        role=np.array(rows.texts("evaluation_status"), dtype=np.str_),
         super_labels=super_labels,
     )
     return table_of_files(listing, published=PUBLISHED, check_counts=check_counts)
@@ -83,14 +83,3 @@ def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:
         paths.append("/".join(parts[1:]))
         categories.append(f"{parts[1]}/{parts[2]}")
     return paths, np.unique(categories, return_inverse=True)[1].astype(np.int64)
-
-
-def _roles(rows: TextList) -> NDArray[np.str_]:
-    roles = rows.texts("evaluation_status")
-    if unknown := set(roles) - set(_ROLES):
-        row = next(row for row, role in enumerate(roles) if role in unknown)
-        raise DataError(
-            f"{rows.where(row)} has the evaluation_status '{roles[row]}', expected {', '.join(_ROLES)}; put the "
-            "original list there"
-        )
-    return np.array(roles, dtype=np.str_)

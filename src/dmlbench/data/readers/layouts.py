@@ -1,4 +1,4 @@
-"""Finding a data set on disk: under the names that people give its folder, in the layouts that circulate."""
+"""Finding a data set on disk: under the usual names of its folder, in the layouts that are in circulation."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dmlbench.types import DataError
 
-# Folders that archives of mirrors put around a data set.
+# Folders that mirrors' archives wrap a data set in.
 _WRAPPERS = ("archive", "data", "dataset")
 _DEPTH = 3
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -18,14 +18,14 @@ SPLIT_FOLDERS = ("train", "test", "val", "valid")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a data set lies on disk.
+    """One way to arrange a data set on disk.
 
     Attributes:
-        name: how a module tells its layouts apart.
+        name: identifies the layout within its module.
         description: as messages print it.
         markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards (``*``,
-            ``?``, ``[0-9]``) and several places apart by ``|``, of which one is enough.
-        recognizes: a further test of the folder, for what markers cannot say.
+            ``?``, ``[0-9]``) and several alternatives separated by ``|``, one of which is enough.
+        recognizes: a further test of the folder, for what markers cannot express.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """The folder of a data set: what it is called in the wild, and what it may look like.
+    """The folder of a data set: its usual names, and its possible layouts.
 
     Attributes:
         title: the data set's name, for messages.
-        usual_names: names that its folder has; upper and lower case, blanks and punctuation do not matter.
-        layouts: what it may look like, the preferred one first.
-        remedy: how to get the data, the end of the message where there are none.
+        usual_names: names of the folder; case, blanks and punctuation do not matter.
+        layouts: the possible layouts, the preferred one first.
+        remedy: how to get the data; ends the message if they are not found.
     """
 
     title: str
@@ -54,7 +54,7 @@ class DataFolder:
         """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
 
         Raises:
-            DataError: no layout is complete; says where was looked, and what the nearest one lacks.
+            DataError: no layout is complete; names the folders searched, and what the nearest one lacks.
         """
         root = Path(root)
         if not root.is_dir():
@@ -79,7 +79,7 @@ class DataFolder:
 
 
 def resolve(folder: Path, marker: str) -> Path:
-    """The path that a marker stands for: the first of its places that exists, the first match in sorted order.
+    """The path that a marker matches: the first of its places that exists, the first match in sorted order.
 
     Raises:
         DataError: none exists.
@@ -125,7 +125,7 @@ def images_in(folder: Path) -> list[str]:
     for name in (folder.name, *names):
         try:
             name.encode()
-        except UnicodeEncodeError:  # the file system's bytes as Python escapes them
+        except UnicodeEncodeError:  # bytes of the file system that Python has escaped
             raise DataError(f"'{folder}' has the name {os.fsencode(name)!r}, which is not UTF-8; rename it") from None
     return names
 
@@ -140,8 +140,13 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """What is left of a name whatever was done to its case, slashes, blanks and punctuation."""
+    """A name without its case, slashes, blanks and punctuation."""
     return "".join(character for character in name.casefold() if character.isalnum())
+
+
+def read_names(data_set: str) -> tuple[str, ...]:
+    """The published class names of a data set in published order, from the list next to this module."""
+    return tuple(Path(__file__).with_name(f"{data_set}_names.txt").read_text(encoding="utf-8").splitlines())
 
 
 def _candidates(root: Path, names: set[str]) -> Iterator[Path]:

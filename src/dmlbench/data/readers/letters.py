@@ -1,6 +1,6 @@
-"""The letters and symbols that the built-in ``glyphs`` data sets are drawn from: which ones, and what they look like.
+"""The letters and symbols that the built-in ``glyphs`` data sets are drawn from, and their shapes.
 
-They come from the twelve DejaVu text faces that matplotlib ships, so no file has to be fetched.
+They come from the twelve DejaVu text faces that matplotlib ships, so nothing has to be downloaded.
 """
 
 import functools
@@ -23,7 +23,7 @@ FACE_NAMES = (
 )
 
 # Symbols that stand next to a letter in a collage. All twelve faces have them; none is a letter or looks like one (so
-# no 0, 1, ○, ∑, ∪, ∃), and none is so small that it could not distract. A test checks this.
+# no 0, 1, ○, ∑, ∪, ∃), and none is too small to distract. A test checks this.
 NUISANCE_SYMBOLS = (
     "#$%&+2345789<=>@£¤¥§¶±÷†‡‽€←↑→↓↔↕↯⇐⇑⇒⇓⇔⇦⇧⇨⇩∇√∞∫≈≠≡≤≥⊕⊖⊗⊞⊠⌂⌘"
     "■□▣▤▥▦▧▨▩▲△▶▷▼▽◀◁◆◇◈◉◎●◐◑◒◓◘◙☀☹☺☻☼♀♁♂♃♄♅♆♇♠♡♢♣♤♥♦♧♩♪♫♬♭♯"
@@ -55,11 +55,11 @@ def common_characters() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8)
 def distinct_letters(count: int) -> tuple[int, ...]:
-    """The first ``count`` letters by code point that all faces have and that can be told apart.
+    """The first ``count`` letters by code point that all faces have and that can be distinguished.
 
     A letter is a character of a Unicode category L*. Of letters whose ink is the same in every face (the Latin, Greek
     and Cyrillic A, say) only the first stays. Compared is the ink cut to its bounding box: images place a letter at
-    random, so its height over the baseline tells nothing.
+    random, so its height above the baseline carries no information.
 
     Raises:
         ConfigError: there are fewer than ``count``, or ``count`` is below 2.
@@ -80,7 +80,7 @@ def distinct_letters(count: int) -> tuple[int, ...]:
         chosen.append(code)
         if len(chosen) == count:
             return tuple(chosen)
-    raise ConfigError(f"num_classes ({count}) exceeds the {len(chosen)} letters that can be told apart; lower it")
+    raise ConfigError(f"num_classes ({count}) exceeds the {len(chosen)} letters that can be distinguished; lower it")
 
 
 def letter_name(code: int) -> str:
@@ -89,7 +89,7 @@ def letter_name(code: int) -> str:
 
 
 def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
-    """Every character in every face, to be turned and scaled from: ink 255 on 0.
+    """Every character in every face, the source of all rotated and scaled ones: ink 255 on 0.
 
     Args:
         codes: code points.
@@ -115,7 +115,7 @@ def renderer_version() -> str:
 
 
 def _fonts(pixels: int) -> list[ImageFont.FreeTypeFont]:
-    # The basic layout engine draws single characters alike whether or not the optional raqm library is there.
+    # The basic layout engine draws single characters alike with or without the optional raqm library.
     return [ImageFont.truetype(str(f), pixels, layout_engine=ImageFont.Layout.BASIC) for f in face_files()]
 
 

@@ -1,4 +1,4 @@
-"""Reading the text lists that benchmarks come with: columns apart by blanks, every fault named by file and line."""
+"""Reading the text lists of benchmarks: columns separated by blanks, every fault named by file and line."""
 
 import contextlib
 from collections.abc import Container, Sequence
@@ -19,7 +19,7 @@ class TextList:
     """The rows of a list.
 
     Attributes:
-        file: where it was read from.
+        file: its file.
         columns: names of its columns.
         rows: [N] values by row, one for each column.
         lines: [N] number of each row's line in the file, from 1.
@@ -34,7 +34,7 @@ class TextList:
         return len(self.rows)
 
     def where(self, row: int) -> str:
-        """The row's place in words, for messages."""
+        """The position of a row, for messages."""
         return f"line {self.lines[row]} of '{self.file}'"
 
     def texts(self, column: str) -> list[str]:
@@ -60,7 +60,7 @@ class TextList:
         """[N] values of a column of ids, which count from 1.
 
         Raises:
-            DataError: one is no whole number, or lies below 1.
+            DataError: one is no whole number, or below 1.
         """
         values = self.texts(column)
         try:
@@ -79,7 +79,7 @@ class TextList:
         return numbers
 
     def decimals(self, column: str) -> NDArray[np.float64]:
-        """[N] values of a column of measures, which may have decimals.
+        """[N] values of a column of decimal numbers.
 
         Raises:
             DataError: one is no finite number.
@@ -110,7 +110,7 @@ class TextList:
 
         Args:
             column: of this list.
-            known: what the other one has.
+            known: the values of the other list.
             where: its file's name, for the message.
 
         Raises:
@@ -131,14 +131,14 @@ def read_list(
     has_header: bool = False,
     separator: str | None = None,
 ) -> TextList:
-    """A list in UTF-8; a byte order mark, any line ends, padding and blank lines do not matter.
+    """A list in UTF-8; byte order marks, line ends, padding and blank lines do not matter.
 
     Args:
         file: the list.
-        columns: names of the columns, which the header must repeat where there is one.
+        columns: names of the columns; the header, if any, must match them.
         has_count: whether the first line is the number of rows.
         has_header: whether the next line names the columns.
-        separator: what stands between columns; None for any blanks.
+        separator: of the columns; None for any blanks.
 
     Raises:
         DataError: the file is missing, is not UTF-8 or empty, has another header, another number of rows than its

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ ARCHIVES = (
     "images_evaluation.zip",
 )
 PUBLISHED = Published({"train": (19_280, 964), "test": (13_180, 659)})  # of the full background and evaluation
-# Archive -> drawings and characters. Of the second small one, which was not at hand to count, see ``_check_counts``.
+# Archive -> drawings and characters. For the second small one, which could not be counted, see ``_check_counts``.
 _COUNTS = {
     "images_background": PUBLISHED.by_role["train"],
     "images_background_small1": (2_720, 136),
@@ -45,7 +46,7 @@ FOLDER = DataFolder(
     ),
     "download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)",
 )
-_VERSION = 1  # raise it whenever the pixels change
+_VERSION = 1  # increment it whenever the pixels change
 _MEMBER = re.compile(r"^[^/]+/(?P<alphabet>[^/]+)/(?P<character>character\d+)/(?P<file>[^/]+\.png)$")
 _MAX_DRAWING_BYTES = 2**20  # the published ones have some 200
 
@@ -58,7 +59,7 @@ class _Drawing:
 
     place: Path  # the archive, or the folder that it was unpacked to
     member: str  # name in there
-    stamp: str  # tells contents apart, for archives by their checksum
+    stamp: str  # identifies the contents, in archives by their checksum
     character: str  # "Alphabet/character01"
     path: str  # "Alphabet/character01/0001_01.png"
     is_evaluation: bool
@@ -81,7 +82,7 @@ def omniglot(
         root: folder that holds the archives or what was unpacked from them, or one that holds that folder under a
             usual name.
         cache_dir: folder that keeps the resized pixels.
-        archives: names among ``ARCHIVES``; None takes all that lie there, the small background sets only where the
+        archives: names among ``ARCHIVES``; None takes all that are there, the small background sets only if the
             full one is missing (they are parts of it).
         image_size: side in pixels; the originals are 105 x 105.
         check_counts: insist on the published numbers of drawings and characters of each archive. False takes a subset.
@@ -91,7 +92,7 @@ def omniglot(
 
     Raises:
         ConfigError: an unknown archive, or an image size out of range.
-        DataError: no archive, one that is asked for and missing, a damaged one, or counts that differ.
+        DataError: no archive, a requested one is missing or damaged, or counts differ.
 
     Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
         induction", Science 350 (2015).
@@ -128,7 +129,7 @@ def omniglot(
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """Archives, or the folders that they were unpacked to."""
+    """The archives to read, or the folders that they were unpacked to."""
     present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
     if archives is None:
         if "images_background.zip" in present:
@@ -236,8 +237,9 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
     """[N, image_size, image_size] uint8, ink 255 on 0."""
     logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
     pixels = np.empty((len(drawings), image_size, image_size), dtype=np.uint8)
-    archives = {place: zipfile.ZipFile(place) for place in {d.place for d in drawings} if place.is_file()}
-    try:
+    with ExitStack() as stack:
+        places = {drawing.place for drawing in drawings}
+        archives = {place: stack.enter_context(zipfile.ZipFile(place)) for place in places if place.is_file()}
         for row, drawing in enumerate(drawings):
             archive = archives.get(drawing.place)
             try:
@@ -249,7 +251,4 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
                     f"'{drawing.member}' in '{drawing.place}' cannot be read ({error}); download the archive again"
                 ) from error
             pixels[row] = 255 - np.asarray(grey)  # the originals have black ink on white
-    finally:
-        for archive in archives.values():
-            archive.close()
     return pixels

@@ -1,4 +1,4 @@
-"""Pickles from elsewhere, read without executing code: containers, numbers, text and numpy arrays, nothing else."""
+"""Untrusted pickles, read without executing code: containers, numbers, text and numpy arrays, nothing else."""
 
 import io
 import pickle
@@ -6,7 +6,7 @@ from typing import Any
 
 from dmlbench.types import DataError
 
-# Reading a pickle calls what it names. These build plain values; numpy's modules were renamed between its versions.
+# Reading a pickle calls what it names. These build plain values; numpy renamed its modules between versions.
 _NUMPY_CORE = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ALLOWED = {
     *((module, name) for module in _NUMPY_CORE for name in ("_reconstruct", "scalar")),
@@ -46,7 +46,7 @@ def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
     """
     try:
         return _Unpickler(io.BytesIO(content), encoding=encoding).load()
-    # A pickle is a program: damaged, it fails with whatever its instructions run into.
+    # A pickle is a program: a damaged one may raise any error.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"'{name}' is no pickle that can be trusted: {reason}; put the original file there") from error

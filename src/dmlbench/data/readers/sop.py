@@ -43,7 +43,7 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
             on, with classes 1 to 22,634. False takes a subset.
 
     Raises:
-        DataError: a list is missing or at fault, a class is in both lists, images are missing, or counts differ.
+        DataError: a list is missing or faulty, a class is in both lists, images are missing, or counts differ.
 
     Source: H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
@@ -84,7 +84,7 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
 
 def _image_root(folder: Path, first_path: str) -> Path:
-    """Where the folders of the categories lie: in ``images`` or next to the lists."""
+    """The folder of the categories' folders: ``images``, or that of the lists."""
     category = first_path.split("/")[0]
     has_own = (folder / category).exists()
     return folder / "images" if (folder / "images").is_dir() and not has_own else folder

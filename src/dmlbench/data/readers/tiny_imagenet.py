@@ -34,8 +34,8 @@ _PUBLISHED_OF_PARTS = {
 def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_counts: bool = True) -> ImageTable:
     """Nouns as classes; the first half of those in ``wnids.txt`` trains, the others test.
 
-    The split of the archive is one for classification: its parts, as many as asked for, are merged. The halves are
-    this project's own, as no paper fixes them.
+    The archive's split is one for classification: the requested parts are merged. The halves are this project's own, as
+    no paper defines them.
 
     Args:
         root: folder of the data set, or one that holds it under a usual name.
@@ -45,7 +45,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
 
     Raises:
         ConfigError: a part is unknown or named twice.
-        DataError: a list or folder is missing or at fault, images are missing, or counts differ.
+        DataError: a list or folder is missing or faulty, images are missing, or counts differ.
 
     Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
     """
