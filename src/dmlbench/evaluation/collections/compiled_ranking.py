@@ -55,7 +55,7 @@ def compiled_rank(
     _, height, width = near.value.shape
     pending = np.ones((len(sums), height), np.bool_)
     ranked = np.zeros((len(sums), height, k), np.bool_)
-    step = -(-height // 2)  # exact similarities take as much memory as those of ``near``
+    step = -(-height // 4)  # exact similarities take half as much memory as ``near``
     for first in range(0, height, step):
         rows = slice(first, first + step)
         known = np.full((len(models), len(part[rows]), width), np.nan)

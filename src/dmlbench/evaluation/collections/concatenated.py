@@ -38,7 +38,7 @@ Rank = Callable[..., NDArray[np.bool_]]
 _TILE_ROWS = 144
 _COLUMNS = 8192  # gallery items of a block
 _SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
-_BYTES_PER_ITEM = 32  # of a query and a block, besides the similarities
+_BYTES_PER_ITEM = 16  # of a query and a block, besides the similarities
 _NO_REACH = np.full((1, 1), -np.inf, dtype=np.float32)
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
@@ -129,7 +129,7 @@ def _score(
     columns = -(-num_gallery // -(-num_gallery // _COLUMNS))  # blocks of one size
     free = spec.tile_bytes // 2 // threads
     per_query = (4 * len(models) + _BYTES_PER_ITEM) * columns + _BYTES_PER_PLACE * k * len(store.values)
-    rows = max(1, min(_TILE_ROWS, 2 * free // 3 // per_query))
+    rows = max(1, min(_TILE_ROWS, free // 3 // per_query))
 
     def work(part: IntArray) -> IntArray:
         found: list[list[Near]] = [[] for _ in rankings]
