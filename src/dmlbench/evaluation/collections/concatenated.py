@@ -6,7 +6,7 @@ M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ _TILE_ROWS = 144
 _COLUMNS = 8192  # gallery items of a block
 _SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
 _BYTES_PER_ITEM = 16  # of a query and a block, besides the similarities
+_NEAR_ON_AVERAGE = 4  # times the places that matter: items that bound what every sum needs
 _NO_REACH = np.full((1, 1), -np.inf, dtype=np.float32)
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
@@ -196,6 +197,19 @@ def _joined(blocks: Sequence[Near]) -> Near:
     return Near(np.concatenate(value, axis=2), np.concatenate(column, axis=1), blocks[-1].reach)
 
 
+def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
+    """Every sum of ``value`` [M, T, C], fold by fold; what it has in common with the one before is added once."""
+    before: list[int] = []
+    totals: list[FloatRows] = []
+    for models in sums.tolist():
+        same = next((fold for fold, model in enumerate(before) if model != models[fold]), 0)
+        del totals[same:]
+        for model in models[same:]:
+            totals.append(totals[-1] + value[model] if totals else value[model])
+        before = models
+        yield totals[-1]
+
+
 def compiled_ranking() -> tuple[Select, Rank] | None:
     """The compiled twins of ``plain_select`` and ``plain_rank`` where numba is installed, else None; the same bits."""
     module = machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
@@ -211,16 +225,22 @@ def plain_select(
         value: [M, T, W] similarities to the block, -inf for the query itself.
         sums: [S, F] the models of every sum: all choices of one per fold.
         first_column: gallery item of the block's first column.
-        reach: that of the blocks before, [T, S], [T, 1] or lower than all.
+        reach: that of the blocks before [T, S], or [1, 1] lower than all.
         k: places that matter.
         slack: sums further apart than this are in the right order.
     """
-    lower, upper = np.zeros((2, *value.shape[1:]), dtype=np.float32)
-    for fold in sums.T:  # what every sum of one model per fold lies between
-        lower += value[fold.min() : fold.max() + 1].min(axis=0)
-        upper += value[fold.min() : fold.max() + 1].max(axis=0)
-    reach = np.maximum(reach, kth_bound(lower, k))
-    column = column_of(entries_above(upper, floor_below(reach, slack)).padded())  # [T, C], ascending
+    lower = upper = value[0]
+    for number, fold in enumerate(sums.T if len(value) > 1 else ()):  # what every sum of one per fold lies between
+        least, most = (bound(value[fold.min() : fold.max() + 1], axis=0) for bound in (np.min, np.max))
+        lower, upper = (lower + least, upper + most) if number else (least, most)
+    some = value
+    if len(sums) > 1:  # those that are near on average do for a bound
+        count = min(_NEAR_ON_AVERAGE * k, value.shape[2])
+        place = np.argpartition(lower + upper, -count, axis=1)[:, -count:]
+        some = np.take_along_axis(value, place[None], axis=2)
+    reach = np.maximum(reach, np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1))
+    floor = floor_below(reach.min(axis=1, keepdims=True), slack)
+    column = column_of(entries_above(upper, floor).padded())  # [T, C], ascending
     near = np.take_along_axis(value, np.maximum(column, 0)[None], axis=2)
     near[:, column < 0] = -np.inf
     return Near(near, np.where(column < 0, column, column + first_column), reach)
@@ -248,11 +268,8 @@ def plain_rank(
         slack: sums further apart than this are in the right order.
     """
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
-    for chosen, out in zip(sums, ranked, strict=True):
-        total = near.value[chosen[0]].copy()
-        for model in chosen[1:]:
-            total += near.value[model]
-        keys = entries_above(total, floor_below(kth_bound(total, k), slack)).padded()
+    for total, chosen, reach, out in zip(_totals(near.value, sums), sums, near.reach.T, ranked, strict=True):
+        keys = entries_above(total, floor_below(reach[:, None], slack)).padded()
 
         def exact(row: IntArray, place: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
             similarity = np.zeros(len(row))

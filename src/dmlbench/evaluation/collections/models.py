@@ -22,7 +22,7 @@ class Near(NamedTuple):
     Attributes:
         value: [M, T, C] float32 similarities, -inf where a query has fewer items than C.
         column: [T, C] gallery items, ascending unless the ranking takes any order; -1 where there is none.
-        reach: [T, S] values that the sums of at least k items reach, or [T, 1] for all sums.
+        reach: [T, S] values that the sums of at least k items reach.
     """
 
     value: FloatRows
