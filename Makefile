@@ -40,7 +40,7 @@ lint: setup ## style, types and import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup ## format the code and mend what can be mended
+format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

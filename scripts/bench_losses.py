@@ -216,7 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     # glibc keeps freed memory up to twice the largest block freed so far, at most 32 MiB; a training process has freed
-    # such a one long ago, and without it the pages of every [B, C] tensor would be fetched anew from the system.
+    # such a one long ago, and without it the pages of every [B, C] tensor would be fetched again from the system.
     torch.ones(30 * 2**18)
     print(
         f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} thread, Python {platform.python_version()}, "

@@ -128,7 +128,9 @@ def _check_head(cfg: DictConfig) -> None:
     if not hasattr(head, "pools"):
         raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.head.Head)")
     if head.pools and cfg.pooling is not None:
-        raise ConfigError(f"{cfg.head._target_} pools by itself, beside {cfg.pooling._target_}; set pooling=null")
+        raise ConfigError(
+            f"{cfg.head._target_} pools by itself, in addition to {cfg.pooling._target_}; set pooling=null"
+        )
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
     distance = build_distance(cfg)

@@ -107,44 +107,39 @@ class ExplainConfig:
 
 
 @dataclass
-class AggregateConfig:
-    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
-
-    cells: str = "**"
-    allow_partial: bool = False
-    force: bool = False
-    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    evaluation: Any = MISSING
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-@dataclass
-class TableConfig:
-    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
+class CellsConfig:
+    """What the commands on cells have in common: which cells, and by which metrics."""
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
+    allow_partial: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class AggregateConfig(CellsConfig):
+    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
+
+    force: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+
+
+@dataclass
+class TableConfig(CellsConfig):
+    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
+
     facts: tuple[str, ...] = ()
     compare: tuple[str, ...] | None = None
     name: str | None = None
-    allow_partial: bool = False
-    paths: PathsConfig = field(default_factory=PathsConfig)
 
 
 @dataclass
-class ReportConfig:
+class ReportConfig(CellsConfig):
     """Top level of ``dmlbench report``: aggregated cells as a picture."""
 
-    cells: str = "**"
-    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    evaluation: Any = MISSING
     queries: int = 5
-    allow_partial: bool = False
-    paths: PathsConfig = field(default_factory=PathsConfig)
 
 
 SCHEMAS = {

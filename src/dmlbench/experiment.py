@@ -76,7 +76,7 @@ class Setup:
         self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
         *, partial: Path | None = None,
     ) -> Evaluation:  # fmt: skip
-        """Scores by the model's distance; ``partial`` is the file by which an interrupted search by it goes on."""
+        """Scores by the model's distance; ``partial`` is from what folder an interrupted search continues."""
         return evaluate(
             queries, gallery, spec or self.spec, distance=self.model.distance, partial=partial,
             progress=sys.stderr.isatty(),

@@ -31,7 +31,7 @@ def load(module: str, *, task: str) -> ModuleType | None:
 
 
 def compiled(function: Function) -> Function:
-    """Machine code of ``function``, whose operations it keeps in order and rounding; kept beside the source or in the
+    """Machine code of ``function``, whose operations it keeps in order and rounding; kept next to the source or in the
     user's cache where either can be written to. It runs without Python's lock.
 
     Raises:

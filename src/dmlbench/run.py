@@ -44,7 +44,7 @@ def run(cfg: DictConfig) -> Path:
     A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint.
 
     Raises:
-        DmlbenchError: what a user can mend; ``error.txt`` in the run directory says it too.
+        DmlbenchError: what a user can fix; ``error.txt`` in the run directory says it too.
         Preempted: asked to stop; start the same command again to continue.
     """
     check(cfg)
@@ -65,12 +65,12 @@ def run(cfg: DictConfig) -> Path:
             plan = _plan_for(cfg, run_dir)
             _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop)
         except Exception as error:
-            log.error("%s failed: %s", run_dir, error)  # at once: a sweep goes on and reports at its end
+            log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
                 (run_dir / store.ERROR).write_text(traceback.format_exc(), encoding="utf-8")
             if isinstance(error, OSError):
                 raise RunError(
-                    f"run {run_dir}: {error}; mend it and start the same command again to continue"
+                    f"run {run_dir}: {error}; fix it and start the same command again to continue"
                 ) from error
             raise
     return run_dir
@@ -107,7 +107,7 @@ def _is_same_cell(cfg: DictConfig, cell: Path) -> bool:
 
 
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
-    """The plan that an earlier run of this cell and repeat left, where the protocol follows one; kept beside the run.
+    """The plan that an earlier run of this cell and repeat left, where the protocol follows one; kept next to the run.
 
     Raises:
         RunError: that run is missing, or has found something else since this run began.

@@ -60,7 +60,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"][0].cpu())
     name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002 - likewise
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002 - as above
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss_next))
 

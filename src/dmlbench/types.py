@@ -22,7 +22,7 @@ ROLES = ("train", "test", "query", "gallery")
 
 
 class DmlbenchError(Exception):
-    """An error that a user can mend: its message names the value, the limit and the remedy.
+    """An error that a user can fix: its message names the value, the limit and the remedy.
 
     The command line prints the message alone; any other exception is a defect and prints its traceback.
     """
@@ -161,7 +161,7 @@ class ModelOutput:
     Attributes:
         embedding: [B, D], not normalized.
         side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
-            prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent likewise),
+            prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent in the same case),
             "pooled" [B, D], "weights" [B, H, W], "features".
     """
 

@@ -31,7 +31,7 @@ _PERCENTILE = 98
 
 
 def write_pair(explanation: PairExplanation, path: Path) -> Path:
-    """Write the picture to ``path`` and all numbers to a JSON file beside it, whose path is returned.
+    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned.
 
     Raises:
         ConfigError: ``path`` does not end in .png.
@@ -56,7 +56,7 @@ def check_output(path: Path) -> None:
         ConfigError: ``path`` does not end in .png.
     """
     if path.suffix != ".png":
-        raise ConfigError(f"output ({path}) must end in .png; the numbers go into a .json beside it")
+        raise ConfigError(f"output ({path}) must end in .png; the numbers go into a .json file next to it")
 
 
 def draw_pair(explanation: PairExplanation) -> Figure:

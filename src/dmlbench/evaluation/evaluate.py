@@ -79,7 +79,7 @@ def evaluate(
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
-        partial: folder by which an interrupted search by ``distance`` goes on, to the very same scores, if it is of the
+        partial: folder from which an interrupted search by ``distance`` continues, to the same scores, if it is of the
             same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
 

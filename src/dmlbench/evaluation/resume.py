@@ -93,7 +93,7 @@ def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
     """Create ``folder`` on a disk that can take the scores: a mapped file that runs out of room kills the process."""
     try:
         if zipfile.is_zipfile(folder):
-            logger.info("%s was left by an earlier version; starting anew", folder)
+            logger.info("%s was left by an earlier version; starting again", folder)
             folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         for name in (_PROGRESS, _VALUES):
@@ -109,19 +109,19 @@ def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
 
 
 def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> ScanState | None:
-    """How far the files in ``folder`` are with these scores; None, with a line in the log, where they are of no use."""
+    """How far the files in ``folder`` are with these scores; None, with a line in the log, where that is useless."""
     try:
         with np.load(folder / _PROGRESS, allow_pickle=False) as file:
             held = {name: file[name] for name in ("fingerprint", "done", "counts", "rows", "keys")}
         if str(held["fingerprint"]) != fingerprint:
-            logger.info("%s is of other embeddings or scores; starting anew", folder)
+            logger.info("%s is of other embeddings or scores; starting again", folder)
             return None
         done = int(held["done"])
         found = np.load(folder / _VALUES, mmap_mode="r")  # "r+" would fill up a truncated file with zeros
         if found.shape != shape or not 0 <= done <= shape[-1]:
             raise ValueError(f"{done} queries of scores {found.shape} instead of {shape}")
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        logger.warning("%s is damaged (%s); starting anew", folder, error)
+        logger.warning("%s is damaged (%s); starting again", folder, error)
         return None
     ends = np.cumsum(held["counts"])[:-1]
     parts = zip(np.split(held["rows"], ends), np.split(held["keys"], ends), strict=True)

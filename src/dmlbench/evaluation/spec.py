@@ -70,7 +70,7 @@ class EvaluationSpec:
         return f"{kmeans_library()}, seed {self.kmeans_seed}"
 
     def replaced(self, **changes: Any) -> "EvaluationSpec":
-        """The same but for ``changes``, checked likewise."""
+        """A copy with ``changes``, checked in the same way."""
         return dataclasses.replace(self, **changes)
 
     @property

@@ -23,7 +23,7 @@ class ClassSplits(nn.Module):
     exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Splits of one batch are
     independent draws: of few classes they may repeat.
 
-    Draws depend on a seed and a counter of batches, both buffers: a resumed run goes on with the draws that would have
+    Draws depend on a seed and a counter of batches, both buffers: a resumed run draws what would have
     come. The seed is drawn as initial weights are, from torch's generator when the module is made, so that it follows
     the run's seed. In evaluation mode the counter stands still.
     """

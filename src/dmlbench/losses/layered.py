@@ -120,7 +120,7 @@ class LayeredProxyAnchor(WholeBatchLoss):
             distance: of the model.
             alpha: how much the hardest images outweigh the others.
             pos_margin, neg_margin: squared distances that levels pull positives below and push negatives beyond.
-            final_pos_margin, final_neg_margin: likewise of the inferred distance.
+            final_pos_margin, final_neg_margin: the same for the inferred distance.
             level_weights: one for each level, low to high.
             final_weight: of the inferred distance's term, which is absent where nothing is inferred.
             max_classes: up to which every proxy is compared with.

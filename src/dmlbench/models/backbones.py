@@ -29,7 +29,7 @@ class Backbone(nn.Module):
     ``all`` fixes scale and shift, too (``trainable = False`` in Keras, hence the GSP framework).
     The choice outlasts every later ``train()`` of this module or of one that holds it.
 
-    Beside its maps, a network has a pooling that it was trained with: ``native(images)`` is the vector that this makes
+    Besides its maps, a network has a pooling that it was trained with: ``native(images)`` is the vector that this makes
     of the same images (class token, attention pooling; the average where no other is known).
 
     Attributes:
@@ -53,7 +53,7 @@ class Backbone(nn.Module):
         Args:
             channels: channels of every returned map, low to high.
             mean: three means to subtract, in the network's own channel order and value range.
-            std: three standard deviations to divide by, likewise.
+            std: three standard deviations to divide by, of the same scale.
             bgr: the network was trained on blue-green-red images.
             value_range: 1 or 255, the value of white in the images that the network was trained on.
 

@@ -64,7 +64,7 @@ class ResNet20(Backbone):
             batch_norm: what of batch norm is frozen, see ``Backbone``.
             out_levels: which of the three stages' maps to return, ascending numbers in 0..2.
             mean: of the images in [0, 1], RGB.
-            std: likewise.
+            std: per-channel deviation of the same images.
 
         Raises:
             ConfigError: a stride other than 1 and 2, unknown levels, or a weights file that does not fit.

@@ -36,7 +36,7 @@ def aggregate_cell(
 
     Args:
         runs: every run directory of the cell, complete or not.
-        spec: the scores to sum up, beside those that all runs have; without ``rerank`` the runs' own search.
+        spec: the scores to sum up, besides those that all runs have; without ``rerank`` the runs' own search.
         allow_partial: summarize although runs are missing; the summary says how many it rests on.
         distance_of: the distance of a run, by its directory; None is that of unit vectors.
         force: sum up and rank collections again although they are known; scores of single runs stay.

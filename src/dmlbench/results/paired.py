@@ -18,7 +18,7 @@ class PairedDifference:
 
     Attributes:
         first: mean over folds of the mean over repeats, as a fraction.
-        second: likewise.
+        second: the same of the other cell.
         difference: second - first.
         interval: of the difference, or None where a fold has a single pair.
         n_pairs: runs of each cell.
@@ -43,7 +43,7 @@ def paired_difference(
 
     Args:
         first: score by (fold, repeat).
-        second: likewise, of the same runs.
+        second: the same of the other cell, of the same runs.
         level: coverage in (0, 1).
 
     Raises:

@@ -22,7 +22,7 @@ DistanceOf = Callable[[Path], "BaseDistance | None"]
 """The distance that compares a run's embeddings, by its directory; None is that of unit vectors."""
 
 SCORES = "scores.json"
-"""Scores computed after the run, beside its result, bound to the embeddings and the distance that they are of."""
+"""Scores computed after the run, next to its result, bound to the embeddings and the distance that they are of."""
 _SCHEMA = 1
 
 log = logging.getLogger(__name__)

@@ -65,7 +65,7 @@ def concatenated_scores(
         members: query rows [Q, D] by every model, [fold][repeat]; all with the same ids and labels in the same order
             (the caller checks), D may differ.
         galleries: gallery rows by the same models, or None: the queries are searched among themselves.
-        spec: what to compute; ``back_end`` is of no use here.
+        spec: what to compute; ``back_end`` is ignored.
         distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
             and so is every distance that ranks as they do.
         own: whether to evaluate every model by itself, too, which takes the same products.

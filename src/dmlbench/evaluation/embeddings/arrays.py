@@ -89,7 +89,7 @@ def _float_rows(rows: Array, what: str) -> Tensor:
         listing = ", ".join(map(str, bad[:_ROWS_IN_ERRORS])) + (" and more" if len(bad) > _ROWS_IN_ERRORS else "")
         raise RunError(
             f"{len(bad)} of {len(x)} {what} rows hold NaN, infinity or more than float32 can (row numbers {listing}); "
-            "leave them out, or mend the model that gives them"
+            "leave them out, or fix the model that produces them"
         )
     return result
 

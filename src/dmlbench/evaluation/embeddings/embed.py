@@ -114,7 +114,7 @@ def save_embeddings(
 
 
 def save_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
-    """Write the state of a distance beside the embeddings that it compares, whole or not at all.
+    """Write the state of a distance next to the embeddings that it compares, atomically.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.

@@ -1,4 +1,4 @@
-"""Embedding files of other code: .safetensors, .npz, .npy and .pt, with labels inside or beside, never unpickled."""
+"""Embedding files of other code: .safetensors, .npz, .npy and .pt, labels inside or apart, never unpickled."""
 
 import pickle
 import struct

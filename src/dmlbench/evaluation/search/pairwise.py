@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PAIRS = 128  # compared exactly at a time; always as many, so that libraries take the same way through every pair
-_COLUMNS = 16  # likewise, of a matrix of one row
+_COLUMNS = 16  # the same for a matrix of one row
 
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:

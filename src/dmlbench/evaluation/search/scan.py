@@ -130,7 +130,7 @@ def scan(
         finish: what to make of candidates.
         wanted: queries, ascending.
         plan: how the work is shared out.
-        state: where to go on from; kept up to date: a copy taken while a result is held goes on behind it.
+        state: where to continue; kept up to date, so that a copy taken while a result is held continues after it.
 
     Yields:
         (queries [T], what ``finish`` gave), in the order of ``wanted``.

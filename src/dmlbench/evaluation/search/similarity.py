@@ -82,7 +82,7 @@ def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Unit rows [N, D] of an embedding set: held, or made anew wherever they are needed because memory is short.
+    """Unit rows [N, D] of an embedding set: held, or computed wherever they are needed because memory is short.
 
     Attributes:
         source: [N, D] rows as given.

@@ -122,7 +122,7 @@ def kth_bound(similarity: FloatRows, k: int) -> FloatRows:
 
 
 def narrow_keys(keys: Keys, k: int, *, slack: float) -> tuple[Keys, FloatRows]:
-    """Those of keys [T, C >= k] that may be among the k first of their row, padded anew, and the floor [T, 1]."""
+    """Those of keys [T, C >= k] that may be among the k first of their row, padded again, and the floor [T, 1]."""
     kth = value_of(np.partition(keys, k - 1, axis=1)[:, k - 1 : k])
     floor = floor_below(kth, slack)
     mask = value_of(keys) >= floor

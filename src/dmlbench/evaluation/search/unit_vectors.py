@@ -88,7 +88,7 @@ class UnitSearch:
         gallery: N unit rows; may be the same object.
         own_column: [Q] gallery index that a query must not find, or -1.
         product: float32 product that ranks as the unit rows do.
-        operand: [N, D] or [N, D + 1] the product's right side, or None: made anew for every tile.
+        operand: [N, D] or [N, D + 1] the product's right side, or None: computed for every tile.
         factor: [N] what the product's columns are multiplied by, or None: by nothing.
         device: where the float32 products run.
         on_host: whether numpy multiplies, tile by tile on one thread each; else torch does on ``device``.
@@ -215,7 +215,7 @@ def unit_search(
     """Check and normalize two sets (or one, searched within itself); products run where ``queries.rows`` lies.
 
     Unit rows are held where they take at most a quarter of ``tile_bytes``. Else the product uses the rows as given
-    where it can, and unit rows made anew for every tile where it cannot.
+    where it can, and unit rows computed for every tile where it cannot.
 
     Raises:
         RunError: empty sets, widths that differ, NaN, an id twice in the gallery.
