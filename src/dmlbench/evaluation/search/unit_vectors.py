@@ -59,7 +59,7 @@ _WIDE = 8192  # galleries up to here are one tile wide
 _NUM_BLOCKS = 16  # of a scan by half: half of a block's square is computed for nothing, a share of 1/16 in all
 _MIN_BLOCK = 256  # fewer rows make the matrix product slow
 # keeping a candidate of a later row takes as long as about so many multiplications (measured for one and two threads)
-_GAIN = 50_000
+_GAIN = 60_000
 _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow the gallery tile instead
 
 logger = logging.getLogger(__name__)
