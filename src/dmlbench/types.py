@@ -44,16 +44,16 @@ class RunError(DmlbenchError):
 class Originals:
     """What is known of the photographs that a data set was published as, by which others are told from them.
 
-    They come from many sources, so that their sizes differ.
-
     Attributes:
         format: Pillow's name of their format.
+        size: width and height of all of them; None where they come from many sources, so that their sizes differ.
         boxes: [N, 4] published boxes: left, top, right and bottom edge in pixels of the whole photograph, NaN where an
             image has none; None where there are no boxes at all.
         boxes_from: name of the list that has them.
     """
 
     format: str = "JPEG"
+    size: tuple[int, int] | None = None
     boxes: NDArray[np.float64] | None = None
     boxes_from: str = ""
 

@@ -63,6 +63,22 @@ def test_one_size_and_one_short_side_are_found_without_boxes_unless_images_are_f
     assert found([(224, 224)] * 15, Originals()) == ()
 
 
+def test_images_of_one_published_size_are_told_from_others() -> None:
+    published = Originals(size=(256, 256))
+    assert found([(256, 256)] * NUM, published) == ()
+    assert found([(256, 256)] * (NUM - 2) + [(255, 256), (1, 1)], published) == ()  # a few prove nothing
+    assert found([(64, 64)] * NUM, published) == ("images rescaled to 64 x 64 pixels",)
+    assert found(SIZES, published) == ("images of other sizes than the published 256 x 256 pixels",)
+    boxes = np.array([(10, 20, 200 + i, 250) for i in range(NUM)], dtype=np.float64)
+    listed = Originals(size=(256, 256), boxes=boxes, boxes_from="boxes.txt")
+    assert found([(256, 256)] * NUM, listed) == ()
+    assert found([(190 + i, 230) for i in range(NUM)], listed) == ("images cut to their boxes",)
+    far = Originals(size=(256, 256), boxes=boxes + 100, boxes_from="boxes.txt")
+    assert found([(256, 256)] * NUM, far) == (
+        f"boxes of other images: boxes of boxes.txt lie outside of {NUM} of {NUM}",
+    )
+
+
 def test_a_few_published_boxes_that_do_not_fit_prove_nothing() -> None:
     boxes = BOXES.copy()
     boxes[:3, 2] += 500  # 3 of 40

@@ -5,7 +5,8 @@ number. Scores on such images are not comparable with those of papers. Headers a
 
 - A box that lies outside of its image was drawn on a larger one: the image was cut or shrunk. If the image has
   the size of its box, it was cut to it; if it has the shape of its box, it was cut and rescaled.
-- Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled.
+- Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled. So were
+  those of a set that was published in one size, where they have another.
 - Files of another format were re-encoded.
 
 They do not show whether images of one size were cut before they were rescaled, nor whether JPEGs of the published size
@@ -84,6 +85,9 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
     outside, shaped = sizes[is_outside], np.maximum((boxes[:, 2:] - boxes[:, :2])[is_outside], 1)
     if _are_most(outside, shaped):
         return ["images cut to their boxes"]
+    is_published = np.all(sizes == (originals.size or np.nan), axis=1)
+    if originals.size and not _are_many(int((~is_published).sum()), len(sizes)):
+        return [f"boxes of other images: {misfit}"] if misfit else []
     if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(sizes == sizes[0]):
         width, height = sizes[0].astype(int)
         return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
@@ -92,6 +96,8 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
     short = sizes.min(axis=1)
     if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(short == short[0]):
         return [f"images rescaled to a short side of {int(short[0])} pixels"]
+    if originals.size:
+        return [f"images of other sizes than the published {originals.size[0]} x {originals.size[1]} pixels"]
     return [f"images cut or rescaled: {misfit}"] if misfit else []
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.readers.inshop import inshop
@@ -169,3 +170,20 @@ def test_a_list_of_full_size_passes_and_one_row_less_is_refused(
     )
     with pytest.raises(DataError, match=message):
         inshop(tmp_path)
+
+
+def test_cut_and_resized_images_are_noted(tmp_path: Path) -> None:
+    write(tmp_path)
+    for number, (path, _, _) in enumerate(ROWS):
+        Image.new("RGB", (100 + number, 200)).save(tmp_path / "Img" / path)
+    assert inshop(tmp_path, check_counts=False).notes[-1] == (
+        "images of other sizes than the published 256 x 256 pixels"
+    )
+    lines = [f"{path} 1 2 20 30 {120 + number} 230" for number, (path, _, _) in enumerate(ROWS[1:], 1)]
+    head = [str(len(lines)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2"]
+    (tmp_path / "Anno").mkdir()
+    (tmp_path / "Anno" / "list_bbox_inshop.txt").write_text("\n".join([*head, *lines]), encoding="utf-8")
+    table = inshop(tmp_path, check_counts=False)
+    assert table.notes[-1] == "images cut to their boxes"
+    assert table.originals is not None and table.originals.boxes is not None
+    assert np.isnan(table.originals.boxes).any(axis=1).sum() == 1

@@ -6,7 +6,7 @@ import numpy as np
 
 from dmlbench.data.readers.cub_editions import CLASS_FOLDER, OF_2011, Listed, listed_in_folders
 from dmlbench.data.readers.layouts import first_match
-from dmlbench.data.readers.lists import read_list
+from dmlbench.data.readers.lists import boxes_by_name, read_list
 from dmlbench.types import ImageTable, Originals
 
 FOLDER = OF_2011
@@ -62,9 +62,6 @@ def _originals(file: Path, image_ids: list[str]) -> Originals:
     if not file.is_file():
         return Originals()
     rows = read_list(file, ("image_id", "x", "y", "width", "height"))
-    rows.check_once("image_id")
     left, top, width, height = (rows.decimals(column) for column in ("x", "y", "width", "height"))
-    boxes = np.stack([left, top, left + width, top + height], axis=1)
-    by_image = dict(zip(rows.texts("image_id"), boxes, strict=True))
-    none = np.full(4, np.nan)
-    return Originals(boxes=np.stack([by_image.get(image, none) for image in image_ids]), boxes_from=file.name)
+    edges = np.stack([left, top, left + width, top + height], axis=1)
+    return Originals(boxes=boxes_by_name(rows, "image_id", edges, image_ids), boxes_from=file.name)

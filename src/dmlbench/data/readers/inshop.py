@@ -6,14 +6,16 @@ import numpy as np
 
 from dmlbench.data.image_table import Listing, Published, table_of_files
 from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
-from dmlbench.data.readers.lists import TextList, read_list
-from dmlbench.types import DataError, ImageTable, IntArray
+from dmlbench.data.readers.lists import TextList, boxes_by_name, read_list
+from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
 PUBLISHED = Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)})
 
 _LIST = "|".join(f"{place}list_eval_partition.txt" for place in ("Eval/", "Anno/", ""))
 # The list says img/WOMEN/...; the images of the papers are those of img.zip, so these come before img_highres.
 _PLACES = "img Img/img img/img Img img_highres Img/img_highres img_highres/img_highres Img/img_highres/img_highres"
+_BOXES = [f"{place}list_bbox_inshop.txt" for place in ("Anno/", "Eval/", "")]
+_SIZE = (256, 256)  # of img.zip
 _IMAGES = "|".join(f"{place}/*MEN" for place in _PLACES.split())
 FOLDER = DataFolder(
     "In-shop",
@@ -66,8 +68,21 @@ def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
         class_names=items.tolist(),
         role=np.array(rows.texts("evaluation_status"), dtype=np.str_),
         super_labels=super_labels,
+        originals=_originals(folder, rows.paths("image_name")),
     )
     return table_of_files(listing, published=PUBLISHED, check_counts=check_counts)
+
+
+def _originals(folder: Path, paths: list[str]) -> Originals:
+    """Those of img.zip, and their boxes if the list is there; only the check of the images needs them."""
+    file = next((folder / place for place in _BOXES if (folder / place).is_file()), None)
+    if file is None:
+        return Originals(size=_SIZE)
+    edges = ("x_1", "y_1", "x_2", "y_2")
+    columns = ("image_name", "clothes_type", "pose_type", *edges)
+    rows = read_list(file, columns, has_count=True, has_header=True)
+    boxes = boxes_by_name(rows, "image_name", np.stack([rows.decimals(edge) for edge in edges], axis=1), paths)
+    return Originals(size=_SIZE, boxes=boxes, boxes_from=file.name)
 
 
 def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:

@@ -1,7 +1,7 @@
 """Reading the text lists of benchmarks: columns separated by blanks, every fault named by file and line."""
 
 import contextlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -207,3 +207,10 @@ def _pop_header(file: Path, lines: list[tuple[int, str]], columns: Sequence[str]
 def _is_number(value: str) -> bool:
     digits = value.removeprefix("-")
     return digits.isascii() and digits.isdigit() and len(digits) < 19
+
+
+def boxes_by_name(rows: TextList, name: str, edges: NDArray[np.float64], names: Iterable[str]) -> NDArray[np.float64]:
+    """Boxes [N, 4] of ``names``, NaN where the list has none, from the ``edges`` [M, 4] of its rows."""
+    rows.check_once(name)
+    by_name = dict(zip(rows.texts(name), edges, strict=True))
+    return np.stack([by_name.get(one, np.full(4, np.nan)) for one in names])

@@ -8,7 +8,7 @@ import numpy as np
 from dmlbench.data.image_table import Listing, Published, halved_roles, table_of_files
 from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
 from dmlbench.data.readers.lists import read_list
-from dmlbench.types import ConfigError, DataError, ImageTable
+from dmlbench.types import ConfigError, DataError, ImageTable, Originals
 
 PARTS = ("train", "val")
 FOLDER = DataFolder(
@@ -76,6 +76,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         labels=np.array(labels, dtype=np.int64),
         class_names=[f"{wnid} {words[wnid]}" for wnid in wnids],  # words alone are not unique
         role=halved_roles(np.array(labels, dtype=np.int64), len(wnids)),
+        originals=Originals(size=(64, 64)),
     )
     return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged], check_counts=check_counts)
 
