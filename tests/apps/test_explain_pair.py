@@ -245,6 +245,7 @@ def explain(*arguments: str) -> int:
     return int(info.value.code)
 
 
+@pytest.mark.slow
 def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, monkeypatch, capsys) -> None:
     run, table = runs["avsl"], load_run(runs["avsl"], {}, device="cpu").data.table
     assert explain(f"run={run}", "pair=3,17") == 0

@@ -132,7 +132,7 @@ def test_every_experiment_composes_at_the_ends_of_its_grid(option: str) -> None:
     first = [overrides[0] for overrides in grid.values()]
     cells = {tuple(first)}
     for i, (key, overrides) in enumerate(grid.items()):
-        if key != "enhancement":  # of numbers the ends do
+        if key != "enhancement" or len(overrides) > 4:  # the ends stand for all; the slow test takes every cell
             overrides = {overrides[0], overrides[-1]}
         cells |= {(*first[:i], override, *first[i + 1 :]) for override in overrides}
     for cell in cells:

@@ -188,7 +188,14 @@ def _wait_for_step(process: Process, folder: Path, step: int) -> bool:
 WITH_WORKERS = (*GSP, "num_workers=2")
 
 
-@pytest.mark.parametrize("method", [GSP, PROXIES, WITH_WORKERS], ids=["gsp", "proxies", "gsp_with_workers"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(GSP, id="gsp", marks=pytest.mark.slow),
+        pytest.param(PROXIES, id="proxies", marks=pytest.mark.slow),
+        pytest.param(WITH_WORKERS, id="gsp_with_workers"),
+    ],
+)
 def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, cache_dir, method) -> None:
     arguments = [
         "train",

@@ -94,9 +94,29 @@ def test_labels_name_only_what_differs() -> None:
     def cell(pooling: str, **config: object):
         return {"backbone": "r", "pooling": pooling, "loss": "l"}, {"fit.max_steps": 9, "optim.lr": 1.0} | config
 
-    assert cell_labels([cell("gap"), cell("gsp")]) == ["gap", "gsp"]
+    assert cell_labels([cell("gap"), cell("gsp")]) == (["gap", "gsp"], [])
     with_rates = [cell("gap"), cell("gap", **{"optim.lr": 2.0}), cell("gap", **{"fit.max_steps": 0})]
-    assert cell_labels(with_rates) == ["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"]
+    assert cell_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"], [])
+    with_steps = [cell("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
+    assert cell_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [])
+    with_data = [cell("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), cell("gap", **{"loss.num_classes": 40})]
+    assert cell_labels(with_data) == (["gap loss.m=0.4", "gap loss.m=absent"], [])
+
+
+def test_settings_that_labels_hide_are_noted() -> None:
+    def cell(pooling: str, steps: int, **config: object):
+        choices = {"backbone": "r", "pooling": pooling, "loss": "l"}
+        return choices, {"fit.max_steps": steps, "pooling.p": len(pooling), "loss.m": 0.1} | config
+
+    labels, notes = cell_labels([cell("gap", 300), cell("gmean", 100), cell("gap", 0)])
+    assert labels == ["gap", "gmean", "gap (untrained)"]
+    assert notes == ["fit.max_steps: 300 (gap); 100 (gmean)"]
+    labels, notes = cell_labels([cell("gap", 9), cell("gmean", 9, **{"loss.m": 0.2}), cell("gmean", 9)])
+    assert labels == ["gap", "gmean loss.m=0.2", "gmean loss.m=0.1"]
+    assert notes == ["loss.m: 0.1 (gap, gmean loss.m=0.1); 0.2 (gmean loss.m=0.2)"]
+    summary = _summary(0.5, None)
+    table = make_table("t", [summary, summary], ["a", "b"], ["p_at_1"], differing=["fit.max_steps: 3 (a); 6 (b)"])
+    assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in to_text(table)
 
 
 def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:

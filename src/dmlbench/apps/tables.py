@@ -26,12 +26,21 @@ _Found = tuple[Path, list[RunInfo], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """An aggregated cell: its folder, its runs, its summary and the name of its row."""
+    """An aggregated cell.
+
+    Attributes:
+        path: its folder.
+        runs: its runs.
+        summary: what ``aggregate_cell`` made of them.
+        label: the name of its row.
+        differing: notes on settings in which it and the other cells of its table differ, beyond their labels.
+    """
 
     path: Path
     runs: tuple[RunInfo, ...]
     summary: dict[str, Any]
     label: str
+    differing: tuple[str, ...] = ()
 
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
@@ -79,9 +88,9 @@ def find_cells(
     for key, everything in grouped.items():
         settings = {path: _settings(runs) for path, runs, _ in everything}
         members = _without_twins(everything, settings)
-        labels = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
+        labels, differing = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
         named = [
-            Cell(path, tuple(runs), summary, label)
+            Cell(path, tuple(runs), summary, label, tuple(differing))
             for (path, runs, summary), label in zip(members, labels, strict=True)
         ]
         result[key] = sorted(named, key=lambda cell: ("(untrained)" not in cell.label, cell.label))
@@ -100,7 +109,8 @@ def build_tables(
     tables, metrics = {}, asked_columns(spec)
     for (dataset, protocol), cells in find_cells(output_dir, pattern, spec, allow_partial=allow_partial).items():
         summaries, labels = [cell.summary for cell in cells], [cell.label for cell in cells]
-        tables[dataset, protocol] = make_table(f"{dataset} under {protocol}", summaries, labels, metrics, facts)
+        title = f"{dataset} under {protocol}"
+        tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, cells[0].differing)
     return tables
 
 

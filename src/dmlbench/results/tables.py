@@ -10,6 +10,9 @@ from typing import Any
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.types import ConfigError
 
+_NAMED = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
+"""Groups whose chosen options name a cell."""
+_OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
 KINDS = ("separated", "concatenated", "best", "mean")
 
 
@@ -49,8 +52,11 @@ def make_table(
     labels: Sequence[str],
     metrics: Sequence[str],
     facts: Sequence[str] = (),
+    differing: Sequence[str] = (),
 ) -> Table:
     """A table of summaries that ``aggregate_cell`` made, one row each; ``facts`` of the splits are its first columns.
+
+    ``differing`` are notes on settings in which the rows differ and which their labels do not say.
 
     Raises:
         ConfigError: a metric or a fact is in none of the summaries.
@@ -75,7 +81,7 @@ def make_table(
         of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
         entries += [_entry(found.get(score.name), score.scale) for found in of_kinds for score in scores]
         rows.append((label, tuple(entries)))
-    notes = _notes(summaries, labels)
+    notes = _notes(summaries, labels) + [f"DIFFERENT SETTINGS: {note}" for note in differing]
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
     better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
@@ -233,24 +239,47 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
-def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> list[str]:
-    """Shortest names that tell cells apart: the chosen options that differ, then single values that differ.
+def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> tuple[list[str], list[str]]:
+    """Shortest names that tell cells apart, and what else differs between them.
 
     Args:
         cells: per cell the chosen option of each group, and the flattened configuration.
+
+    Returns:
+        Of each cell the chosen options that differ, then single values that differ between cells of the same options;
+        and notes on every other setting that two cells have in common with different values.
     """
-    named = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
-    groups = [g for g in named if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
-    labels = [" ".join(_words(choices, groups)) for choices, _ in cells]
-    keys = sorted({key for _, config in cells for key in config} - {"fit.max_steps"})
-    result = []
-    for label, (_, config) in zip(labels, cells, strict=True):
-        untrained = config.get("fit.max_steps") == 0
-        rivals = [
-            other for name, (_, other) in zip(labels, cells, strict=True)
-            if name == label and (other.get("fit.max_steps") == 0) == untrained
-        ]  # fmt: skip
-        differing = [key for key in keys if len({repr(other.get(key)) for other in rivals}) > 1]
-        parts = [label, *(f"{key}={config.get(key)}" for key in differing)]
-        result.append(" ".join(parts) + (" (untrained)" if untrained else ""))
-    return result
+    groups = [g for g in _NAMED if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
+    words = [" ".join(_words(choices, groups)) for choices, _ in cells]
+    configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
+    is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
+    labels = []
+    for name, config, untrained in zip(words, configs, is_untrained, strict=True):
+        alike = zip(words, configs, is_untrained, strict=True)
+        rivals = [other for word, other, trained in alike if (word, trained) == (name, untrained)]
+        differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
+        shown = [key for key in differing if key in config] or differing
+        values = [f"{key}={config.get(key, 'absent')}" for key in shown]
+        labels.append(" ".join([name, *values]) + " (untrained)" * untrained)
+    trained = [(label, config) for label, config, no in zip(labels, configs, is_untrained, strict=True) if not no]
+    notes = []
+    for key in sorted({key for _, config in trained for key in config}):
+        held: dict[str, list[str]] = {}
+        for label, config in trained:
+            if key in config:
+                held.setdefault(str(config[key]), []).append(label)
+        hidden = [label for some in held.values() for label in some if f" {key}=" not in label]
+        if len(held) > 1 and hidden and key.partition(".")[0] not in groups:
+            listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
+            notes.append(f"{key}: {'; '.join(listed)}")
+    return labels, notes
+
+
+def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    return len({repr(config.get(key)) for config in configs}) > 1
+
+
+def _says_the_data(key: str) -> bool:
+    """Whether a value follows from the data or from other settings."""
+    group, _, last = key.partition(".")
+    return group in ("loss", "regularizer", "pooling") and last.rpartition(".")[2] in _OF_DATA

@@ -231,6 +231,7 @@ def test_images_of_another_size_or_damaged_are_named(tmp_path: Path) -> None:
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_real_cifar100_has_its_published_counts(shared_dir: Path, tmp_path: Path) -> None:
     table = cifar100(shared_dir / "data" / "cifar100", cache_dir=tmp_path)
