@@ -15,6 +15,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from dmlbench.cli.targets import with_new_arguments
 from dmlbench.config import register_schemas
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
@@ -40,7 +41,7 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
     register_schemas()
     flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    others = [_without_null(a) for a in arguments if a not in flags]
+    others = with_new_arguments([_without_null(a) for a in arguments if a not in flags])
     sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"

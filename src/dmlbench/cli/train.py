@@ -2,9 +2,12 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.cli.targets import settle_targets
 
 log = logging.getLogger(__name__)
 
@@ -14,12 +17,18 @@ def task(cfg: DictConfig) -> str:
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
     # Which option of each group was chosen (a cell's name is made of it), and which tuned files took part.
-    runtime = HydraConfig.get().runtime
+    hydra = HydraConfig.get()
+    runtime = hydra.runtime
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
+    OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
+    given: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    choices |= settle_targets(cfg, given, folders)
+    if choices.get("backbone") == "timm":
+        choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     # Optional defaults are chosen whether there is such a file or not.
     wanted = [f"{group}/{option}" for group, option in runtime.choices.items() if group.startswith("tuned/")]
-    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     tuned = [name for name in wanted if any((folder / f"{name}.yaml").is_file() for folder in folders)]
     OmegaConf.update(cfg, "runtime.tuned", tuned)
     if tuned:
