@@ -215,7 +215,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
         )  # fmt: skip
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
-    store.write_result(run_dir, _result(experiment, run_dir.parent.name, progress, scores, test))
+    result = _result(experiment, run_dir.parent.name, progress, scores, test, store.hashes_of(run_dir))
+    store.write_result(run_dir, result)
     _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
@@ -223,8 +224,9 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
 
 
 def _result(
-    experiment: Experiment, cell: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None
-) -> dict[str, Any]:
+    experiment: Experiment, cell: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
+    hashes: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
     setup, protocol = experiment.setup, experiment.protocol
     table, split = setup.data.table, setup.data.split
     return {
@@ -255,6 +257,7 @@ def _result(
         "n_skipped_queries": test.n_skipped_queries if test else 0,
         **({"kmeans": test.kmeans} if test and test.kmeans else {}),
         "pooling_started": setup.model.started,
+        **hashes,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

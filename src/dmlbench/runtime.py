@@ -2,12 +2,14 @@
 
 import contextlib
 import hashlib
+import json
+import math
 import os
 import platform
 import random
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -132,6 +134,50 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically.
+
+    Raises:
+        ValueError: it holds NaN or infinity, which are no numbers of JSON.
+        OSError: as ``atomic_write``.
+    """
+    try:
+        text = json.dumps(content, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{path} would hold NaN or infinity, which are no scores") from error
+    atomic_write(path, (text + "\n").encode())
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON object, holds NaN or infinity, or cannot be read.
+    """
+
+    def number(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"it holds {text}, which is no score")
+        return float(text)
+
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_float=number, parse_constant=number)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
+    return content
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:

@@ -15,7 +15,17 @@ from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, re
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, PARTIAL, RULES, rule_named
 from dmlbench.results.run_scores import SCORES, scores_of_run
-from dmlbench.results.store import EMBEDDINGS, find_runs, locked, make_directory, read_result, write_result
+from dmlbench.results.store import (
+    EMBEDDINGS,
+    RESULT,
+    find_runs,
+    hashes_of,
+    locked,
+    make_directory,
+    read_result,
+    write_result,
+)
+from dmlbench.runtime import derive_seed
 from dmlbench.types import EmbeddingSet, RunError
 
 
@@ -33,7 +43,8 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
             "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
             "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
             "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0, "pooling_started": True,
-            "monitor": "map_at_r",
+            "monitor": "map_at_r", "fold": fold, "repeat": repeat, "seed": derive_seed(0, fold, repeat),
+            **hashes_of(path),
         }  # fmt: skip
         write_result(path, result | changes)
 
@@ -214,6 +225,9 @@ def test_scores_asked_for_later_are_computed_once_and_added_to_what_is_known(tmp
 def test_kept_scores_of_other_embeddings_are_not_used(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:1])
     run = find_runs(tmp_path)[0]
+    result = read_result(run.path)
+    del result["embeddings_sha256"]  # as of versions that did not know it
+    write_result(run.path, result)
     spec = EvaluationSpec(metrics=("ndcg_at_10",))
 
     def scores() -> dict[str, float]:
@@ -255,3 +269,29 @@ def test_a_summary_keeps_what_was_asked_for_before(tmp_path) -> None:
         summary = aggregate_cell(find_runs(tmp_path), EvaluationSpec(metrics=(metric,)), progress=False)
     for kind in ("separated", "concatenated"):
         assert {"ndcg_at_10", "map_at_10"} <= summary["scores"][kind].keys()
+
+
+def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
+    _write_runs(tmp_path, [(0, 0), (1, 0)], folds=2, num_repeats=1)
+    aggregate_cell(find_runs(tmp_path), progress=False)
+    cell = find_runs(tmp_path)[0].path.parent
+    kept = tmp_path / "kept"
+    shutil.copytree(cell, kept)
+
+    def refused(match: str) -> None:
+        with pytest.raises(RunError, match=match):
+            aggregate_cell(find_runs(tmp_path), progress=False)
+        shutil.rmtree(cell)
+        shutil.copytree(kept, cell)
+
+    shutil.copytree(cell / "fold0_rep0", cell / "fold1_rep0", dirs_exist_ok=True)
+    refused("fold1_rep0 holds the result of fold0_rep0")
+    shutil.copy(cell / "fold0_rep0" / EMBEDDINGS, cell / "fold1_rep0" / EMBEDDINGS)
+    refused(f"{EMBEDDINGS} .* is not what {RESULT} was computed from")
+    write_result(cell / "fold1_rep0", read_result(cell / "fold1_rep0") | {"seed": 7})
+    refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
+    shutil.copytree(cell / "fold0_rep0", cell / "fold7_rep0")
+    strange = read_result(cell / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
+    write_result(cell / "fold7_rep0", strange)
+    refused("fold7_rep0 is of no fold of its protocol, which has 2")
+    aggregate_cell(find_runs(tmp_path), progress=False)

@@ -28,9 +28,12 @@ def test_state_of_a_run_follows_its_files(tmp_path) -> None:
     assert store.run_state(path) == "failed"
     with store.locked(path):
         assert store.run_state(path) == "running"
-    store.write_result(path, {"cell_id": "x"})
+    store.write_result(path, WHOLE)
     assert store.run_state(path) == "done"
-    assert store.read_result(path) == {"schema": store.RESULT_SCHEMA, "cell_id": "x"}
+    assert store.read_result(path) == {"schema": store.RESULT_SCHEMA, **WHOLE}
+    with pytest.raises(RunError, match=r"result\.json would hold NaN or infinity"):
+        store.write_result(path, WHOLE | {"metrics": {"test": {"p_at_1": float("nan")}}})
+    assert store.read_result(path)["metrics"] == WHOLE["metrics"]
 
 
 def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path) -> None:
@@ -53,7 +56,25 @@ def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path
         assert not (path / ".last.ckpt.x.tmp").exists()
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "damaged"), (json.dumps({"schema": 99}), "schema 99")])
+WHOLE = dict.fromkeys(store._KEYS, 0) | {"metrics": {"test": {"p_at_1": 0.5}, "val": {"p_at_1": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "damaged"),
+        (json.dumps({"schema": 99}), "schema 99"),
+        ("[1]", "holds a list instead of names and values"),
+        ('{"schema": 1}', "lacks cell_id"),
+        (
+            json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": "0.5"}}}),
+            "p_at_1 is '0.5' instead of a score",
+        ),
+        (json.dumps({"schema": 1, **WHOLE, "metrics": [1]}), "instead of a score"),
+        (json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": float("nan")}}}), "NaN, which is no score"),
+        (json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": 0.5}}}).replace("0.5", "1e999"), "1e999"),
+    ],
+)
 def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> None:
     path = _run(tmp_path)
     (path / store.RESULT).write_text(content)

@@ -27,7 +27,7 @@ from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
@@ -105,7 +105,7 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
-        _write(Path(cfg.output), (json.dumps(result.summary(), indent=1) + "\n").encode())
+        _write(Path(cfg.output), (json.dumps(result.summary(), indent=1, allow_nan=False) + "\n").encode())
     if cfg.per_query is not None:
         _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
@@ -158,6 +158,7 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
     spec: EvaluationSpec = build.component(cfg.evaluation)
     if not cfg.from_checkpoint:
+        require_own_files(run_dir, result)
         kept = load_embeddings(run_dir / EMBEDDINGS)
         distance = distance_of_run(run_dir)
         evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance)

@@ -1,7 +1,6 @@
 """From the runs of a cell to one summary, by the rule that the protocol names."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from dmlbench.evaluation.metrics.table import in_table_order, of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import CellRuns, rule_named
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
-from dmlbench.results.store import RESULT, RunInfo, read_result
-from dmlbench.runtime import atomic_write
+from dmlbench.results.store import RESULT, RunInfo, read_result, require_own_files
+from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,12 @@ def aggregate_cell(
     results = {coordinates: read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
         raise RunError(f"{cell} has no complete run; `dmlbench status` tells what happened to them")
+    for key, result in results.items():
+        require_own_files(done[key], result)
     first = next(iter(results.values()))
+    foreign = [done[fold, repeat].name for fold, repeat in results if fold >= first["num_folds"]]
+    if foreign:
+        raise RunError(f"{cell / foreign[0]} is of no fold of its protocol, which has {first['num_folds']}; remove it")
     expected = [(fold, repeat) for fold in range(first["num_folds"]) for repeat in range(first["num_repeats"])]
     extra = sorted(set(results) - set(expected))
     if extra:
@@ -106,7 +110,7 @@ def aggregate_cell(
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
     }
-    atomic_write(cell / AGGREGATE, (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode())
+    write_json(cell / AGGREGATE, summary)
     return summary
 
 
@@ -129,7 +133,7 @@ def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
 def read_aggregate(cell: Path) -> dict[str, Any] | None:
     """The summary in a cell's folder, or None where there is none of this schema."""
     try:
-        summary = json.loads((cell / AGGREGATE).read_text(encoding="utf-8"))
+        summary = read_json(cell / AGGREGATE)
     except (FileNotFoundError, ValueError):
         return None
     return summary if summary.get("schema") == AGGREGATE_SCHEMA else None

@@ -1,7 +1,5 @@
 """Test scores of a finished run by any metric: those that it has, and the others from its stored embeddings, once."""
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +9,8 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
-from dmlbench.results.store import DISTANCE, EMBEDDINGS
-from dmlbench.runtime import atomic_write
+from dmlbench.results.store import EMBEDDINGS, hashes_of, require_own_files
+from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
 
 if TYPE_CHECKING:
@@ -79,9 +77,8 @@ def scores_of_run(
         known |= found
         for score in missing:
             kept.setdefault(_way(score, spec), {})[score.name] = found[score.name]
-        held = json.dumps({"schema": _SCHEMA, **bound, "scores": kept}, indent=1, allow_nan=False)
         try:
-            atomic_write(run_dir / SCORES, (held + "\n").encode())
+            write_json(run_dir / SCORES, {"schema": _SCHEMA, **bound, "scores": kept})
         except OSError as error:
             log.warning("%s cannot be written (%s): the scores are not kept", run_dir / SCORES, error.strerror)
     return known
@@ -105,20 +102,16 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """Hashes of the files that scores are computed from."""
     if not result["metrics"].get("test"):
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
-    hashes = {}
-    for name in (EMBEDDINGS, DISTANCE):
-        if (run_dir / name).exists():
-            with (run_dir / name).open("rb") as file:
-                hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        elif name == EMBEDDINGS:
-            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
-    return hashes
+    if not (run_dir / EMBEDDINGS).exists():
+        raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
+    require_own_files(run_dir, result)
+    return hashes_of(run_dir)
 
 
 def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """What earlier calls computed of these very files."""
     try:
-        held = json.loads((run_dir / SCORES).read_text(encoding="utf-8"))
+        held = read_json(run_dir / SCORES)
         if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
             return {way: {name: float(v) for name, v in scores.items()} for way, scores in held["scores"].items()}
         log.info("%s is of other embeddings; computing again", run_dir / SCORES)

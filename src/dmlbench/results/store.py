@@ -3,16 +3,15 @@
 import contextlib
 import fcntl
 import glob
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import atomic_write, is_open_at
+from dmlbench.runtime import derive_seed, is_open_at, read_json, sha256_of, write_json
 from dmlbench.types import RunError
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
@@ -26,6 +25,11 @@ RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
+_KEYS = (
+    *("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "num_folds", "num_repeats", "fold"),
+    *("repeat", "seed", "base_seed", "choices", "val_is_test", "search", "metrics", "n_query", "n_gallery"),
+    *("n_skipped_queries", "steps", "wall_s", "monitor"),
+)
 
 State = Literal["done", "running", "failed", "stale"]
 
@@ -145,8 +149,15 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def write_result(run_dir: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json``, the last file of a run; with it the run is complete."""
-    atomic_write(run_dir / RESULT, (json.dumps({"schema": RESULT_SCHEMA, **result}, indent=1) + "\n").encode())
+    """Write ``result.json``, the last file of a run; with it the run is complete.
+
+    Raises:
+        RunError: a score is NaN or infinite.
+    """
+    try:
+        write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
+    except ValueError as error:
+        raise RunError(f"{error}; look at the embeddings of this run, which collapsed or overflowed") from error
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
@@ -155,16 +166,56 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     Raises:
         RunError: there is none, it is damaged, or it has another schema.
     """
-    path = run_dir / RESULT
+    path, remedy = run_dir / RESULT, "delete it and start the run again"
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
     except FileNotFoundError:
         raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing") from None
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); delete it and start the run again") from error
+        raise RunError(f"{path} is damaged ({error}); {remedy}") from error
     if result.get("schema") != RESULT_SCHEMA:
         raise RunError(f"{path} has schema {result.get('schema')}, this version reads {RESULT_SCHEMA}; run it again")
+    if lacking := [key for key in _KEYS if key not in result]:
+        raise RunError(f"{path} is damaged (it lacks {lacking[0]}); {remedy}")
+    metrics = result["metrics"]
+    parts = metrics.values() if isinstance(metrics, dict) else [None]
+    scores = [score for part in parts for score in (part.items() if isinstance(part, dict) else [("metrics", part)])]
+    for name, score in scores:
+        if not isinstance(score, int | float) or isinstance(score, bool):
+            raise RunError(f"{path} is damaged ({name} is {score!r} instead of a score); {remedy}")
     return result
+
+
+def hashes_of(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of the files that scores are computed from, of those that are there."""
+    files = [name for name in (EMBEDDINGS, DISTANCE) if (run_dir / name).exists()]
+    return {f"{Path(name).stem}_sha256": sha256_of(run_dir / name) for name in files}
+
+
+def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Whether a result lies in the folder of its run, with the embeddings that it was computed from.
+
+    Raises:
+        RunError: it was copied from another run, or its files were.
+    """
+    coordinates = f"fold{result['fold']}_rep{result['repeat']}"
+    if run_dir.name != coordinates:
+        raise RunError(
+            f"{run_dir} holds the result of {coordinates}: it was copied or renamed; move it back, or run it"
+        )
+    seed = derive_seed(result["base_seed"], result["fold"], result["repeat"])
+    if result["seed"] != seed:
+        raise RunError(
+            f"{run_dir / RESULT} names the seed {result['seed']}, but {coordinates} with base_seed "
+            f"{result['base_seed']} has {seed}; it is the result of another run: run this one again"
+        )
+    for key, found in hashes_of(run_dir).items():
+        if result.get(key, found) != found:
+            name = EMBEDDINGS if key.startswith("embeddings") else DISTANCE
+            raise RunError(
+                f"{run_dir / name} (SHA-256 {found[:12]}) is not what {RESULT} was computed from ({result[key][:12]}); "
+                "bring the file back, or run it again"
+            )
 
 
 def run_state(run_dir: Path) -> State:

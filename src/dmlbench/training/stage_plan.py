@@ -1,6 +1,5 @@
 """A training's plan to repeat on other data: how many epochs it took to its best score, and its rates on the way."""
 
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dmlbench.runtime import atomic_write
+from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
 
 RATE = "lr"  # in history.csv: of the first parameter group that has a rate above 0
@@ -55,7 +54,7 @@ def plan_of(
 
 def save_plan(path: Path, plan: Plan) -> None:
     """Write a plan as JSON, whole or not at all."""
-    atomic_write(path, (json.dumps(asdict(plan), indent=1) + "\n").encode())
+    write_json(path, asdict(plan))
 
 
 def load_plan(path: Path) -> Plan:
@@ -65,7 +64,7 @@ def load_plan(path: Path) -> Plan:
         RunError: the file is not there or not a plan.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])
         return Plan(float(values["epochs"]), changes)
     except FileNotFoundError:
