@@ -116,6 +116,10 @@ def check_values(cfg: DictConfig) -> None:
             f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
             "find; use schedule=plateau or schedule=null"
         )
+    for key in ("T_max", "T_0", "step_size"):
+        value = (cfg.schedule or {}).get(key) if cfg.fit.max_steps else None
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"schedule.{key} ({value}) must be at least 1 step")
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
             possible = f"0 to {limit - 1}" if limit is not None else "0 or more"

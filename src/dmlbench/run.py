@@ -55,6 +55,8 @@ def run(cfg: DictConfig) -> Path:
         log.info("%s is complete: nothing to do", run_dir)
         # A kill may have come between the result and the removal of what was not to be kept.
         _tidy(run_dir, load_config(run_dir / store.CONFIG).fit.keep)
+        if not store.is_locked(run_dir):
+            (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir
     with store.locked(run_dir), _stop_signal() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started

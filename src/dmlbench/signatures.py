@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,11 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
             raise ConfigError(
                 f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path}.{key} is {value}; give a finite number")
+        if isinstance(value, dict) and isinstance(parameters[key].default, int | float | str):
+            raise ConfigError(f"{path}.{key} is {value!r}, but {node['_target_']} wants a value such as "
+                              f"{parameters[key].default!r}")  # fmt: skip
         if not _fits(value, annotations.get(key, Any)):
             wanted = _describe(annotations[key])
             raise ConfigError(

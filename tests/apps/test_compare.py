@@ -7,6 +7,7 @@ import pytest
 
 from dmlbench.apps.compare import compare_cells, to_text
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError, RunError
 
 P_AT_1 = EvaluationSpec(metrics=("p_at_1",))
@@ -19,8 +20,14 @@ def write(root: Path, cell: str, fold: int, repeat: int, p_at_1: float, **change
     result = {
         "schema": 1, "dataset_fingerprint": "f", "protocol": "mlrc", "base_seed": 0, "n_query": 9, "n_gallery": 9,
         "aggregation": "collections", "search": "exact", "metrics": {"test": scores, "val": {}},
+        "cell_id": cell, "dataset": "glyphs", "num_folds": 4, "num_repeats": 3, "fold": fold, "repeat": repeat,
+        "seed": derive_seed(0, fold, repeat), "choices": {"pooling": cell.split("-")[1]}, "val_is_test": False,
+        "n_skipped_queries": 0, "steps": 3, "wall_s": 1.0, "monitor": "p_at_1",
     }  # fmt: skip
     (path / "result.json").write_text(json.dumps(result | changes))
+    (path / "config.yaml").write_text(
+        f"fit: {{max_steps: {300 if 'gsp' in cell else 100}}}\npooling: {{p: {len(cell)}}}\n"
+    )
 
 
 def cells(root: Path) -> None:
@@ -39,6 +46,7 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
     assert "P@1                       55.00    57.50    +2.50  [+0.98, +4.02]" in text
     assert "intra-class distance       1.10     1.15    +0.05" in text
     assert "4 pairs" in text
+    assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
 
 
 def test_partial_cells_are_refused_or_said(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_equal_images_are_at_distance_zero_of_which_there_are_no_shares(tmp_path
 
 def test_picture_shows_pair_maps_and_frames_and_the_file_beside_it_the_numbers(tmp_path) -> None:
     explanation = explained(model_of())
-    path = tmp_path / "new" / "pair.png"
+    path = tmp_path / "pair.png"
     assert write_pair(explanation, path) == path.with_suffix(".json")
     assert json.loads(path.with_suffix(".json").read_text()) == explanation.to_json()
     assert sorted(p.name for p in path.parent.iterdir()) == ["pair.json", "pair.png"]

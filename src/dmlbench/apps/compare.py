@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmlbench.apps.tables import asked_columns
+from dmlbench.apps.tables import asked_columns, settings_of
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -13,6 +13,7 @@ from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run
 from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.tables import cell_labels
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -20,12 +21,20 @@ _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences by metric, of two cells; ``left_out`` names the runs that only one of them has."""
+    """Differences by metric, of two cells.
+
+    Attributes:
+        first, second: their folders.
+        differences: by metric.
+        left_out: runs that only one of them has.
+        differing: settings in which they differ beyond their names.
+    """
 
     first: Path
     second: Path
     differences: dict[str, PairedDifference]
     left_out: tuple[str, ...]
+    differing: tuple[str, ...] = ()
 
 
 def compare_cells(
@@ -69,7 +78,11 @@ def compare_cells(
     for metric in metrics:
         first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
         differences[metric] = paired_difference(first, second)
-    return Comparison(cells[0], cells[1], differences, left_out)
+    firsts = [(path, next(iter(results))) for path, results in zip(cells, runs, strict=True)]
+    named = [(runs[i][key]["choices"], settings_of(path / f"fold{key[0]}_rep{key[1]}"))
+             for i, (path, key) in enumerate(firsts)]  # fmt: skip
+    _, differing = cell_labels(named)
+    return Comparison(cells[0], cells[1], differences, left_out, tuple(differing))
 
 
 def to_text(comparison: Comparison) -> str:
@@ -87,6 +100,7 @@ def to_text(comparison: Comparison) -> str:
     lines.append(
         f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"
     )
+    lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]
     if comparison.left_out:
         lines.append(f"  PARTIAL: without {', '.join(comparison.left_out)}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.runtime import generator
@@ -135,13 +136,7 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) ->
     bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
     bar.set_label("weight over that of average pooling", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)
 
 
 def _axis(remaining: Iterator[Axes], title: str, row: int) -> Axes:

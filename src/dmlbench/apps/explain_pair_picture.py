@@ -1,7 +1,5 @@
 """The picture of why two images are, or are not, alike to AVSL, and a file of its numbers."""
 
-import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dmlbench.apps.explain_pair import Inference, PairExplanation
-from dmlbench.runtime import atomic_write
+from dmlbench.apps.pictures import save_figure
+from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, RunError
 
 # Inches, which the page counts from its upper left corner. A node is a cell: the pair's two tiles side by side and two
@@ -26,7 +25,6 @@ _COLORS = "RdBu_r"
 _INFERRED_TO = "δ {delta}, δ̂ {rectified}"
 _SMALL, _NORMAL = 6.5, 8.0
 _LEAST = 8.0  # width that the head needs
-_DPI = 130
 _PERCENTILE = 98
 
 
@@ -39,12 +37,9 @@ def write_pair(explanation: PairExplanation, path: Path) -> Path:
     """
     check_output(path)
     numbers = path.with_suffix(".json")
-    image = io.BytesIO()
-    draw_pair(explanation).savefig(image, format="png", dpi=_DPI)
+    save_figure(draw_pair(explanation), path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, image.getvalue())
-        atomic_write(numbers, (json.dumps(explanation.to_json(), indent=1, allow_nan=False) + "\n").encode())
+        write_json(numbers, explanation.to_json())
     except OSError as error:
         raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
     return numbers

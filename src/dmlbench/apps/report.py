@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench import build
+from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
@@ -75,8 +76,7 @@ def draw_report(
         for panel, cell in zip(panels, shown, strict=False):
             _retrievals(panel, cell, table, num_queries, num_nearest)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:

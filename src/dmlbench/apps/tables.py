@@ -86,7 +86,9 @@ def find_cells(
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
     result = {}
     for key, everything in grouped.items():
-        settings = {path: _settings(runs) for path, runs, _ in everything}
+        settings = {
+            path: settings_of(next(run.path for run in runs if run.state == "done")) for path, runs, _ in everything
+        }
         members = _without_twins(everything, settings)
         labels, differing = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
         named = [
@@ -114,9 +116,9 @@ def build_tables(
     return tables
 
 
-def _settings(runs: Sequence[RunInfo]) -> dict[str, Any]:
-    done = next(run.path for run in runs if run.state == "done")
-    config: Any = OmegaConf.to_container(load_config(done / CONFIG))
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """What defines the cell of a run, flattened."""
+    config: Any = OmegaConf.to_container(load_config(run_dir / CONFIG))
     return settings_of_cell(config)
 
 

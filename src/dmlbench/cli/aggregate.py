@@ -32,12 +32,15 @@ def task(cfg: DictConfig) -> None:
             )
         except DmlbenchError as error:
             failures.append(error)
+            print(f"      FAILED: {error}")
             continue
         if summary["missing"]:
             print(f"      PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs")
         for kind, scores in summary["scores"].items():
             values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
             print(f"      {kind}: {values}")
-    if failures:  # every cell that can be summarized is; then the first reason why one could not
-        others = f" (and {len(failures) - 1} more cells)" if len(failures) > 1 else ""
-        raise type(failures[0])(f"{failures[0]}{others}")
+    if failures:  # every cell that can be summarized is
+        count = f"{len(failures)} of {len(cells)} cells could not be summarized: " if len(cells) > 1 else ""
+        raise type(failures[0])(
+            f"{count}{failures[0]}" + (" (the others are named above)" if len(failures) > 1 else "")
+        )

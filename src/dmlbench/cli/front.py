@@ -1,5 +1,7 @@
 """What every Hydra sub-command shares: configuration folder, error messages with a remedy, exit codes."""
 
+import errno
+import functools
 import logging
 import os
 import re
@@ -17,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.cli.targets import with_new_arguments
 from dmlbench.config import register_schemas
+from dmlbench.training.signals import EXIT_INTERRUPTED
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 # Groups that no run can do without.
@@ -26,6 +29,8 @@ _REQUIRED = (
 )
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
+"""What a disk refuses a write with."""
 
 
 def config_folder() -> Path:
@@ -41,12 +46,41 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
     register_schemas()
     flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    others = with_new_arguments([_without_null(a) for a in arguments if a not in flags])
+    others = with_new_arguments([_without_null(_checked(a)) for a in arguments if a not in flags])
     sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
-    hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(task)()
+    @functools.wraps(task)
+    def checked(cfg: DictConfig) -> Any:
+        if "paths" in cfg and not str(cfg.paths.output_dir).strip():
+            raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+        return task(cfg)
+
+    hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(checked)()
+
+
+def _checked(argument: str) -> str:
+    """An argument of the command line that Hydra would refuse in words of its own inner workings."""
+    key, equals, value = argument.partition("=")
+    if argument.startswith("-"):
+        return argument
+    if not key.strip("+~ "):
+        raise ConfigError(f"'{argument}' names no key; write key=value, such as fit.max_steps=100")
+    group = key.lstrip("+~")
+    if group == "hydra":
+        raise ConfigError(
+            f"'{argument}': hydra is no group of this configuration; its own keys are hydra.<key>=<value>"
+        )
+    if key.startswith("~") and group in _REQUIRED:
+        raise ConfigError(f"{argument}: every run needs a {group}; choose one of conf/{group}")
+    if equals and (config_folder() / group).is_dir() and not re.fullmatch(r"[\w./,+@:\-\s'\"()]*", value):
+        raise ConfigError(f"{argument}: an option of {group} is chosen by its name, such as {group}={_some(group)}")
+    return argument
+
+
+def _some(group: str) -> str:
+    return min(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
 def _without_null(argument: str) -> str:
@@ -110,6 +144,17 @@ def guarded(action: Callable[[], None]) -> int:
         if not isinstance(cause, (HydraException, OmegaConfBaseException)):
             raise
         return _report(explain(error), EXIT_BAD_CONFIGURATION)
+    except ValueError as error:
+        if not any(name in str(error) for name in ("Config group override", "Could not override")):
+            raise
+        return _report(f"the command line cannot be read: {error}", EXIT_BAD_CONFIGURATION)
+    except KeyboardInterrupt:
+        return _report("interrupted; nothing that was finished is lost, start the same command again", EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _DISK or (error.filename is None and error.errno != errno.ENOSPC):
+            raise
+        place = f" {error.filename}" if error.filename else ""
+        return _report(f"cannot write{place}: {error.strerror}; make room, or choose another folder", EXIT_FAILED)
     return 0
 
 

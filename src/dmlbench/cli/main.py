@@ -1,12 +1,19 @@
 """The console script ``dmlbench``: hands the command line to the sub-command's ``main`` or Hydra ``task``."""
 
 import importlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 from dmlbench import __version__
 from dmlbench.cli.front import guarded, run_hydra
+from dmlbench.training.signals import EXIT_PREEMPTED
 from dmlbench.types import ConfigError, closest
+
+_PROCESS = os.getpid()
 
 COMMANDS = {
     "train": "train and test one cell at one fold and repeat, or sweep over many with -m",
@@ -51,7 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             run_hydra(name, command.task, rest)
 
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own
     sys.exit(guarded(action))
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _PROCESS:  # a worker that was forked
+        os._exit(EXIT_PREEMPTED)
+    print("dmlbench: stopped; start the same command again to continue", file=sys.stderr)
+    raise SystemExit(EXIT_PREEMPTED)
 
 
 if __name__ == "__main__":

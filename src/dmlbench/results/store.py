@@ -273,10 +273,16 @@ def remove_run(path: Path) -> None:
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    shutil.rmtree(path)
+    if path.is_symlink():
+        path.unlink()  # what it leads to is not this folder's
+    else:
+        shutil.rmtree(path)
     cell = path.parent
     if not any(cell.glob("fold*_rep*")):
-        shutil.rmtree(cell)
+        if cell.is_symlink():
+            cell.unlink()
+        else:
+            shutil.rmtree(cell)
 
 
 def cells_of(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:

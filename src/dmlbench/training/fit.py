@@ -86,6 +86,8 @@ class FitSettings:
             value, limit = getattr(self, name), int(name in positive)
             if value is not None and value < limit:
                 raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
+        if not self.min_improvement >= 0:
+            raise ConfigError(f"fit.min_improvement ({self.min_improvement}) must be at least 0")
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -1,0 +1,31 @@
+"""Pictures as files."""
+
+import io
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from dmlbench.runtime import atomic_write
+from dmlbench.types import RunError
+
+matplotlib.use("Agg")  # files only; works without a display
+from matplotlib import pyplot as plt
+
+DPI = 130
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, atomically, and close it.
+
+    Raises:
+        RunError: the folder is missing, or cannot be written to.
+    """
+    image = io.BytesIO()
+    try:
+        figure.savefig(image, format="png", dpi=DPI)
+        atomic_write(path, image.getvalue())
+    except OSError as error:
+        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
+    finally:
+        plt.close(figure)

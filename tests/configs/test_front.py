@@ -1,0 +1,105 @@
+"""What every command says when it is stopped, or when the disk refuses."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from dmlbench.apps.pictures import save_figure
+from dmlbench.cli.front import guarded
+from dmlbench.cli.main import main
+from dmlbench.results.store import remove_run
+from dmlbench.types import RunError
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def raising(error: BaseException):
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "cannot write: No space left on device; make room"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/table.md"), 1, "cannot write /x/table.md: Permission"),
+    ],
+)
+def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> None:
+    assert guarded(raising(error)) == code
+    assert message in capsys.readouterr().err
+
+
+def test_other_faults_keep_their_traceback() -> None:
+    for error in (OSError(errno.ECONNRESET, "reset"), ValueError("a defect"), FileNotFoundError(errno.ENOENT, "no")):
+        with pytest.raises(type(error)):
+            guarded(raising(error))
+
+
+def test_sigterm_outside_of_training_is_one_line_and_asks_to_come_back(tmp_path: Path) -> None:
+    code = """
+import time
+import dmlbench.cli.status as status
+from dmlbench.cli.main import main
+def wait(rest):
+    print("ready", flush=True)
+    time.sleep(60)
+status.main = wait
+main(["status"])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          cwd=tmp_path) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert error == "dmlbench: stopped; start the same command again to continue\n"
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "", "a b"])
+def test_a_table_s_name_stays_in_its_folder(tmp_path: Path, capsys, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        main(["table", f"name='{name}'"])
+    assert info.value.code == 2
+    assert "names files" in capsys.readouterr().err
+
+
+def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "result.json").touch()
+    run = tmp_path / "glyphs/mlrc/cell/fold0_rep0"
+    run.parent.mkdir(parents=True)
+    run.symlink_to(kept)
+    remove_run(run)
+    assert not run.parent.exists()
+    assert (kept / "result.json").exists()
+
+
+def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(RunError, match="choose another output"):
+        save_figure(plt.figure(), tmp_path / "missing" / "x.png")
+    assert not (tmp_path / "missing").exists()
+    (tmp_path / "x.png").write_bytes(b"before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match="No space left"):
+        save_figure(plt.figure(), tmp_path / "x.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    assert (tmp_path / "x.png").read_bytes() == b"before"
