@@ -117,8 +117,8 @@ def check_values(cfg: DictConfig) -> None:
             "find; use schedule=plateau or schedule=null"
         )
     for key in ("T_max", "T_0", "step_size"):
-        value = (cfg.schedule or {}).get(key) if cfg.fit.max_steps else None
-        if isinstance(value, int) and value < 1:
+        value = (container["schedule"] or {}).get(key)
+        if value == 0 and container["fit"]["max_steps"] != 0:
             raise ConfigError(f"schedule.{key} ({value}) must be at least 1 step")
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):

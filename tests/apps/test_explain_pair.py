@@ -163,6 +163,7 @@ def test_equal_images_are_at_distance_zero_of_which_there_are_no_shares(tmp_path
     assert "null" in (tmp_path / "same.json").read_text()
 
 
+@pytest.mark.slow
 def test_picture_shows_pair_maps_and_frames_and_the_file_beside_it_the_numbers(tmp_path) -> None:
     explanation = explained(model_of())
     path = tmp_path / "pair.png"

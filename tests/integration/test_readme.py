@@ -134,7 +134,8 @@ def _with_run_directories(line: str, outputs: Path) -> str:
     return line
 
 
-@pytest.mark.parametrize("about_avsl", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("about_avsl", [False, True])
 def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatch, capsys, about_avsl) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DMLBENCH_DATA", str(data))

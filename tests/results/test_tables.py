@@ -129,3 +129,17 @@ def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
     assert "0.25 ± 0.01 " in text
     assert "0.50 ± 0.01 " in text
     assert "50.00*" in text
+
+
+def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
+    on_validation = _summary(0.9, None, scored_on="validation", n_query=0, n_gallery=0)
+    partial = _summary(0.8, None, missing=["fold3_rep0"], n_runs=3)
+    table = _table(_summary(0.5, 0.01), _summary(0.6, 0.01), partial, on_validation)
+    assert table.competes == (True, True, False, False)
+    assert table.best() == [60.0, 30.0, 60.0, 30.0]
+    text = to_markdown(table)
+    assert text.count("**") == 2 * 4
+    assert "**60.00 ± 1.00**" in text
+    only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
+    assert only.competes == (True, True)
+    assert _table(partial, partial).competes == (False, False)

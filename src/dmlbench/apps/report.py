@@ -21,15 +21,17 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, ImageTable, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
 
 matplotlib.use("Agg")  # files only; works without a display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+_DRAWN_FOR_EACH = 8  # queries from which those with wrong neighbors are chosen
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
+_MOST_NAMES = 4  # cells whose names fit under their bars
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
@@ -44,7 +46,8 @@ def draw_report(
         path: file to write.
         title: what the cells have in common.
         metrics: scores to draw.
-        num_queries: queries to show, the same for every cell, drawn with a fixed seed.
+        num_queries: queries to show, the same for every cell, drawn with a fixed seed; half are failures of the first
+            trained cell, if it has enough.
         num_nearest: retrieved images a query.
     """
     known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
@@ -53,8 +56,9 @@ def draw_report(
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
-    named_below = any(len(cell.label) > _LONGEST_NAME for cell in cells)
-    bars_height = 3.0 + 0.2 * len(cells) * named_below
+    long = any(len(_name(cell)) > _LONGEST_NAME for cell in cells)
+    named_below = long or len(cells) > _MOST_NAMES
+    bars_height = 3.0 + 0.2 * (len(cells) if long else -(-len(cells) // 4)) * named_below
     grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
@@ -68,13 +72,17 @@ def draw_report(
         if named_below:
             axis.set_xticks([])
     if named_below:
-        named = [Patch(color=COLORS[i % len(COLORS)], label=cell.label) for i, cell in enumerate(cells)]
-        top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
+        named = [Patch(color=COLORS[i % len(COLORS)], label=_name(cell)) for i, cell in enumerate(cells)]
+        top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
     if shown:
         table = _table(shown[0])
+        chosen = _queries(shown[0], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
-            _retrievals(panel, cell, table, num_queries, num_nearest)
+            _retrievals(panel, cell, table, chosen, num_nearest)
+    notes = list(dict.fromkeys(note for cell in cells for note in cell.summary.get("data_notes", ())))
+    if notes:
+        figure.supxlabel(f"not the published data: {'; '.join(notes)}", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
@@ -84,11 +92,15 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     scores = [cell.summary["scores"].get(kind, {}).get(metric) for cell in cells]
     values = [asked.scale * score["mean"] if score else 0.0 for score in scores]
     deviations = [asked.scale * (score["std"] or 0.0) if score else 0.0 for score in scores]
-    axis.bar(range(len(cells)), values, yerr=deviations, capsize=5, color=COLORS)
+    axis.bar(range(len(cells)), values, color=COLORS)
+    spread = [x for x, score in enumerate(scores) if score and score["std"] is not None]  # one run has none
+    axis.errorbar(
+        spread, [values[x] for x in spread], [deviations[x] for x in spread], fmt="none", capsize=5, ecolor="k"
+    )
     for x, (score, value, deviation) in enumerate(zip(scores, values, deviations, strict=True)):
         text = f"{value:.1f}" if asked.metric.percent else f"{value:.3f}"
         axis.text(x, max(value + deviation, 0), text if score else "–", ha="center", va="bottom", fontsize=9)
-    names = [cell.label.replace(" (untrained)", "\nuntrained") for cell in cells]
+    names = [_name(cell).replace(" (untrained)", "\nuntrained") for cell in cells]
     axis.set_xticks(range(len(cells)), names, fontsize=8)
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
@@ -99,14 +111,31 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num_nearest: int) -> None:
+def _name(cell: Cell) -> str:
+    return cell.label + (" PARTIAL" if cell.summary["missing"] else "")
+
+
+def _queries(cell: Cell, count: int) -> IntArray:
+    """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``cell`` if there are enough."""
+    total = len(load_embeddings(_first_run(cell) / EMBEDDINGS).queries)
+    drawn = generator("report", total).permutation(total)[: _DRAWN_FOR_EACH * count]
+    queries, searched, neighbors = _nearest(cell, drawn, 1)
+    fails = (searched.labels[neighbors.index[:, 0]] != queries.labels).numpy()
+    wrong = drawn[fails][: max(count // 2, count - int((~fails).sum()))]
+    return np.sort(np.concatenate([wrong, drawn[~fails][: count - len(wrong)]]))
+
+
+def _nearest(cell: Cell, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
+    """The queries ``rows`` of a cell's first run, what is searched, and the nearest of it."""
     stored = load_embeddings(_first_run(cell) / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
-    count = len(queries)
-    chosen = np.sort(generator("report", count).choice(count, size=min(num_queries, count), replace=False))
-    some = type(queries)(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
-    distance = distance_of_run(_first_run(cell))
-    neighbors = nearest_by_distance(some, searched, min(num_nearest, len(searched) - 1), distance=distance)
+    some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
+    count = min(count, len(searched) - 1)
+    return some, searched, nearest_by_distance(some, searched, count, distance=distance_of_run(_first_run(cell)))
+
+
+def _retrievals(panel: Any, cell: Cell, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
+    some, searched, neighbors = _nearest(cell, chosen, num_nearest)
     title = f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
@@ -114,6 +143,8 @@ def _retrievals(panel: Any, cell: Cell, table: ImageTable, num_queries: int, num
         found = neighbors.index[row].tolist()
         ids = [int(some.ids[row]), *(int(searched.ids[i]) for i in found)]
         right = [None, *(bool(searched.labels[i] == some.labels[row]) for i in found)]
+        name = table.class_names[table.labels[ids[0]]].replace("_", " ")
+        line[0].set_ylabel(textwrap.fill(name, 14), fontsize=6, rotation=0, ha="right", va="center")
         for axis, image_id, is_right in zip(line, ids, right, strict=True):
             pixels = _pixels(table, image_id)
             axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)

@@ -36,12 +36,15 @@ class Table:
     higher_is_better: tuple[bool, ...]  # of each column
     rows: tuple[tuple[str, tuple[Entry | str | None, ...]], ...]
     notes: tuple[str, ...]
+    competes: tuple[bool, ...]  # of each row: whether it may be the best
 
     def best(self) -> list[float | None]:
-        """Highest printed mean of each column; None where there is nothing to compare, or more is not better."""
+        """Highest printed mean of each column among the rows that compete; None where there is nothing to compare, or
+        more is not better."""
+        rows = [entries for (_, entries), competes in zip(self.rows, self.competes, strict=True) if competes]
         result: list[float | None] = []
         for i, higher_is_better in enumerate(self.higher_is_better):
-            means = [round(entry.mean, 2) for _, entries in self.rows if isinstance(entry := entries[i], Entry)]
+            means = [round(entry.mean, 2) for entries in rows if isinstance(entry := entries[i], Entry)]
             result.append(max(means) if higher_is_better and len(means) > 1 else None)
         return result
 
@@ -85,7 +88,15 @@ def make_table(
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
     better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
-    return Table(title, tuple(columns), better, tuple(rows), tuple(notes))
+    return Table(title, tuple(columns), better, tuple(rows), tuple(notes), competing(summaries))
+
+
+def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
+    """Which summaries may be the best: complete ones, scored on the same images as the most of these."""
+    scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"]) for s in summaries]
+    complete = [on for on, summary in zip(scored_on, summaries, strict=True) if not summary["missing"]]
+    usual = max(complete, key=lambda on: (on[0] == "test", complete.count(on)), default=None)
+    return tuple(on == usual and not s["missing"] for on, s in zip(scored_on, summaries, strict=True))
 
 
 def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:
@@ -150,11 +161,12 @@ def _marked(table: Table, bold: str, escape: Callable[[str], str] = str) -> list
     """Labels and entries as text, the best of each column put into the template ``bold``."""
     best = table.best()
     lines = []
-    for label, entries in table.rows:
+    for (label, entries), competes in zip(table.rows, table.competes, strict=True):
         cells = [escape(label)]
         for entry, top in zip(entries, best, strict=True):
             text = escape("–" if entry is None else str(entry))
-            cells.append(bold.format(text) if isinstance(entry, Entry) and top == round(entry.mean, 2) else text)
+            is_best = competes and isinstance(entry, Entry) and top == round(entry.mean, 2)
+            cells.append(bold.format(text) if is_best else text)
         lines.append(cells)
     return lines
 
