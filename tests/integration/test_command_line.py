@@ -107,7 +107,7 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert "(untrained)" in table
     assert "81 collections" in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
-    assert names == {f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex")}
+    assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
     dmlbench("report", "--queries", "2")
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert "24 runs: 24 done" in dmlbench("status")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.tables import build_tables
+from dmlbench.apps.tables import build_tables, find_cells
 from dmlbench.cli.front import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
@@ -40,12 +40,12 @@ def test_facts_of_a_split_are_in_the_result_and_columns_of_tables(output: Path) 
     summary = aggregate_cell(runs, progress=False)
     assert summary["facts"]["fold1_rep0"] == {"distance": 2.5, "kind": "made up"}
     spec = EvaluationSpec(metrics=("p_at_1",))
-    (table,) = build_tables(str(output), "**", spec, facts=["distance", "kind"]).values()
+    (table,) = build_tables(find_cells(str(output), "**", spec), spec, facts=["distance", "kind"]).values()
     assert table.columns[:2] == (("", "distance"), ("", "kind"))
     for render in (to_text, to_markdown, to_csv, to_latex):
         assert "1.5, 2.5" in render(table) and "made up" in render(table)
     with pytest.raises(ConfigError, match="no split of these results has the fact 'size'"):
-        build_tables(str(output), "**", spec, facts=["size"])
+        build_tables(find_cells(str(output), "**", spec), spec, facts=["size"])
 
 
 def test_a_rule_of_another_package_sums_up_the_runs(output: Path) -> None:

@@ -34,6 +34,11 @@ def test_scores_are_percent_with_two_decimals_and_the_best_is_marked() -> None:
     assert "**61.23 ± 2.00**" in to_markdown(table)
     assert r"\textbf{61.23 $\pm$ 2.00}" in to_latex(table)
     assert r"row\_1" in to_latex(table)
+    lines = to_latex(table).splitlines()
+    assert lines[0] == r"% needs \usepackage{booktabs}"
+    assert r"\caption{glyphs under mlrc, percent; best of each column in bold.}" in lines
+    assert r"\label{tab:glyphs-under-mlrc}" in lines
+    assert lines[-1] == r"\end{table}"
     assert "separated (128-D)" in text
     assert "concatenated (512-D)" in text
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from omegaconf import OmegaConf
 
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config, settings_of_cell
-from dmlbench.evaluation.metrics.table import asked_scores
+from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
@@ -100,20 +101,32 @@ def find_cells(
 
 
 def build_tables(
-    output_dir: str, pattern: str, spec: EvaluationSpec, *, facts: Sequence[str] = (), allow_partial: bool = False
+    grouped: Mapping[tuple[str, str], Sequence[Cell]], spec: EvaluationSpec, *, facts: Sequence[str] = ()
 ) -> dict[tuple[str, str], Table]:
-    """One table per (data set, protocol) of the cells that match; ``facts`` of their splits are columns, too.
+    """One table per (data set, protocol) of what ``find_cells`` found; ``facts`` of their splits are columns, too.
 
     Raises:
-        RunError: as ``find_cells``.
         ConfigError: a metric or a fact is unknown.
     """
     tables, metrics = {}, asked_columns(spec)
-    for (dataset, protocol), cells in find_cells(output_dir, pattern, spec, allow_partial=allow_partial).items():
+    for (dataset, protocol), cells in grouped.items():
         summaries, labels = [cell.summary for cell in cells], [cell.label for cell in cells]
         title = f"{dataset} under {protocol}"
         tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, cells[0].differing)
     return tables
+
+
+def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
+    """Every run of the cells: where it stands, and its own scores as fractions."""
+    rows = [
+        {"dataset": dataset, "protocol": protocol, "row": cell.label, "cell": cell.path.name, "run": run,
+         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cell.summary.get("data_notes", ())), **scores}
+        for (dataset, protocol), cells in grouped.items() for cell in cells
+        for run, scores in cell.summary["raw"].items()
+    ]  # fmt: skip
+    places = ["dataset", "protocol", "row", "cell", "run", "scored_on", "notes"]
+    frame = pd.DataFrame(rows)
+    return str(frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]].to_csv(index=False))
 
 
 def settings_of(run_dir: Path) -> dict[str, Any]:

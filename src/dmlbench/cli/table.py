@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
-    from dmlbench.apps.tables import build_tables
+    from dmlbench.apps.tables import build_tables, find_cells, runs_to_csv
     from dmlbench.build import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write
@@ -22,7 +22,8 @@ def task(cfg: DictConfig) -> None:
         print(compare.to_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
-    tables = build_tables(cfg.paths.output_dir, cfg.cells, spec, facts=list(cfg.facts), allow_partial=cfg.allow_partial)
+    grouped = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
+    tables = build_tables(grouped, spec, facts=list(cfg.facts))
     for (dataset, protocol), table in tables.items():
         print(to_text(table))
         name = cfg.name or f"{dataset}-{protocol}"
@@ -32,3 +33,5 @@ def task(cfg: DictConfig) -> None:
         for suffix, render in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
             atomic_write(folder / f"{name}.{suffix}", render(table).encode())
         print(f"written: {folder / name}.md, .csv, .tex\n")
+    atomic_write(folder / "runs.csv", runs_to_csv(grouped).encode())
+    print(f"written: {folder / 'runs.csv'}, a row per run")

@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +227,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A ``tabular`` for the package booktabs."""
+    """A floating ``table`` with caption and label, for the package booktabs."""
     marks = {mark: "\\" + mark for mark in "_%&#"}
     escapes = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks})
 
@@ -238,10 +239,16 @@ def to_latex(table: Table) -> str:
     )
     heads = " & ".join(["", *(escape(metric) for _, metric in table.columns)])
     rows = [" & ".join(cells) + r" \\" for cells in _marked(table, r"\textbf{{{}}}", escape)]
-    notes = [f"% {note}" for note in (table.title, *table.notes)]
+    notes = [r"% needs \usepackage{booktabs}", *(f"% {note}" for note in table.notes)]
     columns = "l" + "c" * len(table.columns)
-    head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", top + r" \\", heads + r" \\", r"\midrule"]
-    return "\n".join([*notes, *head, *rows, r"\bottomrule", r"\end{tabular}", ""])
+    label = re.sub("[^a-z0-9]+", "-", table.title.lower())
+    head = [
+        *(r"\begin{table}", r"\centering"),
+        rf"\caption{{{escape(table.title)}, percent; best of each column in bold.}}",
+        *(rf"\label{{tab:{label}}}", rf"\begin{{tabular}}{{{columns}}}"),
+        *(r"\toprule", top + r" \\", heads + r" \\", r"\midrule"),
+    ]
+    return "\n".join([*notes, *head, *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
 def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
