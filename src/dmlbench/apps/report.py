@@ -33,7 +33,7 @@ _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _MOST_NAMES = 4  # cells whose names fit under their bars
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
 
 def draw_report(
