@@ -295,3 +295,18 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     write_result(cell / "fold7_rep0", strange)
     refused("fold7_rep0 is of no fold of its protocol, which has 2")
     aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "no table"])
+def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage: str) -> None:
+    _write_runs(tmp_path, ALL[:4], folds=2)
+    runs = find_runs(tmp_path)
+    aggregate_cell(runs, progress=False, allow_partial=True)
+    file = runs[0].path.parent / COLLECTIONS
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-30] if damage == "cut off" else b"\xff\x00")
+    aggregate_cell(runs, progress=False, allow_partial=True)
+    assert file.read_bytes() == whole

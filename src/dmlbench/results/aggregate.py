@@ -8,7 +8,7 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.rules import CellRuns, rule_named
+from dmlbench.results.rules import COLLECTIONS, CellRuns, rule_named, stored_collections
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
 from dmlbench.results.store import RESULT, RunInfo, read_result, require_own_files
 from dmlbench.runtime import read_json, write_json
@@ -73,6 +73,9 @@ def aggregate_cell(
     source = hashlib.sha256(b"".join((done[key] / RESULT).read_bytes() for key in results)).hexdigest()
     known = None if force else read_aggregate(cell)
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
+        known = None
+    if known and known["n_collections"] and stored_collections(cell, known["n_collections"]) is None:
+        log.warning("%s is missing or damaged; it is made again", cell / COLLECTIONS)
         known = None
     if known:  # what was asked for before stays
         before = known["scores"].get("separated", {})

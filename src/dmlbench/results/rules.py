@@ -128,7 +128,8 @@ class Collections:
         keys = [[key for key in tested if key[0] == fold] for fold in sorted({fold for fold, _ in tested})]
         loaded = [[load_embeddings(cell.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
         count = prod(len(fold) for fold in keys)
-        ranked = pd.DataFrame() if cell.force or cell.known is None else _ranked_before(cell.path, count)
+        known = None if cell.force or cell.known is None else stored_collections(cell.path, count)
+        ranked = pd.DataFrame() if known is None else known.filter(regex=f"^{_JOINED}")
         asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked]
         frame = collections(
             [[stored.queries for stored in fold] for fold in loaded],
@@ -206,13 +207,13 @@ def rule_named(name: str) -> AggregationRule:
         raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
 
 
-def _ranked_before(cell: Path, count: int) -> pd.DataFrame:
-    """Scores of the joined embeddings that are known; none where the file is missing or damaged."""
+def stored_collections(cell: Path, count: int) -> pd.DataFrame | None:
+    """The scores of all ``count`` collections of a cell; None where their file is missing, cut off or damaged."""
     try:
-        frame = pd.read_csv(cell / COLLECTIONS, dtype=str).astype(float).filter(regex=f"^{_JOINED}")
+        frame = pd.read_csv(cell / COLLECTIONS, dtype=str).astype(float)
     except (OSError, ValueError):
-        return pd.DataFrame()
-    return frame if len(frame) == count and not frame.isna().any(axis=None) else pd.DataFrame()
+        return None
+    return frame if len(frame) == count and not frame.isna().any(axis=None) else None
 
 
 def _name(key: Coordinates) -> str:
