@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest
+from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest, is_file_name
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 
@@ -80,7 +79,7 @@ def check_values(cfg: DictConfig) -> None:
     for part in ("train", "eval"):
         if not container["transform"].get(part):
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(cfg.dataset.name)):
+    if not is_file_name(str(cfg.dataset.name)):
         raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
     if (cfg.num_workers or 0) < 0 or cfg.eval_batch_size < 1:
         raise ConfigError(

@@ -174,12 +174,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:
     """Whether an open file still lies at ``path``, where it may have been removed or replaced since it was opened."""
     try:

@@ -6,6 +6,7 @@ m prototypes, L levels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -190,6 +191,11 @@ class Neighbors:
 
 
 _NAMES_IN_ERRORS = 40
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text can name a file or folder everywhere, and stays in its folder."""
+    return re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", text) is not None
 
 
 def closest(name: str, known: Sequence[str]) -> str:

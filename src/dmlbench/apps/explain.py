@@ -7,6 +7,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
+from matplotlib import colormaps
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
@@ -15,11 +18,6 @@ from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
-
-matplotlib.use("Agg")  # files only; works without a display
-from matplotlib import colormaps
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 _INCHES = 1.25  # a tile's side
 _NUM_COLORS = 20

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from dmlbench import build
@@ -22,11 +24,6 @@ from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
-
-matplotlib.use("Agg")  # files only; works without a display
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 _DRAWN_FOR_EACH = 8  # queries from which those with wrong neighbors are chosen
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
@@ -117,7 +114,7 @@ def _name(cell: Cell) -> str:
 
 def _queries(cell: Cell, count: int) -> IntArray:
     """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``cell`` if there are enough."""
-    total = len(load_embeddings(_first_run(cell) / EMBEDDINGS).queries)
+    total = cell.summary["n_query"]
     drawn = generator("report", total).permutation(total)[: _DRAWN_FOR_EACH * count]
     queries, searched, neighbors = _nearest(cell, drawn, 1)
     fails = (searched.labels[neighbors.index[:, 0]] != queries.labels).numpy()

@@ -1,6 +1,5 @@
 """``dmlbench table``: aggregated cells side by side."""
 
-import re
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,9 +11,9 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.build import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write
-    from dmlbench.types import ConfigError
+    from dmlbench.types import ConfigError, is_file_name
 
-    if cfg.name is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(cfg.name)):
+    if cfg.name is not None and not is_file_name(str(cfg.name)):
         raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
     spec = component(cfg.evaluation)
     if cfg.compare is not None:

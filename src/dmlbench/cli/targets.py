@@ -1,11 +1,9 @@
 """Components that the command line names by their ``_target_`` alone, with arguments that no option lists."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench.signatures import imported, parameters_of
@@ -20,7 +18,9 @@ def with_new_arguments(arguments: Sequence[str]) -> list[str]:
     return [f"++{a}" if _key(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
 
 
-def settle_targets(cfg: DictConfig, overrides: Iterable[str], folders: Sequence[Path]) -> dict[str, str]:
+def settle_targets(
+    cfg: DictConfig, overrides: Iterable[str], choices: Mapping[str, str], folders: Sequence[Path]
+) -> dict[str, str]:
     """Remove the arguments of the chosen option's own component where ``overrides`` put another one in its place.
 
     What ``overrides`` give stays, and so does what a component takes that is given by interpolation, such as the number
@@ -29,6 +29,7 @@ def settle_targets(cfg: DictConfig, overrides: Iterable[str], folders: Sequence[
     Args:
         cfg: the composed configuration; changed.
         overrides: of the command line.
+        choices: the chosen option of each group.
         folders: configuration folders, where the options are.
 
     Returns:
@@ -41,7 +42,7 @@ def settle_targets(cfg: DictConfig, overrides: Iterable[str], folders: Sequence[
         node = OmegaConf.select(cfg, prefix)
         if not isinstance(node, DictConfig):
             continue
-        former = _target_of_option(prefix, cfg.runtime.choices.get(prefix), folders)
+        former = _target_of_option(prefix, choices.get(prefix), folders)
         target = imported(node._target_, prefix)
         if former == node._target_:
             continue
@@ -52,9 +53,7 @@ def settle_targets(cfg: DictConfig, overrides: Iterable[str], folders: Sequence[
         taken, _ = parameters_of(target)
         for name in [str(name) for name in node if not str(name).startswith("_")]:
             by_interpolation = OmegaConf.is_interpolation(node, name) and name in taken
-            if not by_interpolation and not any(
-                k == f"{prefix}.{name}" or k.startswith(f"{prefix}.{name}.") for k in keys
-            ):
+            if not by_interpolation and not any(f"{k}.".startswith(f"{prefix}.{name}.") for k in keys):
                 with open_dict(node):
                     del node[name]
     return names
@@ -66,12 +65,8 @@ def _names_a_target(key: str) -> bool:
 
 def _key(argument: str) -> str:
     """Key of an override, empty if it is none."""
-    if "=" not in argument or argument.startswith("-"):
-        return ""
-    try:
-        return str(OverridesParser.create().parse_override(argument).key_or_group)
-    except HydraException:
-        return ""  # Hydra says what is wrong with it
+    key, equals, _ = argument.partition("=")
+    return key.lstrip("+~") if equals and not argument.startswith("-") else ""
 
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:

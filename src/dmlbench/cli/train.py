@@ -21,9 +21,8 @@ def task(cfg: DictConfig) -> str:
     runtime = hydra.runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
-    OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     given: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    choices |= settle_targets(cfg, given, folders)
+    choices |= settle_targets(cfg, given, choices, folders)
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)

@@ -9,7 +9,7 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
-from dmlbench.results.store import EMBEDDINGS, hashes_of, require_own_files
+from dmlbench.results.store import EMBEDDINGS, require_own_files
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
 
@@ -104,8 +104,7 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
     if not (run_dir / EMBEDDINGS).exists():
         raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
-    require_own_files(run_dir, result)
-    return hashes_of(run_dir)
+    return require_own_files(run_dir, result)
 
 
 def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:

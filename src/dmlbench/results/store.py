@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import derive_seed, is_open_at, read_json, sha256_of, write_json
+from dmlbench.runtime import derive_seed, is_open_at, read_json, write_json
 from dmlbench.types import RunError
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
@@ -189,11 +190,15 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 def hashes_of(run_dir: Path) -> dict[str, str]:
     """SHA-256 of the files that scores are computed from, of those that are there."""
     files = [name for name in (EMBEDDINGS, DISTANCE) if (run_dir / name).exists()]
-    return {f"{Path(name).stem}_sha256": sha256_of(run_dir / name) for name in files}
+    hashes = {}
+    for name in files:
+        with (run_dir / name).open("rb") as file:
+            hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
-def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Whether a result lies in the folder of its run, with the embeddings that it was computed from.
+def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
+    """``hashes_of`` a run whose result lies in its folder, with the embeddings that it was computed from.
 
     Raises:
         RunError: it was copied from another run, or its files were.
@@ -209,13 +214,15 @@ def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> None:
             f"{run_dir / RESULT} names the seed {result['seed']}, but {coordinates} with base_seed "
             f"{result['base_seed']} has {seed}; it is the result of another run: run this one again"
         )
-    for key, found in hashes_of(run_dir).items():
+    hashes = hashes_of(run_dir)
+    for key, found in hashes.items():
         if result.get(key, found) != found:
             name = EMBEDDINGS if key.startswith("embeddings") else DISTANCE
             raise RunError(
                 f"{run_dir / name} (SHA-256 {found[:12]}) is not what {RESULT} was computed from ({result[key][:12]}); "
                 "bring the file back, or run it again"
             )
+    return hashes
 
 
 def run_state(run_dir: Path) -> State:
@@ -273,16 +280,17 @@ def remove_run(path: Path) -> None:
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    if path.is_symlink():
-        path.unlink()  # what it leads to is not this folder's
-    else:
-        shutil.rmtree(path)
+    _remove(path)
     cell = path.parent
     if not any(cell.glob("fold*_rep*")):
-        if cell.is_symlink():
-            cell.unlink()
-        else:
-            shutil.rmtree(cell)
+        _remove(cell)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to belongs elsewhere
+    else:
+        shutil.rmtree(folder)
 
 
 def cells_of(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
