@@ -114,7 +114,9 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     Image.new("L", (8, 30)).save(animals / "class2" / "grey.png")
     out, _ = data("verify", "folder", code=1)
     assert "  cannot be read: 1\n    class0/0.jpg: " in out
-    assert "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across train and test" in out
+    assert (
+        "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across training and test half" in out
+    )
     assert "class1/1.jpg = class3/twin.jpg" in out
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out

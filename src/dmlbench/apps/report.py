@@ -20,6 +20,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.results.cautions import by_row, cautions
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
@@ -30,6 +31,7 @@ _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _MOST_NAMES = 4  # cells whose names fit under their bars
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
+_LINE = 150  # letters across the figure
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
 
@@ -77,9 +79,10 @@ def draw_report(
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
             _retrievals(panel, cell, table, chosen, num_nearest)
-    notes = list(dict.fromkeys(note for cell in cells for note in cell.summary.get("data_notes", ())))
+    notes = [*by_row([cautions(cell.summary) for cell in cells], [cell.label for cell in cells]),
+             *(f"DIFFERENT SETTINGS: {note}" for note in cells[0].differing)]  # fmt: skip
     if notes:
-        figure.supxlabel(f"not the published data: {'; '.join(notes)}", fontsize=8)
+        figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
