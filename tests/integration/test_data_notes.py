@@ -31,8 +31,8 @@ OVERRIDES = [
 ]
 NOTES = [
     "a subset: 32 of 11,788 images",
-    "of unknown edition: neither file names nor their number tell 2010 from 2011",
     "images rescaled to 32 x 32 pixels",
+    "of unknown edition, 2010 or 2011",
 ]
 SAID = f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}; 16 of 5,924 queries"
 
@@ -115,6 +115,7 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     top, bottom = figure.subfigs
     axis = top.axes[0]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["gap", "gmp PARTIAL"]
+    assert [axis.get_title().split("\n")[1] for axis in top.axes] == ["separated (8-D)", "concatenated (8/16-D)"]
     # one collection each, so no cell has a deviation
     assert [len(bars.get_segments()) for bars in axis.collections] == [0]
     galleries = [np.reshape(panel.axes, (4, -1)) for panel in np.ravel(bottom.subfigs)]

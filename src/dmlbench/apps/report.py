@@ -104,8 +104,8 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     axis.set_xticks(range(len(cells)), names, fontsize=8)
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
-    size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
-    axis.set_title(f"{asked.label}\n{kind}" + (f" ({size}-D)" if size else ""), fontsize=9)
+    sizes = sorted({c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})})
+    axis.set_title(f"{asked.label}\n{kind}" + (f" ({'/'.join(map(str, sizes))}-D)" if sizes else ""), fontsize=9)
     axis.set_ylabel("percent" if asked.metric.percent else "distance", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)

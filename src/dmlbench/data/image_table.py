@@ -111,13 +111,14 @@ def table_of_files(listing: Listing, *, published: Published | None, check_count
         super_labels=None if super_labels is None else super_labels[order],
         layout=listing.layout,
     )
-    notes = (*differing_counts(labels, role, published), *listing.notes)
+    notes = differing_counts(labels, role, published)
     table = replace(table, published_queries=None if published is None else published.num_queries)
     if (originals := listing.originals) is None:
-        return replace(table, notes=notes)
+        return replace(table, notes=notes + listing.notes)
     if originals.boxes is not None:
         originals = replace(originals, boxes=originals.boxes[order])
-    return replace(table, originals=originals, notes=notes + deviations_of_sample(listing.root, paths, originals))
+    notes += deviations_of_sample(listing.root, paths, originals) + listing.notes
+    return replace(table, originals=originals, notes=notes)
 
 
 def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Published | None) -> tuple[str, ...]:
