@@ -1,8 +1,8 @@
 """Scores of a finished run again, from its embeddings or its checkpoint, and of embeddings from anywhere."""
 
 import dataclasses
-import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import cautions
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
-from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
+from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
 INPUTS, OUTPUTS = ("embeddings", "labels", "gallery", "gallery_labels"), ("output", "per_query", "per_class")
@@ -106,7 +106,7 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
-        _write(Path(cfg.output), (json.dumps(result.summary(), indent=1, allow_nan=False) + "\n").encode())
+        _write(Path(cfg.output), result.summary())
     if cfg.per_query is not None:
         _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
@@ -190,8 +190,11 @@ def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
     return table
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, content: bytes | Mapping[str, Any]) -> None:
     try:
-        atomic_write(path, data)
+        if isinstance(content, bytes):
+            atomic_write(path, content)
+        else:
+            write_json(path, content)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
