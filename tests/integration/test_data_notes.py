@@ -1,6 +1,7 @@
 """How data differ from the published ones goes wherever the scores go that they give, and names no cell."""
 
 import csv
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dmlbench.apps import report
+from dmlbench.apps.tables import find_cells
 from dmlbench.build import Data
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
 from dmlbench.config import cell_id
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.store import EMBEDDINGS, find_runs
 from dmlbench.run import _published_queries, run
 from dmlbench.types import ImageTable, RetrievalSet, Split
@@ -128,6 +131,20 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     assert 0 < scores.scores["p_at_1"] < 1
     assert sum(is_failure) >= 2
     assert (inside / "out" / "tables" / "cub200-mlrc.png").stat().st_size > 10_000
+
+
+def test_a_cell_tested_on_other_images_shows_none_of_these(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    spec = EvaluationSpec(metrics=("p_at_1",))
+    ((_, cells),) = find_cells("out", "**", spec, allow_partial=True).items()
+    other = dataclasses.replace(cells[1], summary={**cells[1].summary, "dataset_fingerprint": "elsewhere"})
+    report.draw_report([cells[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
+    (figure,) = figures
+    assert len(np.ravel(figure.subfigs[1].subfigs)) == 1
+    assert "gmp: PARTIAL: 1 of 2 runs; OTHER DATA than other rows: fingerprint elsewhere" in figure.get_supxlabel()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def _summary(mean: float, std: float | None, **changes: object) -> dict[str, obj
         "scores": {"separated": score, "concatenated": score},
         "dimension": {"separated": 128, "concatenated": 512},
         "n_runs": 12, "n_runs_expected": 12, "missing": [], "n_collections": 81, "val_is_test": False,
-        "search": "exact",
+        "search": "exact", "dataset_fingerprint": "f",
         "n_query": 100, "n_gallery": 100, "n_skipped_queries": 0, "scored_on": "test", "n_runs_not_started": 0,
     }  # fmt: skip
     return summary | changes
@@ -172,6 +172,9 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     text = to_markdown(table)
     assert text.count("**") == 2 * 4
     assert "**60.00 ± 1.00**" in text
+    other = _table(_summary(0.5, None), _summary(0.4, None), _summary(0.9, None, dataset_fingerprint="g" * 64))
+    assert other.competes == (True, True, False)
+    assert "row_2: OTHER DATA than other rows: fingerprint gggggggggggg" in to_text(other)
     only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
     assert only.competes == (True, True)
     assert _table(partial, partial).competes == (False, False)

@@ -20,7 +20,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.cautions import by_row, cautions
+from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
@@ -53,6 +53,8 @@ def draw_report(
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
+    # The same queries of every cell: those that were tested on other images cannot show them.
+    shown = [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
     long = any(len(_name(cell)) > _LONGEST_NAME for cell in cells)
@@ -79,7 +81,7 @@ def draw_report(
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
             _retrievals(panel, cell, table, chosen, num_nearest)
-    notes = [*by_row([cautions(cell.summary) for cell in cells], [cell.label for cell in cells]),
+    notes = [*by_row(cautions_of_rows([cell.summary for cell in cells]), [cell.label for cell in cells]),
              *(f"DIFFERENT SETTINGS: {note}" for note in cells[0].differing)]  # fmt: skip
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)
@@ -113,6 +115,10 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
 
 def _name(cell: Cell) -> str:
     return cell.label + (" PARTIAL" if cell.summary["missing"] else "")
+
+
+def _tested_on(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
 
 
 def _queries(cell: Cell, count: int) -> IntArray:

@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+PARTIAL = "PARTIAL: "
 
-def cautions(scored: Mapping[str, Any], *, partial: bool = True) -> list[str]:
-    """What a reader must know of scores, most of all of what they were not computed on; empty where there is nothing.
 
-    Args:
-        scored: a run's result or a cell's summary.
-        partial: whether to say that runs of the cell are missing, too.
-    """
+def cautions(scored: Mapping[str, Any]) -> list[str]:
+    """What a reader must know of the scores of a run's result or a cell's summary; empty where there is nothing."""
     found = []
-    if partial and scored.get("missing"):
-        found.append(f"PARTIAL: {scored['n_runs']} of {scored['n_runs_expected']} runs")
+    if scored.get("missing"):
+        found.append(f"{PARTIAL}{scored['n_runs']} of {scored['n_runs_expected']} runs")
     if count := scored.get("n_runs_not_started"):
         found.append(f"NOT STARTED: in {count} runs the pooling's prototypes never started")
     notes = list(scored.get("data_notes", ()))
@@ -28,6 +25,16 @@ def cautions(scored: Mapping[str, Any], *, partial: bool = True) -> list[str]:
     elif scored["search"] != "exact":
         found.append(f"APPROXIMATE SEARCH: {scored['search']} ranks a shortlist of each query")
     return found
+
+
+def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """``cautions`` of summaries that stand side by side; where they are of different data, also which these are."""
+    data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]
+    differ = len(set(data)) > 1
+    return [
+        cautions(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ
+        for summary, digest in zip(summaries, data, strict=True)
+    ]
 
 
 def queries(scored: Mapping[str, Any]) -> str:

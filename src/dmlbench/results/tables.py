@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.cautions import by_row, cautions, queries
+from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError
 
 _NAMED = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
@@ -91,9 +91,10 @@ def make_table(
         of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
         entries += [_entry(found.get(score.name), score.scale) for found in of_kinds for score in scores]
         rows.append((label, tuple(entries)))
-    facts_of_rows = [_facts(summary) for summary in summaries]
+    cautions = cautions_of_rows(summaries)
+    facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
     settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
-    warned = by_row([cautions(summary) for summary in summaries], labels) + settings
+    warned = by_row(cautions, labels) + settings
     notes = by_row(facts_of_rows, labels) + settings
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
@@ -106,7 +107,7 @@ def make_table(
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
     """Which summaries may be the best: complete ones, scored on the same images as the most of these."""
-    scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"]) for s in summaries]
+    scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"], s["dataset_fingerprint"]) for s in summaries]
     complete = [on for on, summary in zip(scored_on, summaries, strict=True) if not summary["missing"]]
     usual = max(complete, key=lambda on: (on[0] == "test", complete.count(on)), default=None)
     return tuple(on == usual and not s["missing"] for on, s in zip(scored_on, summaries, strict=True))
@@ -127,13 +128,13 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
     return ", ".join(texts) or None
 
 
-def _facts(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader must know to trust the numbers of a row."""
+def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
+    """What a reader must know to trust the numbers of a row, ``cautions`` among it."""
     facts = []
     runs = f"{summary['n_runs']} runs"
     if summary["missing"]:
         missing = ", ".join(summary["missing"])
-        runs = f"PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
+        runs = f"{PARTIAL}{summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
@@ -143,7 +144,7 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(
             f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
-    facts += cautions(summary, partial=False)
+    facts += [caution for caution in cautions if not caution.startswith(PARTIAL)]
     searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:
         searched += f" in a gallery of {summary['n_gallery']:,}"
