@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dmlbench.apps import report
+from dmlbench.apps import explain, report
 from dmlbench.apps.tables import find_cells
 from dmlbench.build import Data
 from dmlbench.cli.front import compose
@@ -27,7 +27,7 @@ from dmlbench.types import ImageTable, RetrievalSet, Split
 
 OVERRIDES = [
     *("dataset=cub200", "dataset.table.check_counts=false", "backbone=resnet20_small", "fit.max_steps=1", "device=cpu"),
-    *("fit.validate_every=1", "fit.keep=none", "head.out_features=8", "protocol.num_folds=2", "image_cache=false"),
+    *("fit.validate_every=1", "fit.keep=best", "head.out_features=8", "protocol.num_folds=2", "image_cache=false"),
     *("transform.train.crop=24", "transform.train.resize=28", "transform.eval.crop=24", "transform.eval.resize=28"),
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "num_workers=0", "paths.cache_dir=cache"),
     *("paths.data_dir=birds", "paths.output_dir=out", "protocol.num_repeats=1"),
@@ -131,6 +131,15 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     assert 0 < scores.scores["p_at_1"] < 1
     assert sum(is_failure) >= 2
     assert (inside / "out" / "tables" / "cub200-mlrc.png").stat().st_size > 10_000
+
+
+def test_explanations_say_so(inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    keep = explain.save_figure
+    monkeypatch.setattr(explain, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
+    first = find_runs(inside / "out", "*gap*")[0].path
+    printed(capsys, "explain", f"run={first}", "num_images=2", "device=cpu")
+    assert figures[0].get_supxlabel().replace("\n", " ") == f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}"
 
 
 def test_a_cell_tested_on_other_images_shows_none_of_these(
