@@ -1,5 +1,6 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
+import copy
 import itertools
 import re
 import subprocess
@@ -283,25 +284,24 @@ def test_a_data_set_brings_its_transform_and_the_command_line_decides() -> None:
 
 
 def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
-    def cell(*overrides: str) -> str:
-        return cell_id(compose("train", list(overrides)))
+    default = compose("train", [])
 
-    same = (
-        *("fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y"),
-        *(
-            "num_workers=null",
-            "image_cache=false",
-            "paths.cache_dir=z",
-            "fit.keep=both",
-            "fit.checkpoint_every=7",
-            "evaluation.tile_bytes=1048576",
-        ),
-        *("evaluation.back_end=torch", "logger=tensorboard"),
-    )
-    for override in same:
-        assert cell(override) == cell(), override
-    for override in ("fit.precision=bf16", "optim.lr=1", "pooling=gmp", "dataset.table.seed=1", "head.out_features=64"):
-        assert cell(override) != cell(), override
+    def cell(key: str, value: object) -> str:
+        cfg = copy.deepcopy(default)
+        OmegaConf.update(cfg, key, value)
+        return cell_id(cfg)
+
+    machine = {"device": "cpu", "num_workers": 4, "image_cache": False, "evaluation.tile_bytes": 2**20}
+    coordinates = {"fold": 3, "repeat": 2, "base_seed": 5}
+    files = {"paths.output_dir": "x", "paths.data_dir": "y", "paths.cache_dir": "z", "fit.keep": "both"}
+    same = {**machine, **coordinates, **files, "fit.checkpoint_every": 7, "evaluation.back_end": "torch"}
+    for key, value in same.items():
+        assert cell(key, value) == cell_id(default), key
+    assert cell_id(compose("train", ["logger=tensorboard", "num_workers=null"])) == cell_id(default)
+    moved = {"fit.precision": "bf16", "optim.lr": 1.0, "dataset.table.seed": 1, "head.out_features": 64}
+    for key, value in moved.items():
+        assert cell(key, value) != cell_id(default), key
+    assert cell_id(compose("train", ["pooling=gmp"])) != cell_id(default)
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:
