@@ -1,3 +1,4 @@
+import json
 import os
 import random
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from dmlbench import runtime
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError
 
 
 def test_derived_seed_is_a_frozen_function_of_its_parts() -> None:
@@ -39,6 +40,19 @@ def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, mon
         runtime.atomic_write(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_json_results_hold_finite_numbers_when_written_and_when_read(tmp_path, value: float) -> None:
+    path = tmp_path / "scores.json"
+    runtime.write_json(path, {"score": 0.5})
+    with pytest.raises(RunError, match=r"scores\.json would hold NaN or infinity"):
+        runtime.write_json(path, {"scores": [{"score": value}]})
+    assert runtime.read_json(path) == {"score": 0.5}
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text(json.dumps({"score": value}))
+    with pytest.raises(ValueError, match="which is no score"):
+        runtime.read_json(path)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])

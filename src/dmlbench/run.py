@@ -8,11 +8,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.build import check, component
+from dmlbench.build import Data, check, component
 from dmlbench.config import NOT_PART_OF_A_CELL, cell_id, cell_sha256, config_sha256, differences, load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
@@ -255,6 +256,7 @@ def _result(
         "search": test.search if test else setup.spec.search,
         "metrics": scores,
         "n_query": test.n_query if test else 0,
+        **_published_queries(setup.data),
         "n_gallery": test.n_gallery if test else 0,
         "n_skipped_queries": test.n_skipped_queries if test else 0,
         **({"kmeans": test.kmeans} if test and test.kmeans else {}),
@@ -264,6 +266,15 @@ def _result(
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _published_queries(data: Data) -> dict[str, int]:
+    """How many queries the published test half has, where this one stands for it and has others."""
+    published, test = data.table.published_queries, data.split.test
+    if published is None or test is None or published == len(test.query):
+        return {}
+    stands_for_it = np.array_equal(test.query, np.flatnonzero(np.isin(data.table.role, ("test", "query"))))
+    return {"n_query_published": published} if stands_for_it else {}
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

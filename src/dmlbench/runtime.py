@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError
 
 Precision = Literal["float32", "bf16"]
 
@@ -140,13 +140,15 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Write a JSON object atomically.
 
     Raises:
-        ValueError: it holds NaN or infinity, which are no numbers of JSON.
+        RunError: it holds NaN or infinity, which are no numbers of JSON; an older file of that name is untouched.
         OSError: as ``atomic_write``.
     """
     try:
         text = json.dumps(content, indent=1, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"{path} would hold NaN or infinity, which are no scores") from error
+        raise RunError(
+            f"{path} would hold NaN or infinity, which are no scores: look at the embeddings, which may have collapsed"
+        ) from error
     atomic_write(path, (text + "\n").encode())
 
 

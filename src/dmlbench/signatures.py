@@ -22,11 +22,13 @@ _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: 
 
 
 def check_components(node: Any, path: str = "") -> None:
-    """Check every node with a ``_target_`` within ``node``, which stands at ``path``.
+    """Check every node with a ``_target_`` within ``node``, which stands at ``path``, and every number.
 
     Raises:
-        ConfigError: an argument that is unknown, missing or of another type.
+        ConfigError: an argument that is unknown, missing or of another type; a number that is NaN or infinite.
     """
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ConfigError(f"{path} is {node}; give a finite number")
     if isinstance(node, list):
         for i, item in enumerate(node):
             check_components(item, f"{path}[{i}]")
@@ -48,8 +50,6 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
             raise ConfigError(
                 f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{path}.{key} is {value}; give a finite number")
         annotation = annotations[key] if key in annotations else _type_of(parameters[key].default)
         if not _fits(value, annotation):
             wanted = _describe(annotation)

@@ -78,6 +78,7 @@ class ImageTable:
         originals: what is known of the published images, or None.
         notes: how the data differ from the published ones, as far as counts and a sample of the images tell; printed
             with every result.
+        published_queries: queries of the published test half; None where no such half is known.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ImageTable:
     layout: str = ""
     originals: Originals | None = None
     notes: tuple[str, ...] = ()
+    published_queries: int | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from dmlbench.apps.explain_pair import explain_images, pair_stem
-from dmlbench.apps.explain_pair_picture import write_pair
+from dmlbench.apps.explain_pair_picture import draw_pair, write_pair
 from dmlbench.apps.trained import NamedImage, load_run, read_one
 from dmlbench.cli.explain import pair_as_list
 from dmlbench.cli.main import main
@@ -63,6 +63,16 @@ def images() -> torch.Tensor:
 
 def explained(model: AvslModel, pictures: torch.Tensor | None = None, **options):
     return explain_images(model, images() if pictures is None else pictures, NAMES, **options)
+
+
+def test_what_the_data_are_not_stands_below_the_pair_and_among_its_numbers() -> None:
+    explanation = explained(model_of())
+    assert "data_notes" not in explanation.to_json()
+    plain, figure = (draw_pair(e) for e in (explanation, dataclasses.replace(explanation, data_notes=("a subset",))))
+    assert dataclasses.replace(explanation, data_notes=("a subset",)).to_json()["data_notes"] == ["a subset"]
+    texts = [[text.get_text() for text in one.axes[0].texts] for one in (plain, figure)]
+    assert [any("NOT THE PUBLISHED DATA: a subset" in text for text in one) for one in texts] == [False, True]
+    assert figure.get_figheight() > plain.get_figheight()
 
 
 @pytest.mark.parametrize("inference", ["rectified", "reliable", "top", "concat"])

@@ -89,6 +89,49 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     assert (kept / "result.json").exists()
 
 
+def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    protocol = tmp_path / "outputs/glyphs/mlrc"
+    for run in (tmp_path / "elsewhere/fold0_rep0", protocol / "cell/fold0_rep0"):
+        run.mkdir(parents=True)
+        (run / "result.json").touch()
+    (protocol / "linked").symlink_to(tmp_path / "elsewhere")
+    (protocol / "loop").symlink_to(protocol / "loop")
+    (protocol / "cell/fold0_rep1").symlink_to(tmp_path / "nowhere")
+    (protocol / "cell/fold0_rep2").symlink_to(protocol / "cell/fold0_rep2")
+    with pytest.raises(SystemExit) as info:
+        main(["clean", "*", "--yes"])
+    assert info.value.code == 0
+    out = capsys.readouterr().out
+    assert "left alone, behind a link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
+    assert "removed 1 runs" in out
+    assert (tmp_path / "elsewhere/fold0_rep0/result.json").exists()
+    assert not (protocol / "cell/fold0_rep0").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status", "--output-dir", ""], ["clean", "*", "--output-dir", ""], ["table", "paths.output_dir=''"],
+     ["aggregate", "paths.output_dir="], ["report", "paths.output_dir=' '"]],
+)  # fmt: skip
+def test_an_empty_output_folder_is_not_the_current_one(tmp_path: Path, capsys, monkeypatch, command: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glyphs/mlrc/cell/fold0_rep0").mkdir(parents=True)
+    with pytest.raises(SystemExit) as info:
+        main(command)
+    assert info.value.code == 2
+    assert "is empty; name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pair", [[], ["pair=[0,1]"]])
+def test_explain_makes_no_folder_and_says_so_before_the_work(tmp_path: Path, capsys, pair: list[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["explain", f"run={tmp_path}/no_run", f"output={tmp_path}/nope/x.png", *pair])
+    assert info.value.code == 1
+    assert f"there is no folder {tmp_path}/nope; choose another output" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(RunError, match="choose another output"):
         save_figure(plt.figure(), tmp_path / "missing" / "x.png")

@@ -334,6 +334,7 @@ def test_full_disk_while_writing_a_checkpoint_is_one_message_and_keeps_what_was_
     [
         (["sampler.classes_per_batch=7"], 2, "classes_per_batch (7) exceeds the 6 training classes"),
         (["dataset.table.images_per_class=1"], 1, "at least two images"),
+        (["schedule=cosine", "schedule.T_max=${epochs:0}"], 2, "schedule.T_max (0) must be at least 1 step"),
         (["dataset=omniglot", "paths.data_dir=nowhere"], 1, "nowhere"),
         (["dataset=cars196", "paths.data_dir=nowhere"], 1, "nowhere"),
         (["paths.output_dir=/proc/nowhere"], 1, "paths.output_dir"),

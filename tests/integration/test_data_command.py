@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +115,9 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     Image.new("L", (8, 30)).save(animals / "class2" / "grey.png")
     out, _ = data("verify", "folder", code=1)
     assert "  cannot be read: 1\n    class0/0.jpg: " in out
-    assert "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across train and test" in out
+    assert (
+        "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across training and test half" in out
+    )
     assert "class1/1.jpg = class3/twin.jpg" in out
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
@@ -200,6 +203,59 @@ def test_verify_looks_for_rescaled_images_in_all_of_them(data: Command, tmp_path
         "cub200 is readable, but its images are not the published ones: images rescaled to 24 x 24 pixels; its counts "
         "differ, too"
     )
+
+
+def test_list_says_what_is_a_subset(data: Command, tmp_path: Path) -> None:
+    for k in range(20):
+        path = tmp_path / "data" / "cub" / f"{1 + k // 10:03}.Bird" / f"Bird_{k:04}_{k}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (24 + k, 40)).save(path)
+    write_drawings(tmp_path / "data" / "images_background_small2.zip")
+    for part in ("train", "test"):
+        (tmp_path / "data" / "cifar10" / part / "airplane").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "data" / "cifar10" / part / "airplane" / "0.png")
+    batches = tmp_path / "data" / "cifar-100-python"
+    batches.mkdir()
+    for name in ("train", "test", "meta"):
+        (batches / name).write_bytes(bytes(7000))
+    lines = data("list")[0].splitlines()
+    found = {line.split()[0]: lines[k + 2].strip() for k, line in enumerate(lines[:-2]) if not line.startswith(" ")}
+    assert found["cub200"] == "NOT AS PUBLISHED: a subset: 20 of 11,788 images"
+    assert found["omniglot"] == "NOT AS PUBLISHED: a subset: 120 of 32,460 images"
+    assert found["cifar10"] == "NOT AS PUBLISHED: a subset: 2 of 60,000 images"
+    assert found["cifar100"] == "NOT AS PUBLISHED: a subset: at most 4 of 60,000 images"
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "data" / "images_background_small2.zip").write_bytes(b"damaged")
+    assert "cannot be read: Omniglot's archive" in data("list")[0]
+
+
+def test_verify_calls_a_part_of_omniglot_no_whole(data: Command, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_drawings(tmp_path / "data" / "images_background_small2.zip")
+    notes = "a subset: 120 of 32,460 images; train and test half share C: the split cuts an alphabet"
+    for command in ("stats", "verify"):
+        assert f"  not as published: {notes}\n" in data(command, "omniglot")[0]
+    last = data("verify", "omniglot")[0].splitlines()[-1]
+    assert "whole" not in last
+    assert last.startswith("omniglot is readable, but not the benchmark of the papers: its counts")
+
+
+def write_drawings(file: Path) -> None:
+    """Five alphabets, as in the second small archive; C has two characters, so that halving cuts it."""
+    file.parent.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    Image.new("1", (105, 105), 1).save(buffer, "png")
+    with zipfile.ZipFile(file, "w") as archive:
+        for character in (
+            "A/character01",
+            "B/character01",
+            "C/character01",
+            "C/character02",
+            "D/character01",
+            "E/character01",
+        ):
+            for k in range(20):
+                archive.writestr(f"{file.stem}/{character}/{k:04}_01.png", buffer.getvalue())
 
 
 def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:

@@ -15,6 +15,7 @@ from dmlbench.config import load_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
+from dmlbench.results.cautions import cautions
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
 from dmlbench.results.tables import Table, cell_labels, make_table
 from dmlbench.types import RunError
@@ -117,10 +118,10 @@ def build_tables(
 
 
 def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
-    """Every run of the cells: where it stands, and its own scores as fractions."""
+    """Every run of the cells: where it stands, what its scores are not, and these as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": cell.label, "cell": cell.path.name, "run": run,
-         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cell.summary.get("data_notes", ())), **scores}
+         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cautions(cell.summary)), **scores}
         for (dataset, protocol), cells in grouped.items() for cell in cells
         for run, scores in cell.summary["raw"].items()
     ]  # fmt: skip

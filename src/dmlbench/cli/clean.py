@@ -25,9 +25,12 @@ def main(arguments: Sequence[str]) -> None:
 
     wanted = options.state or ("done", "failed", "stale")
     states = {run: run.state for run in find_runs(options.output_dir, options.pattern)}
-    chosen = [run for run, state in states.items() if state in wanted]
+    linked = [run for run in states if any(folder.is_symlink() for folder in list(run.path.parents)[:3])]
+    chosen = [run for run, state in states.items() if state in wanted and run not in linked]
     for run, state in states.items():
-        if state == "running":
+        if run in linked:
+            print(f"left alone, behind a link: {run.path}")
+        elif state == "running":
             print(f"left alone, running: {run.path}")
     if not chosen:
         print(f"nothing under {options.output_dir} matches '{options.pattern}' in state {' or '.join(wanted)}")

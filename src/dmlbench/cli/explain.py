@@ -26,7 +26,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps.explain import explain_runs
 
     images = None if cfg.images is None else _listed(cfg.images)
-    path = Path(cfg.output) if cfg.output is not None else runs[0] / "explain.png"
+    path = _output(cfg) or runs[0] / "explain.png"
     explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
     print(f"written: {path}")
 
@@ -41,12 +41,24 @@ def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
     if cfg.images is not None:
         raise ConfigError("images and pair ask for different pictures; give one of them")
     pair = _listed(cfg.pair)
-    path = Path(cfg.output) if cfg.output is not None else runs[0] / f"{pair_stem(pair)}.png"
+    path = _output(cfg) or runs[0] / f"{pair_stem(pair)}.png"
     check_output(path)  # before the work rather than after it
     explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
     numbers = write_pair(explanation, path)
     print(f"distance: {explanation.distance:.6g}")
     print(f"written: {path}, {numbers}")
+
+
+def _output(cfg: DictConfig) -> Path | None:
+    """The file that the picture goes to, if one is named; refused before the work rather than after it."""
+    from dmlbench.types import RunError
+
+    if cfg.output is None:
+        return None
+    path = Path(cfg.output)
+    if not path.parent.is_dir():
+        raise RunError(f"cannot write {path}: there is no folder {path.parent}; choose another output")
+    return path
 
 
 def _listed(value: object) -> list:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dmlbench.runtime import derive_seed, is_open_at, read_json, write_json
-from dmlbench.types import RunError
+from dmlbench.types import ConfigError, RunError
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
@@ -155,10 +155,7 @@ def write_result(run_dir: Path, result: dict[str, Any]) -> None:
     Raises:
         RunError: a score is NaN or infinite.
     """
-    try:
-        write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
-    except ValueError as error:
-        raise RunError(f"{error}; look at the embeddings of this run, which collapsed or overflowed") from error
+    write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
@@ -256,9 +253,14 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     Args:
         output_dir: root of the run directories.
         pattern: shell pattern for that relative path or the beginning of it; a bare word matches anywhere in it.
+
+    Raises:
+        ConfigError: ``output_dir`` is empty.
     """
     from fnmatch import fnmatch
 
+    if not str(output_dir).strip():
+        raise ConfigError("the output folder is empty; name one, such as outputs")
     root = Path(output_dir)
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
