@@ -108,7 +108,7 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert "81 collections" in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
-    dmlbench("report", "--queries", "2")
+    dmlbench("report", "queries=2")
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert "24 runs: 24 done" in dmlbench("status")
 
@@ -125,8 +125,8 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
 
     run_dirs(tmp_path)[3].joinpath("result.json").unlink()
     assert "1 of 12 runs are missing" in dmlbench("aggregate", code=1)
-    assert "nothing was removed" in dmlbench("clean", "*", "--state", "stale", code=1)
-    assert "removed 1 runs" in dmlbench("clean", "*", "--state", "stale", "--yes")
+    assert "nothing was removed" in dmlbench("clean", "*", "state=stale", code=1)
+    assert "removed 1 runs" in dmlbench("clean", "*", "state=stale", "ask=false")
     assert len(run_dirs(tmp_path)) == 23
 
 

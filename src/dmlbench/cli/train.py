@@ -5,15 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.targets import settle_targets
+from dmlbench.types import RunInUse
 
 log = logging.getLogger(__name__)
 
 
 def task(cfg: DictConfig) -> str:
-    """Run the composed configuration; returns the run directory as a string for sweepers."""
+    """Run the composed configuration; returns the run directory as a string for sweepers.
+
+    Raises:
+        RunInUse: another process has the run; a sweep comes back to it.
+    """
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
     # Which option of each group was chosen (a cell's name is made of it), and which tuned files took part.
@@ -32,4 +38,9 @@ def task(cfg: DictConfig) -> str:
     OmegaConf.update(cfg, "runtime.tuned", tuned)
     if tuned:
         log.info("settings of papers: %s", ", ".join(tuned))
-    return str(run(cfg))
+    try:
+        return str(run(cfg))
+    except RunInUse as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
+        raise
