@@ -1,0 +1,63 @@
+"""Settings that are not as the chosen options have them, against what Hydra composes."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.apps.own_values import ABSENT, given_otherwise
+from dmlbench.apps.tables import _distinct
+from dmlbench.cli.main import main
+from dmlbench.results.tables import NAMING_GROUPS
+
+RUNTIME = {
+    "num_classes": 4, "num_channels": 64, "map_size": [7, 7], "embedding_size": 128, "image_size": [48, 48],
+    "steps_per_epoch": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The configuration that ``dmlbench train`` would store."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> DictConfig:
+        found = []
+        monkeypatch.setattr("dmlbench.run.run", lambda cfg: found.append(cfg.copy()))
+        with pytest.raises(SystemExit) as info:
+            main(["train", *arguments])
+        assert info.value.code == 0
+        found[0].runtime.update(RUNTIME)
+        container = OmegaConf.to_container(found[0], resolve=True)
+        return OmegaConf.create(container)
+
+    return command
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("pooling=gsp_small", "loss=arcface", "optim=sgd", "schedule=cosine"),
+        ("pooling=gsp_zsr", "loss=xbm", "loss@loss.loss=triplet", "dataset=glyphs", "fit.warmup_steps=${epochs:2}"),
+        ("head=avsl", "pooling=null", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
+        ("backbone=timm", "backbone.name=resnet10t.c3_in1k", "miner=semihard"),
+    ],
+    ids=["built_on_another", "wrapped", "levels", "timm"],
+)
+def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
+    assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
+
+
+def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored) -> None:
+    by_hand = stored("pooling=gsp", "loss=arcface", "pooling.num_prototypes=7", "+pooling.x=1", "optim.lr=0.25")
+    found = given_otherwise(by_hand, NAMING_GROUPS)
+    assert found.pop("optim.lr") != 0.25
+    assert found == {"pooling.num_prototypes": 64, "pooling.x": ABSENT}  # smoothing is tuned for a loss with proxies
+    assert by_hand.pooling.smoothing == 0.5
+    circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
+    assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": ABSENT}
+
+
+def test_labels_that_are_equal_get_the_hashes_of_their_cells() -> None:
+    cells = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
+    assert _distinct(["gap", "gap", "gsp"], cells) == ["gap [11111111]", "gap [22222222]", "gsp"]
