@@ -167,6 +167,9 @@ def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench,
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
     assert "is complete: nothing to do" in dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
+    late = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "logger=tensorboard")
+    assert "gets nothing of this run: a logger follows a training" in late
+    assert "remove the run with `dmlbench clean` and train it again" in late
     refused = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "base_seed=1", code=1)
     assert "base_seed: 0 -> 1" in refused
 
@@ -247,6 +250,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     process.terminate()
     code, _, error = process.wait(timeout=60)
     assert code == 75, error
+    assert error.splitlines()[-1] == "dmlbench: stopped; start the same command again to continue"
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
     assert "1 stale" in dmlbench("status")
