@@ -42,6 +42,7 @@ class RuntimeConfig:
     steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
     tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
     choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
 
 
 @dataclass

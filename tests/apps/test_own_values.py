@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.own_values import ABSENT, given_otherwise
+from dmlbench.apps.own_values import BY_HAND, given_otherwise
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
 from dmlbench.results.tables import NAMING_GROUPS
@@ -48,14 +48,22 @@ def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
     assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
 
 
-def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored) -> None:
+def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:
     by_hand = stored("pooling=gsp", "loss=arcface", "pooling.num_prototypes=7", "+pooling.x=1", "optim.lr=0.25")
     found = given_otherwise(by_hand, NAMING_GROUPS)
-    assert found.pop("optim.lr") != 0.25
-    assert found == {"pooling.num_prototypes": 64, "pooling.x": ABSENT}  # smoothing is tuned for a loss with proxies
+    assert found.pop("optim.lr").startswith("where the option has ")
+    assert found == {
+        "pooling.num_prototypes": "where the option has 64",
+        "pooling.x": BY_HAND,
+    }  # smoothing is tuned for a loss with proxies
     assert by_hand.pooling.smoothing == 0.5
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
-    assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": ABSENT}
+    assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
+    (tmp_path / "my_conf" / "pooling").mkdir(parents=True)
+    (tmp_path / "my_conf/pooling/mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
+    own = ("--config-dir=my_conf", "pooling=mine")
+    assert given_otherwise(stored(*own), NAMING_GROUPS) == {}
+    assert given_otherwise(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
 
 
 def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +71,7 @@ def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch
     small = [
         *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "fit.max_steps=0"),
         *("dataset.table.image_size=24", "transform.train.padding=2", "fit.keep=none", "device=cpu", "num_workers=0"),
-        *("head.out_features=8", "paths.cache_dir=cache"),
+        *("head.out_features=8", "paths.cache_dir=cache", "sampler.classes_per_batch=2", "sampler.images_per_class=2"),
     ]
     for command in (
         ["train", *small, "pooling=gsp", "pooling.num_prototypes=7"],

@@ -126,11 +126,11 @@ def test_settings_that_labels_hide_are_noted() -> None:
 
 def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
     cells = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
-    labels, notes = cell_labels(cells, [{}, {"pooling.m": 64}])
+    labels, notes = cell_labels(cells, [{}, {"pooling.m": "by hand"}])
     assert labels == ["gap", "gsp"]
-    assert notes == ["pooling.m: 7 (gsp), where the option has 64"]
+    assert notes == ["pooling.m: 7 (gsp), by hand"]
     two = [*cells, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
-    assert cell_labels(two, [{}, {"pooling.m": 64}, {"pooling.m": 64}]) == (
+    assert cell_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
         ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],
         [],
     )

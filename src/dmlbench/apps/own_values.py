@@ -8,14 +8,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.config import config_folder, flatten, register_schemas
 
-ABSENT = "absent"
+BY_HAND = "given by hand"
+_ABSENT = object()
 
 
-def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, Any]:
-    """Of each setting in ``groups`` whose value is not that of the chosen option: the value that the option has.
+def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]:
+    """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
-    The option's value is that of its file and of the papers' settings that took part. What a component got that no
-    option names (by its ``_target_`` alone) is ``ABSENT`` from its option, and so are keys that were added.
+    The option's value is that of its file and of the papers' settings that took part. Where there is none (a key that
+    was added, a component that is named by its ``_target_`` alone) the value is ``BY_HAND``. Of options that do not
+    come with the project, the command line says what was.
 
     Args:
         stored: the configuration of a run, resolved.
@@ -27,7 +29,8 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, Any]
     choices = {group: str(option) for group, option in (runtime.get("choices") or {}).items()}
     if choices.get("backbone") == (container.get("backbone") or {}).get("name"):
         choices["backbone"] = "timm"  # which is called by its model
-    found: dict[str, Any] = {}
+    given = runtime.get("given") or ()
+    found: dict[str, str] = {}
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
@@ -35,19 +38,24 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, Any]
         for name in runtime.get("tuned") or ():
             option = _merged(option, (_file(name) or {}).get(group) or {})
         own = OmegaConf.create({**container, group: option})
+        target = str(container[group].get("_target_"))
+        is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]
         for key, value in flatten(container[group], group).items():
             is_its_name = (key == f"{group}._target_" and not option) or key == "backbone.name"
-            if not is_its_name and (of_option := _value(own, key)) != value:
-                found[key] = of_option
+            if is_its_name or (is_of_the_user and not any(f"{key}.".startswith(f"{k}.") for k in given if k != group)):
+                continue
+            of_option = _value(own, key)
+            if of_option != value:
+                found[key] = BY_HAND if of_option is _ABSENT else f"where the option has {of_option}"
     return found
 
 
 def _value(config: DictConfig, key: str) -> Any:
-    """The value at ``key`` as plain data; ``ABSENT`` where there is none or where it cannot be resolved."""
+    """The value at ``key`` as plain data; ``_ABSENT`` where there is none or where it cannot be resolved."""
     try:
-        value = OmegaConf.select(config, key, default=ABSENT)
+        value = OmegaConf.select(config, key, default=_ABSENT)
     except OmegaConfBaseException:
-        return ABSENT
+        return _ABSENT
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 

@@ -8,6 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.cli.arguments import key_of
 from dmlbench.cli.targets import settle_targets
 from dmlbench.types import RunInUse
 
@@ -32,6 +33,7 @@ def task(cfg: DictConfig) -> str:
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
+    OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
     # Optional defaults are chosen whether there is such a file or not.
     wanted = [f"{group}/{option}" for group, option in runtime.choices.items() if group.startswith("tuned/")]
     tuned = [name for name in wanted if any((folder / f"{name}.yaml").is_file() for folder in folders)]

@@ -259,13 +259,13 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
 
 
 def cell_labels(
-    cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], of_options: Sequence[Mapping[str, Any]] = ()
+    cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
 ) -> tuple[list[str], list[str]]:
     """Shortest names that tell cells apart, and what else differs between them.
 
     Args:
         cells: per cell the chosen option of each group, and the flattened configuration.
-        of_options: per cell, of each setting that is not as its chosen option has it, the value of the option.
+        by_hand: per cell, what is to be said of each setting that is not as its chosen option has it.
 
     Returns:
         Of each cell the chosen options that differ, then single values that differ between cells of the same options;
@@ -295,10 +295,10 @@ def cell_labels(
         if len(held) > 1 and hidden and key.partition(".")[0] not in groups:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
-    for label, config, own in zip(labels, configs, of_options or [{}] * len(configs), strict=True):
+    for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
         for key, value in own.items():
             if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
-                notes.append(f"{key}: {config[key]} ({label}), where the option has {value}")
+                notes.append(f"{key}: {config[key]} ({label}), {value}")
     return labels, notes
 
 
