@@ -6,10 +6,12 @@ signature of the target. Everything here works without torch, so that a misspelt
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -40,6 +42,7 @@ class RuntimeConfig:
     steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
     tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
     choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
 
 
 @dataclass
@@ -87,6 +90,8 @@ class EvaluateConfig:
     per_class: str | None = None
     hardest: int | None = None
     hardest_by: str = "map_at_r"
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
     device: str = "auto"
     num_workers: int | None = None
@@ -108,7 +113,7 @@ class ExplainConfig:
 
 @dataclass
 class CellsConfig:
-    """What the commands on cells have in common: which cells, and by which metrics."""
+    """What the commands that summarize cells have in common: which cells, and by which metrics."""
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
@@ -142,6 +147,40 @@ class ReportConfig(CellsConfig):
     queries: int = 5
 
 
+@dataclass
+class StatusConfig:
+    """Top level of ``dmlbench status``: what became of runs."""
+
+    cells: str = "**"
+    state: Any = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class CleanConfig:
+    """Top level of ``dmlbench clean``: removing runs."""
+
+    cells: str | None = None
+    state: Any = None
+    ask: bool = True
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class DataConfig:
+    """Top level of ``dmlbench data``: looking at a data set, and making it ready."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    decode: bool = True
+    jobs: int | None = None
+    archives: Any = None
+    password: str | None = None
+    download: bool = True
+    accept_other_checksum: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -149,7 +188,26 @@ SCHEMAS = {
     "aggregate": AggregateConfig,
     "table": TableConfig,
     "report": ReportConfig,
+    "status": StatusConfig,
+    "clean": CleanConfig,
+    "data": DataConfig,
 }
+
+
+def config_folder() -> Path:
+    """``conf`` inside the installed package, or at the top of the checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
+
+
+def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """The configuration ``name`` with overrides, outside of its command: for notebooks, labels and tests."""
+    register_schemas()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        return hydra.compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
 
 
 def register_schemas() -> None:

@@ -34,7 +34,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import RunError
+from dmlbench.types import RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,15 @@ def run(cfg: DictConfig) -> Path:
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
+        stored = load_config(run_dir / store.CONFIG)
+        if cfg.logger is not None and OmegaConf.select(stored, "logger._target_") != cfg.logger._target_:
+            log.warning(
+                "%s gets nothing of this run: a logger follows a training, and this one has ended without it; its "
+                "losses and scores are in %s; to log them, remove the run with `dmlbench clean` and train it again",
+                cfg.logger._target_, run_dir / HISTORY,
+            )  # fmt: skip
         # A kill may have come between the result and the removal of what was not to be kept.
-        _tidy(run_dir, load_config(run_dir / store.CONFIG).fit.keep)
+        _tidy(run_dir, stored.fit.keep)
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir
@@ -67,6 +74,8 @@ def run(cfg: DictConfig) -> Path:
             set_strict_float32()
             plan = _plan_for(cfg, run_dir)
             _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop)
+        except RunInUse:
+            raise
         except Exception as error:
             log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
@@ -123,6 +132,8 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     found, kept = directory_of(first) / store.PLAN, run_dir / store.PLAN
     if kept.exists() and not found.exists():
         return load_plan(kept)
+    if not found.exists() and store.is_locked(found.parent):
+        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it", found.parent)
     plan = load_plan(found)
     if kept.exists() and load_plan(kept) != plan:
         raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it again")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import subprocess
@@ -174,6 +175,13 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
     return content
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what a reader of files raised, never torch's advice to read them without its safeguard."""
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "it holds Python objects, which are never executed, or it is damaged"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:

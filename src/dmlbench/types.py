@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,21 @@ class DataError(DmlbenchError):
 
 class RunError(DmlbenchError):
     """A run directory, checkpoint or result cannot be used."""
+
+
+class RunInUse(RunError):
+    """Another process has the run; what wants it may come back later.
+
+    Attributes:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, message: str, run_dir: Path) -> None:
+        super().__init__(message, run_dir)
+        self.run_dir = run_dir
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from dmlbench.apps.explain_pair import explain_images, pair_stem
 from dmlbench.apps.explain_pair_picture import draw_pair, write_pair
 from dmlbench.apps.trained import NamedImage, load_run, read_one
-from dmlbench.cli.explain import pair_as_list
+from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import main
 from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages
@@ -215,10 +215,11 @@ def test_values_out_of_their_range_are_named() -> None:
     ("pair='a.jpg',it's.jpg", r"pair=['a.jpg','it\'s.jpg']"),
     ("pair=[a.jpg,b.jpg]", "pair=[a.jpg,b.jpg]"),
     ("pair=a.jpg", "pair=a.jpg"),
-    ("images=1,2", "images=1,2"),
+    ("images=1,2", "images=[1,2]"),
+    ("run=a/b (1),c", "run=['a/b (1)','c']"),
 ])  # fmt: skip
 def test_a_pair_with_a_bare_comma_is_a_list(argument, expected) -> None:
-    assert pair_as_list(argument) == expected
+    assert for_hydra("explain", parse("explain", [argument])) == [expected]
 
 
 def test_files_are_named_after_the_pair() -> None:

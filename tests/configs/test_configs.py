@@ -14,8 +14,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import _of_each_job, _without_null, compose, config_folder
-from dmlbench.config import cell_id, config_sha256, flatten
+from dmlbench.cli.arguments import for_hydra, parse
+from dmlbench.config import cell_id, compose, config_folder, config_sha256, flatten
 from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -442,13 +442,21 @@ def test_user_configuration_folder_adds_options(tmp_path, capsys) -> None:
     assert "k: 3" in capsys.readouterr().out
 
 
+def hydra_takes(*arguments: str, command: str = "train") -> list[str]:
+    return for_hydra(command, parse(command, arguments))
+
+
 def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
-    arguments = ["pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
-    assert _of_each_job(arguments) == [
+    arguments = ["-m", "pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
+    assert hydra_takes(*arguments) == [
         "pooling=gap,gsp", "pooling.memory_rows=choice(16)", "+pooling.x=choice([1,2])", "fold=0", "loss.scale=1"
     ]  # fmt: skip
-    for left_alone in (["pooling=gap,gsp", "pooling.width=null"], ["pooling=gap,gmp", "bad==="], ["~loss", "loss.x=1"]):
-        assert _of_each_job(left_alone) == left_alone
+    for left_alone in (
+        ["pooling=gap,gsp", "pooling.width=null"],
+        ["pooling=glob(*,exclude=none)"],
+        ["~miner", "loss.x=1"],
+    ):
+        assert hydra_takes("-m", *left_alone) == left_alone
 
 
 def test_null_takes_a_group_out_of_the_configuration() -> None:
@@ -458,10 +466,9 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
         "tuned/by_loss=null",
         "pooling.width=null",
         "experiment=null",
-        "x",
     ]
-    assert [_without_null(argument) for argument in arguments] == [
-        "schedule=none", "regularizer=none,zsr", "~tuned/by_loss", "pooling.width=null", "~experiment", "x"
+    assert hydra_takes("-m", *arguments) == [
+        "schedule=none", "regularizer=none,zsr", "~tuned/by_loss", "pooling.width=null", "~experiment"
     ]  # fmt: skip
     assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 

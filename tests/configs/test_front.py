@@ -52,10 +52,10 @@ def test_sigterm_outside_of_training_is_one_line_and_asks_to_come_back(tmp_path:
 import time
 import dmlbench.cli.status as status
 from dmlbench.cli.main import main
-def wait(rest):
+def wait(cfg):
     print("ready", flush=True)
     time.sleep(60)
-status.main = wait
+status.task = wait
 main(["status"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

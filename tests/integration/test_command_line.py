@@ -100,7 +100,7 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     assert "81 collections" in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
-    dmlbench("report", "--queries", "2", "--allow-partial")
+    dmlbench("report", "queries=2", "allow_partial=true")
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert "16 runs: 16 done" in dmlbench("status")
 
@@ -118,8 +118,8 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     run_dirs(tmp_path)[3].joinpath("result.json").unlink()
     gone = "1 of 12" if "gsp" in run_dirs(tmp_path)[3].parent.name else "9 of 12"
     assert f"{gone} runs are missing" in dmlbench("aggregate", code=1)
-    assert "nothing was removed" in dmlbench("clean", "*", "--state", "stale", code=1)
-    assert "removed 1 runs" in dmlbench("clean", "*", "--state", "stale", "--yes")
+    assert "nothing was removed" in dmlbench("clean", "*", "state=stale", code=1)
+    assert "removed 1 runs" in dmlbench("clean", "*", "state=stale", "ask=false")
     assert len(run_dirs(tmp_path)) == 15
 
 
@@ -160,6 +160,9 @@ def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench,
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
     assert "is complete: nothing to do" in dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
+    late = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "logger=tensorboard")
+    assert "gets nothing of this run: a logger follows a training" in late
+    assert "remove the run with `dmlbench clean` and train it again" in late
     refused = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "base_seed=1", code=1)
     assert "base_seed: 0 -> 1" in refused
 
@@ -240,6 +243,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     process.terminate()
     code, _, error = process.wait(timeout=60)
     assert code == 75, error
+    assert error.splitlines()[-1] == "dmlbench: stopped; start the same command again to continue"
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
     assert "1 stale" in dmlbench("status")

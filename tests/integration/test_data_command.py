@@ -105,7 +105,7 @@ def test_a_data_set_that_is_not_there_is_one_message_with_places_and_remedy(data
 
 
 def test_verify_of_own_images_says_they_are_whole(data: Command, animals: Path) -> None:
-    out, _ = data("verify", "folder", "--jobs", "2")
+    out, _ = data("verify", "folder", "jobs=2")
     assert out.splitlines()[-2:] == ["  looked at: 12 images", "folder is whole: every image can be read"]
 
 
@@ -136,7 +136,7 @@ def test_verify_names_ten_and_counts_the_rest(data: Command, animals: Path) -> N
 
 def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path) -> None:
     (animals / "class0" / "0.jpg").write_bytes(b"broken")
-    out, _ = data("verify", "folder", "--no-decode")
+    out, _ = data("verify", "folder", "decode=false")
     assert "images were not decoded" in out
     assert out.splitlines()[-1].startswith("folder is complete by its counts")
 
@@ -145,9 +145,9 @@ def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_ben
     data: Command, tmp_path: Path
 ) -> None:
     archive = birds(tmp_path)
-    _, error = data("prepare", "cub200", "--from", str(archive), code=1)
+    _, error = data("prepare", "cub200", f"archives={archive}", code=1)
     assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error
-    out, _ = data("prepare", "cub200", "--from", str(archive), "--accept-other-checksum", SUBSET)
+    out, _ = data("prepare", "cub200", f"archives={archive}", "accept_other_checksum=true", SUBSET)
     assert "accepted_other_checksum" in (tmp_path / "data" / "cub200" / ".prepared-by-dmlbench.json").read_text()
     assert "extracting CUB_200_2011_subset.tar" in out
     assert "cub200: 10 images of 5 classes" in out
@@ -174,16 +174,16 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
         path = folder / "images" / f"{c:03}.Bird" / f"{i}.jpg"
         path.parent.mkdir(exist_ok=True)
         os.link(tmp_path / "one", path)
-    out, _ = data("verify", "cub200", "--no-decode")
+    out, _ = data("verify", "cub200", "decode=false")
     assert out.splitlines()[-1] == (
         "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
     )
     Image.new("RGB", (8, 8)).save(tmp_path / "one", "png")  # all of them
     found = "images rescaled to 8 x 8 pixels; images re-encoded as PNG"
-    for command in (("verify", "cub200", "--no-decode"), ("stats", "cub200")):
+    for command in (("verify", "cub200", "decode=false"), ("stats", "cub200")):
         out, _ = data(*command)
         assert f"  not as published: {found}\n" in out
-    out, _ = data("verify", "cub200", "--no-decode")
+    out, _ = data("verify", "cub200", "decode=false")
     assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
 
 
@@ -262,7 +262,14 @@ def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:
     assert "did you mean 'cub200'?" in data("stats", "cub20", code=2)[1]
     assert "there is nothing to prepare for 'glyphs'" in data("prepare", "glyphs", code=2)[1]
     assert "unknown option --fast" in data("verify", "glyphs", "--fast", code=2)[1]
-    assert "'0' must be 1 or more" in data("verify", "glyphs", "--jobs", "0", code=2)[1]
+    assert (
+        "--jobs: values are written without dashes, jobs=<value>" in data("verify", "glyphs", "--jobs", "2", code=2)[1]
+    )
+    assert "jobs (0) must be 1 or more" in data("verify", "glyphs", "jobs=0", code=2)[1]
+    assert "takes the name of one data set" in data("verify", code=2)[1]
+    assert "takes the name of one data set" in data("verify", "glyphs", "omniglot", code=2)[1]
+    assert "'look' is none of these" in data("look", "glyphs", code=2)[1]
+    assert "did you mean 'decode'?" in data("verify", "glyphs", "decod=false", code=2)[1]
     assert "dmlbench: error" in data("verify", "glyphs", "dataset.table.num_clases=3", code=2)[1]
 
 

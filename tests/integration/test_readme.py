@@ -179,9 +179,9 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
         elif command == "data" and arguments[0] == "verify":
             arguments.append("dataset.table.check_counts=false")
         elif command == "data" and arguments[0] == "prepare":
-            arguments += ["--accept-other-checksum", "dataset.table.check_counts=false"]
+            arguments += ["accept_other_checksum=true", "dataset.table.check_counts=false"]
         elif command == "report":
-            smaller += ["--queries", "2"]
+            smaller += ["queries=2"]
         with pytest.raises(SystemExit) as info:
             flags = [arguments.pop(0)] if arguments[:1] == ["-m"] else []
             main([command, *flags, *smaller, *arguments])

@@ -151,6 +151,18 @@ def test_settings_that_labels_hide_are_noted() -> None:
     assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in to_text(table)
 
 
+def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
+    cells = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
+    labels, notes = cell_labels(cells, [{}, {"pooling.m": "by hand"}])
+    assert labels == ["gap", "gsp"]
+    assert notes == ["pooling.m: 7 (gsp), by hand"]
+    two = [*cells, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
+    assert cell_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
+        ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],
+        [],
+    )
+
+
 def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
     summaries = [_summary(0.5, 0.1), _summary(0.7, 0.1)]
     for summary, mean in zip(summaries, (0.25, 0.5), strict=True):

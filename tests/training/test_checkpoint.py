@@ -4,8 +4,9 @@ import pickle
 import pytest
 import torch
 
+from dmlbench.models.weights import load_weights
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
-from dmlbench.types import RunError
+from dmlbench.types import ConfigError, RunError
 
 
 def test_checkpoint_comes_back_as_it_was(tmp_path) -> None:
@@ -32,9 +33,13 @@ def test_checkpoint_that_would_execute_code_is_refused(tmp_path) -> None:
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     torch.save({"model": Harmful()}, tmp_path / "last.ckpt", pickle_module=pickle)
-    with pytest.raises(RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="cannot be read: it holds Python objects") as refused:
         load_checkpoint(tmp_path / "last.ckpt")
     assert not (tmp_path / "executed").exists()
+    with pytest.raises(ConfigError, match="it holds Python objects") as refused_as_weights:
+        load_weights(torch.nn.Linear(1, 1), tmp_path / "last.ckpt")
+    for error in (refused, refused_as_weights):  # torch's advice is how to execute them all the same
+        assert "weights_only" not in str(error.value) and "can still be loaded" not in str(error.value)
 
 
 def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmlbench.apps.tables import asked_columns, settings_of
+from dmlbench.apps.tables import asked_columns, differing_settings
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -14,7 +14,6 @@ from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
 from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.results.tables import cell_labels
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -82,9 +81,9 @@ def compare_cells(
         first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
         differences[metric] = paired_difference(first, second)
     firsts = [(path, next(iter(results))) for path, results in zip(cells, runs, strict=True)]
-    named = [(runs[i][key]["choices"], settings_of(path / f"fold{key[0]}_rep{key[1]}"))
-             for i, (path, key) in enumerate(firsts)]  # fmt: skip
-    _, differing = cell_labels(named)
+    differing = differing_settings(
+        [(path / f"fold{key[0]}_rep{key[1]}", runs[i][key]["choices"]) for i, (path, key) in enumerate(firsts)]
+    )
     warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
     return Comparison(cells[0], cells[1], differences, left_out, tuple(differing), tuple(warned))
 

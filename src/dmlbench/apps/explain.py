@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -67,6 +67,11 @@ def explain_runs(
     if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     explained = [_explain(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
+    labels = [one.label for one in explained]
+    explained = [
+        replace(one, label=f"{run_dir.resolve().parent.name}\n{run_dir.name}") if labels.count(one.label) > 1 else one
+        for one, run_dir in zip(explained, run_dirs, strict=True)
+    ]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
     draw(explained, captions, path, notes=tables[0].notes)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import build
@@ -168,7 +168,8 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
         table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
-    trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
+    asked = OmegaConf.to_container(cfg.evaluation, resolve=True)  # whose values are this command's own keys
+    trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": asked}, device=cfg.device)
     assert trained.data.split.test is not None
     queries, gallery = trained.embed(trained.data.split.test)
     evaluation = trained.score(queries, gallery)

@@ -1,12 +1,9 @@
 """``dmlbench explain``: pictures of what a trained pooling looks at, and of why two images are alike to AVSL."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
-
-from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
@@ -63,26 +60,3 @@ def _output(cfg: DictConfig) -> Path | None:
 
 def _listed(value: object) -> list:
     return list(value) if isinstance(value, ListConfig) else [value]
-
-
-def pair_as_list(argument: str) -> str:
-    """``pair=a,b`` as Hydra reads a list; it would take the commas for a sweep.
-
-    Rows stay numbers; all else is quoted, so that paths may hold whatever they like but a comma.
-    """
-    key, equals, value = argument.partition("=")
-    if key != "pair" or not equals or value.startswith("[") or "," not in value:
-        return argument
-    parts = [part.strip() for part in value.split(",")]
-    return f"pair=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"
-
-
-def _quoted(text: str) -> str:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("explain", task, [pair_as_list(argument) for argument in arguments])

@@ -1,11 +1,8 @@
 """``dmlbench report``: a picture of aggregated cells."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
-
-from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
@@ -20,18 +17,3 @@ def task(cfg: DictConfig) -> None:
         title = f"{dataset} under {protocol}"
         draw_report(cells, path, title=title, metrics=asked_columns(spec), num_queries=cfg.queries)
         print(f"written: {path}")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Takes ``key=value`` as every command; a word without = is ``cells``, ``--queries 2`` is ``queries=2``."""
-    overrides: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        flag = word.removeprefix("--").replace("-", "_")
-        if flag in ("queries", "output_dir") and word.startswith("--"):
-            overrides.append(f"{'paths.' if flag == 'output_dir' else ''}{flag}={next(words, '')}")
-        elif word == "--allow-partial":
-            overrides.append("allow_partial=true")
-        else:
-            overrides.append(word if "=" in word or word.startswith("-") else f"cells='{word}'")
-    run_hydra("report", task, overrides)

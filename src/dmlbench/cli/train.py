@@ -5,15 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.cli.arguments import key_of
 from dmlbench.cli.targets import settle_targets
+from dmlbench.types import RunInUse
 
 log = logging.getLogger(__name__)
 
 
 def task(cfg: DictConfig) -> str:
-    """Run the composed configuration; returns the run directory as a string for sweepers."""
+    """Run the composed configuration; returns the run directory as a string for sweepers.
+
+    Raises:
+        RunInUse: another process has the run; a sweep comes back to it.
+    """
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
     # Which option of each group was chosen (a cell's name is made of it), and which tuned files took part.
@@ -26,10 +33,16 @@ def task(cfg: DictConfig) -> str:
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
+    OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
     # Optional defaults are chosen whether there is such a file or not.
     wanted = [f"{group}/{option}" for group, option in runtime.choices.items() if group.startswith("tuned/")]
     tuned = [name for name in wanted if any((folder / f"{name}.yaml").is_file() for folder in folders)]
     OmegaConf.update(cfg, "runtime.tuned", tuned)
     if tuned:
         log.info("settings of papers: %s", ", ".join(tuned))
-    return str(run(cfg))
+    try:
+        return str(run(cfg))
+    except RunInUse as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
+        raise

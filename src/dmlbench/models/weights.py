@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dmlbench.runtime import reason_of
 from dmlbench.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise almost anything
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: {first_line:.120}); "
+            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: {reason_of(error):.120}); "
             "it may be truncated, or hold Python objects, which are never executed: save its state_dict again"
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):

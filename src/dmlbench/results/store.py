@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dmlbench.runtime import derive_seed, is_open_at, read_json, write_json
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, RunInUse, check_choice
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
@@ -33,6 +33,7 @@ _KEYS = (
 )
 
 State = Literal["done", "running", "failed", "stale"]
+STATES = ("done", "running", "failed", "stale")
 
 
 def run_directory(
@@ -75,7 +76,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for this process; the lock goes with the process, however it ends.
 
     Raises:
-        RunError: another process holds it.
+        RunInUse: another process holds it.
+        RunError: it cannot be written to.
     """
     try:
         file = (run_dir / LOCK).open("a+")
@@ -89,12 +91,12 @@ def locked(run_dir: Path) -> Iterator[None]:
             _lock(file.fileno())
         except BlockingIOError as error:
             file.seek(0)
-            raise RunError(
+            raise RunInUse(
                 f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir"
-            ) from error
+                "another paths.output_dir", run_dir,
+            ) from error  # fmt: skip
         if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunError(f"{run_dir} was released by another process just now; start the command again")
+            raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
@@ -231,6 +233,18 @@ def run_state(run_dir: Path) -> State:
     return "failed" if (run_dir / ERROR).exists() else "stale"
 
 
+def states_of(asked: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The states that a command was asked for: one, several, or all that it knows.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    states = [asked] if isinstance(asked, str) else list(known if asked is None else asked)
+    for state in states:
+        check_choice("state", state, known)
+    return tuple(states)
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """A run directory and the coordinates in its name."""
@@ -252,7 +266,8 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
 
     Args:
         output_dir: root of the run directories.
-        pattern: shell pattern for that relative path or the beginning of it; a bare word matches anywhere in it.
+        pattern: shell pattern for that relative path, or for as many of its first parts as one likes: ``glyphs``,
+            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it.
 
     Raises:
         ConfigError: ``output_dir`` is empty.
@@ -262,6 +277,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     if not str(output_dir).strip():
         raise ConfigError("the output folder is empty; name one, such as outputs")
     root = Path(output_dir)
+    pattern = pattern.removeprefix(f"{root}/")
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
         relative = path.relative_to(root)

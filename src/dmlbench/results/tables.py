@@ -12,7 +12,7 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError
 
-_NAMED = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
+NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
 """Groups whose chosen options name a cell."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
 KINDS = ("separated", "concatenated", "best", "mean")
@@ -258,17 +258,21 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
-def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> tuple[list[str], list[str]]:
+def cell_labels(
+    cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
+) -> tuple[list[str], list[str]]:
     """Shortest names that tell cells apart, and what else differs between them.
 
     Args:
         cells: per cell the chosen option of each group, and the flattened configuration.
+        by_hand: per cell, what is to be said of each setting that is not as its chosen option has it.
 
     Returns:
         Of each cell the chosen options that differ, then single values that differ between cells of the same options,
-        as far as a cell has them; and notes on every other setting that two cells have in common with different values.
+        as far as a cell has them; and notes on every other setting that two cells have in common with different values,
+        and on those for which the name of an option does not stand.
     """
-    groups = [g for g in _NAMED if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
+    groups = [g for g in NAMING_GROUPS if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in cells]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
@@ -290,6 +294,10 @@ def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) ->
         if len(held) > 1 and hidden and key.partition(".")[0] not in groups:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
+    for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
+        for key, value in own.items():
+            if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
+                notes.append(f"{key}: {config[key]} ({label}), {value}")
     return labels, notes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dmlbench.runtime import atomic_write
+from dmlbench.runtime import atomic_write, reason_of
 from dmlbench.types import RunError
 
 
@@ -40,9 +40,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, ... for a damaged file
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {first_line}; "
+            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {reason_of(error)}; "
             "it is truncated or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
         ) from error
     if not isinstance(state, dict):

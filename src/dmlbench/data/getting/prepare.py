@@ -100,7 +100,7 @@ def _gather(
     """The files to use (given, found, or downloaded), and whether each is an archive."""
     for path in given:
         if not path.is_file():
-            raise DataError(f"'{path}' is no file; correct --from")
+            raise DataError(f"'{path}' is no file; correct archives")
     by_name = {archive.name: archive for archive in source.archives}
     if given and any(path.name not in by_name for path in given):
         return {path: path.suffix not in (".mat", ".txt") for path in given}
@@ -123,7 +123,7 @@ def _gather(
         there = f"{', '.join(a.name for a in wanted if a.name in files)} is there; " if files else ""
         raise DataError(
             f"{source.title} is not in '{root}', nor is {', '.join(a.name for a in missing)}; {there}{source.by_hand}; "
-            f"put it into '{root}' and start again, or name files that lie elsewhere with --from"
+            f"put it into '{root}' and start again, or name files that lie elsewhere with archives=<file>"
         )
     for archive in missing:
         files[archive.name] = _download(source, archive, place if source.is_read_packed else root, stage)
@@ -170,7 +170,7 @@ def _checked(
         )
         raise DataError(
             f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
-            "it again, or take it as it is with --accept-other-checksum"
+            "it again, or take it as it is with accept_other_checksum=true"
         )
     return checked, other
 
