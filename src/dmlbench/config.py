@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 
 @dataclass
@@ -204,6 +204,8 @@ def load_config(path: Path) -> DictConfig:
         RunError: it is missing, or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; {remedy}")
     try:
         config = OmegaConf.load(path)
     except FileNotFoundError:
