@@ -41,6 +41,30 @@ def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> Non
     assert message in capsys.readouterr().err
 
 
+def test_what_cannot_be_read_is_told_from_what_cannot_be_written(tmp_path: Path, capsys, monkeypatch) -> None:
+    def message(error: OSError) -> str:
+        assert guarded(raising(error)) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "list.txt").touch()
+    denied = (errno.EACCES, "Permission denied")
+    assert f"cannot read {tmp_path}/list.txt: Permission denied; make it" in message(
+        PermissionError(*denied, f"{tmp_path}/list.txt")
+    )
+    assert f"cannot read {tmp_path}: Is a directory" in message(
+        IsADirectoryError(errno.EISDIR, "Is a directory", str(tmp_path))
+    )
+    assert "cannot write" in message(PermissionError(*denied, f"{tmp_path}/.list.txt.1.tmp"))
+    assert "cannot write" in message(OSError(errno.EROFS, "Read-only file system", f"{tmp_path}/list.txt"))
+    assert "cannot write" in message(
+        IsADirectoryError(errno.EISDIR, "Is a directory", f"{tmp_path}/.x.1.tmp", None, f"{tmp_path}/x")
+    )
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert f"cannot read {tmp_path}/loop" in message(OSError(errno.ELOOP, "Too many levels", f"{tmp_path}/loop"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as a folder that is closed to this user
+    assert "cannot read" in message(PermissionError(*denied, f"{tmp_path}/unseen"))
+
+
 def test_other_faults_keep_their_traceback() -> None:
     for error in (OSError(errno.ECONNRESET, "reset"), ValueError("a defect"), FileNotFoundError(errno.ENOENT, "no")):
         with pytest.raises(type(error)):

@@ -287,7 +287,7 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     shutil.copytree(cell / "fold0_rep0", cell / "fold1_rep0", dirs_exist_ok=True)
     refused("fold1_rep0 holds the result of fold0_rep0")
     shutil.copy(cell / "fold0_rep0" / EMBEDDINGS, cell / "fold1_rep0" / EMBEDDINGS)
-    refused(f"{EMBEDDINGS} .* is not what {RESULT} was computed from")
+    refused(f"{EMBEDDINGS} .* is not the one that {RESULT} names")
     write_result(cell / "fold1_rep0", read_result(cell / "fold1_rep0") | {"seed": 7})
     refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
     shutil.copytree(cell / "fold0_rep0", cell / "fold7_rep0")

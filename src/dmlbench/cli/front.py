@@ -29,8 +29,10 @@ _REQUIRED = (
 )
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-"""What a disk refuses a write with."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk refuses a write with, but never a read."""
+_DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""What a disk refuses a write or a read with."""
 
 
 def config_folder() -> Path:
@@ -153,9 +155,19 @@ def guarded(action: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in _DISK or (error.filename is None and error.errno != errno.ENOSPC):
             raise
+        if _is_of_reading(error):
+            return _report(f"cannot read {error.filename}: {error.strerror}; make it a readable file", EXIT_FAILED)
         place = f" {error.filename}" if error.filename else ""
         return _report(f"cannot write{place}: {error.strerror}; make room, or choose another folder", EXIT_FAILED)
     return 0
+
+
+def _is_of_reading(error: OSError) -> bool:
+    """Files are written under new names: one that is there, or whose folder cannot be looked into, was being read."""
+    if error.errno in _FULL or error.filename is None or error.filename2 is not None:
+        return False
+    folder = os.path.dirname(error.filename) or "."
+    return os.path.lexists(error.filename) or (os.path.isdir(folder) and not os.access(folder, os.X_OK))
 
 
 def explain(error: Exception) -> str:

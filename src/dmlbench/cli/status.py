@@ -4,6 +4,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,8 +35,19 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
         for run, state in states.items():
             if state != "done":
-                error = (run.path / ERROR).read_text(encoding="utf-8", errors="replace") if state == "failed" else ""
+                error = _text(run.path / ERROR) if state == "failed" else ""
                 reason = "".join(f": {line}" for line in error.strip().splitlines()[-1:])
                 print(f"  {state:<8} {run.path.name}{reason}")
     order = ("done", "running", "failed", "stale")
     print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in order))
+
+
+def _text(path: Path) -> str:
+    from dmlbench.types import not_a_file
+
+    if what := not_a_file(path):
+        return f"{path} is {what}, not a file"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
