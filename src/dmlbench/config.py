@@ -212,7 +212,7 @@ def load_config(path: Path) -> DictConfig:
         raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
     except (OSError, UnicodeError, YAMLError, OmegaConfBaseException) as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
-    if not isinstance(config, DictConfig):
+    if not isinstance(config, DictConfig) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
     present = OmegaConf.create(rename_targets(OmegaConf.to_container(config, resolve=False), present_name))
     assert isinstance(present, DictConfig)

@@ -157,7 +157,7 @@ def guarded(action: Callable[[], None]) -> int:
             raise
         if _is_of_reading(error):
             return _report(f"cannot read {error.filename}: {error.strerror}; make it a readable file", EXIT_FAILED)
-        place = f" {error.filename}" if error.filename else ""
+        place = f" {error.filename2 or error.filename}" if error.filename else ""
         return _report(f"cannot write{place}: {error.strerror}; make room, or choose another folder", EXIT_FAILED)
     return 0
 

@@ -78,6 +78,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         RunError: another process holds it.
     """
+    _require_file(run_dir / LOCK)
     try:
         file = (run_dir / LOCK).open("a+")
     except OSError as error:
@@ -104,6 +105,12 @@ def locked(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             (run_dir / LOCK).unlink(missing_ok=True)
+
+
+def _require_file(path: Path) -> None:
+    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; remove it")
 
 
 _held: set[int] = set()
@@ -139,6 +146,7 @@ def _lock(descriptor: int) -> None:
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a living process holds the run directory."""
+    _require_file(run_dir / LOCK)
     try:
         with (run_dir / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -200,8 +208,7 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
     files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
-        if what := not_a_file(run_dir / name):
-            raise RunError(f"{run_dir / name} is {what}, not a file; bring the file back, or run it again")
+        _require_file(run_dir / name)
         try:
             with (run_dir / name).open("rb") as file:
                 hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
