@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 
 @dataclass
@@ -262,13 +262,15 @@ def load_config(path: Path) -> DictConfig:
         RunError: it is missing, or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; {remedy}")
     try:
         config = OmegaConf.load(path)
     except FileNotFoundError:
         raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
     except (OSError, UnicodeError, YAMLError, OmegaConfBaseException) as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
-    if not isinstance(config, DictConfig):
+    if not isinstance(config, DictConfig) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
     present = OmegaConf.create(rename_targets(OmegaConf.to_container(config, resolve=False), present_name))
     assert isinstance(present, DictConfig)

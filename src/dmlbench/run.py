@@ -229,7 +229,9 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
         )  # fmt: skip
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
-    result = _result(experiment, run_dir.parent.name, progress, scores, test, store.hashes_of(run_dir))
+    kept = (BEST,) if settings.keep in ("best", "both") else ()
+    hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, *kept))
+    result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
     store.write_result(run_dir, result)
     _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())

@@ -6,7 +6,9 @@ m prototypes, L levels.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,3 +236,16 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """
     if value not in known:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+
+
+def not_a_file(path: str | os.PathLike[str]) -> str:
+    """What lies at ``path`` instead of a file, in words; "" where a file or nothing does.
+
+    To be asked before opening what others have put somewhere: a pipe that nobody writes to is waited for without end.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

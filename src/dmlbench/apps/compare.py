@@ -13,7 +13,7 @@ from dmlbench.results.cautions import by_row, cautions
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
-from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.store import cells_of, find_runs, read_result, require_own_place
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -120,7 +120,12 @@ def _cell(output_dir: str, pattern: str) -> Path:
 
 def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
     runs = find_runs(output_dir, str(cell.relative_to(output_dir)))
-    return {(run.fold, run.repeat): read_result(run.path) for run in runs if run.state == "done"}
+    results = {}
+    for run in runs:
+        if run.state == "done":
+            results[run.fold, run.repeat] = read_result(run.path)
+            require_own_place(run.path, results[run.fold, run.repeat])
+    return results
 
 
 def _scores(cell: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:

@@ -21,7 +21,7 @@ from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
-from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
@@ -48,11 +48,17 @@ def draw_report(
         num_queries: queries to show, the same for every cell, drawn with a fixed seed; half are failures of the first
             trained cell, if it has enough.
         num_nearest: retrieved images a query.
+
+    Raises:
+        ConfigError: a metric that no cell has.
+        RunError: embeddings that are not those of their run, or data that are not those of the cells.
     """
     known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
+    for run_dir in map(_first_run, shown):
+        require_own_files(run_dir, read_result(run_dir))
     # The same queries of every cell: those that were tested on other images cannot show them.
     shown = [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]

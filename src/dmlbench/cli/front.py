@@ -26,8 +26,10 @@ from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempte
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-"""What a disk refuses a write with."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk refuses a write with, but never a read."""
+_DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""What a disk refuses a write or a read with."""
 
 
 def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -> None:
@@ -98,9 +100,19 @@ def _described(error: Exception) -> tuple[str, int] | None:
     if isinstance(cause, ValueError) and ("Config group override" in str(cause) or "Only one of --run" in str(cause)):
         return f"the command line cannot be read: {cause}", EXIT_BAD_CONFIGURATION
     if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
-        place = f" {cause.filename}" if cause.filename else ""
+        if _is_of_reading(cause):
+            return f"cannot read {cause.filename}: {cause.strerror}; make it a readable file", EXIT_FAILED
+        place = f" {cause.filename2 or cause.filename}" if cause.filename else ""
         return f"cannot write{place}: {cause.strerror}; make room, or choose another folder", EXIT_FAILED
     return None
+
+
+def _is_of_reading(error: OSError) -> bool:
+    """Files are written under new names: one that is there, or whose folder cannot be looked into, was being read."""
+    if error.errno in _FULL or error.filename is None or error.filename2 is not None:
+        return False
+    folder = os.path.dirname(error.filename) or "."
+    return os.path.lexists(error.filename) or (os.path.isdir(folder) and not os.access(folder, os.X_OK))
 
 
 def _report_sweep(failed: SweepFailed) -> int:

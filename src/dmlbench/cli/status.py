@@ -1,6 +1,7 @@
 """``dmlbench status``: which runs are done, running, failed or stale."""
 
 from collections import Counter
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -20,9 +21,19 @@ def task(cfg: DictConfig) -> None:
         print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
         for run in members:
             if found[run] != "done":
-                is_failed = found[run] == "failed"
-                error = (run.path / ERROR).read_text(encoding="utf-8", errors="replace") if is_failed else ""
+                error = _text(run.path / ERROR) if found[run] == "failed" else ""
                 reason = "".join(f": {line}" for line in error.strip().splitlines()[-1:])
                 print(f"  {found[run]:<8} {run.path.name}{reason}")
     total = Counter[str](found[run] for run in runs)
     print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in STATES))
+
+
+def _text(path: Path) -> str:
+    from dmlbench.types import not_a_file
+
+    if what := not_a_file(path):
+        return f"{path} is {what}, not a file"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"

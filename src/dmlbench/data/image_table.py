@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.originals import deviations_of_sample
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, not_a_file
 
 _NAMED_IN_ERRORS = 10
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
@@ -319,16 +320,23 @@ def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, nam
     """[N] sizes in bytes of the files, all of which must exist.
 
     Raises:
-        DataError: files are missing; the first ten are named, and how many each folder lacks.
+        DataError: files are missing (the first ten are named, and how many each folder lacks), or are no files.
     """
     sizes = np.zeros(len(paths), dtype=np.int64)
     missing: list[str] = []
     folder = os.path.join(root, "")
     for row, path in enumerate(map(str, paths)):
         try:
-            sizes[row] = os.stat(folder + path).st_size
+            status = os.stat(folder + path)
         except (OSError, ValueError):
             missing.append(path)
+            continue
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # reading a folder does not wait
+            raise DataError(
+                f"data set '{name}' has {not_a_file(folder + path)} among its images, '{folder + path}'; replace it or "
+                "remove it from the data"
+            )
+        sizes[row] = status.st_size
     if missing:
         raise DataError(
             f"data set '{name}' lacks {len(missing):,} of {len(paths):,} images under '{root}': {shorten(missing)}"

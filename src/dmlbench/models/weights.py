@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dmlbench.runtime import reason_of
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, not_a_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ConfigError: the file is missing, unreadable, or holds something else than named tensors.
     """
     path = Path(path)
+    if what := not_a_file(path):
+        raise ConfigError(f"weights file '{path}' is {what}, not a file; correct weights_file")
     if not path.is_file():
         raise ConfigError(
             f"weights file '{path}' is not there; place it at this path, correct weights_file, "

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import derive_seed, is_open_at, read_json, write_json
-from dmlbench.types import ConfigError, RunError, RunInUse, check_choice
+from dmlbench.runtime import derive_seed, is_open_at, read_json, remove_leftovers, write_json
+from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, not_a_file
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
@@ -26,6 +26,7 @@ RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
+_NUMBERS = ("num_folds", "num_repeats", "fold", "repeat", "seed", "base_seed", "n_query", "n_gallery", "steps")
 _KEYS = (
     *("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "num_folds", "num_repeats", "fold"),
     *("repeat", "seed", "base_seed", "choices", "val_is_test", "search", "metrics", "n_query", "n_gallery"),
@@ -79,6 +80,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         RunInUse: another process holds it.
         RunError: it cannot be written to.
     """
+    _require_file(run_dir / LOCK)
     try:
         file = (run_dir / LOCK).open("a+")
     except OSError as error:
@@ -100,12 +102,17 @@ def locked(run_dir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
-        for leftover in run_dir.glob(".*.tmp"):  # an atomic write that was killed
-            leftover.unlink(missing_ok=True)
+        remove_leftovers(run_dir)
         try:
             yield
         finally:
             (run_dir / LOCK).unlink(missing_ok=True)
+
+
+def _require_file(path: Path) -> None:
+    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; remove it")
 
 
 _held: set[int] = set()
@@ -141,6 +148,7 @@ def _lock(descriptor: int) -> None:
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a living process holds the run directory."""
+    _require_file(run_dir / LOCK)
     try:
         with (run_dir / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -172,11 +180,15 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing") from None
     except ValueError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise RunError(f"{path} cannot be read ({error}); make it readable") from error
         raise RunError(f"{path} is damaged ({error}); {remedy}") from error
     if result.get("schema") != RESULT_SCHEMA:
         raise RunError(f"{path} has schema {result.get('schema')}, this version reads {RESULT_SCHEMA}; run it again")
     if lacking := [key for key in _KEYS if key not in result]:
         raise RunError(f"{path} is damaged (it lacks {lacking[0]}); {remedy}")
+    if wrong := [key for key in _NUMBERS if type(result[key]) is not int]:
+        raise RunError(f"{path} is damaged ({wrong[0]} is {result[wrong[0]]!r} instead of a number); {remedy}")
     metrics = result["metrics"]
     parts = metrics.values() if isinstance(metrics, dict) else [None]
     scores = [score for part in parts for score in (part.items() if isinstance(part, dict) else [("metrics", part)])]
@@ -186,21 +198,29 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return result
 
 
-def hashes_of(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of the files that scores are computed from, of those that are there."""
-    files = [name for name in (EMBEDDINGS, DISTANCE) if (run_dir / name).exists()]
+def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> dict[str, str]:
+    """SHA-256 of files of a run, those that scores are computed from if it does not say which, of those that are there.
+
+    Raises:
+        RunError: one cannot be read, or is a pipe or a folder.
+    """
+    files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
-        with (run_dir / name).open("rb") as file:
-            hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        _require_file(run_dir / name)
+        try:
+            with (run_dir / name).open("rb") as file:
+                hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise RunError(f"{run_dir / name} cannot be read ({error.strerror}); make it readable") from error
     return hashes
 
 
-def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    """``hashes_of`` a run whose result lies in its folder, with the embeddings that it was computed from.
+def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Insist that a result lies in the folder of its coordinates, and has their seed.
 
     Raises:
-        RunError: it was copied from another run, or its files were.
+        RunError: it was copied from another run.
     """
     coordinates = f"fold{result['fold']}_rep{result['repeat']}"
     if run_dir.name != coordinates:
@@ -213,12 +233,23 @@ def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str
             f"{run_dir / RESULT} names the seed {result['seed']}, but {coordinates} with base_seed "
             f"{result['base_seed']} has {seed}; it is the result of another run: run this one again"
         )
-    hashes = hashes_of(run_dir)
+
+
+def require_own_files(
+    run_dir: Path, result: Mapping[str, Any], files: Sequence[str] = (EMBEDDINGS, DISTANCE)
+) -> dict[str, str]:
+    """``hashes_of`` a run whose result lies in its folder, with the files that it was written with.
+
+    Raises:
+        RunError: it was copied from another run, or its files were, or they are damaged.
+    """
+    require_own_place(run_dir, result)
+    hashes = hashes_of(run_dir, files)
     for key, found in hashes.items():
         if result.get(key, found) != found:
-            name = EMBEDDINGS if key.startswith("embeddings") else DISTANCE
+            name = next(name for name in files if key == f"{Path(name).stem}_sha256")
             raise RunError(
-                f"{run_dir / name} (SHA-256 {found[:12]}) is not what {RESULT} was computed from ({result[key][:12]}); "
+                f"{run_dir / name} (SHA-256 {found[:12]}) is not the one that {RESULT} names ({result[key][:12]}); "
                 "bring the file back, or run it again"
             )
     return hashes
@@ -285,7 +316,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         fold, _, repeat = coordinates.removeprefix("fold").partition("_rep")
         text = str(relative)
         wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
-        if wanted and fold.isdigit() and repeat.isdigit() and path.is_dir():
+        if wanted and fold.isdecimal() and repeat.isdecimal() and path.is_dir():
             runs.append(RunInfo(path, dataset, protocol, cell, int(fold), int(repeat)))
     return runs
 
@@ -294,14 +325,17 @@ def remove_run(path: Path) -> None:
     """Delete a run directory, and its cell's folder when it was the last one in it; a running one is left alone.
 
     Raises:
-        RunError: a living process holds it.
+        RunError: a living process holds it, or it cannot be removed.
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    _remove(path)
     cell = path.parent
-    if not any(cell.glob("fold*_rep*")):
-        _remove(cell)
+    try:
+        _remove(path)
+        if not any(cell.glob("fold*_rep*")):
+            _remove(cell)
+    except OSError as error:
+        raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
 
 
 def _remove(folder: Path) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, file_stamp, read_names, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.types import DataError, ImageTable
 
@@ -306,11 +306,7 @@ def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, str]]:
                 for file in (place / part / name).glob("*"):
                     if _is_image(file.name):
                         path = f"{part}/{name}/{file.name}"
-                        try:
-                            status = file.stat()
-                        except OSError as error:
-                            raise DataError(f"'{file}' cannot be read ({error.strerror}); replace it") from error
-                        yield path, path, f"{status.st_size} {status.st_mtime_ns}"
+                        yield path, path, file_stamp(file)
         return
     try:
         with zipfile.ZipFile(place) as archive:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, differing_counts, halved_roles, make_table, shorten
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
+from dmlbench.data.readers.layouts import DataFolder, Layout, file_stamp, images_in, subfolders
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, closest
 
 ARCHIVES = (
@@ -239,9 +239,8 @@ def _drawings_of_folder(folder: Path) -> list[_Drawing]:
             if re.fullmatch(r"character\d+", name) is None:
                 raise DataError(f"'{folder / character}' is no character (such as character01); move it away")
             for image in images_in(folder / character):
-                status = (folder / character / image).stat()
                 path = f"{character}/{image}"
-                stamp = f"{status.st_size} {status.st_mtime_ns}"
+                stamp = file_stamp(folder / path)
                 found.append(_Drawing(folder, path, stamp, character, path, "evaluation" in folder.name))
     return found
 
