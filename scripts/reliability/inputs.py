@@ -136,10 +136,11 @@ explain: run=nowhere | run=[] | run=[1,2] | run=/ | run=. | images=[1] | pair=1,
 evaluate: run=nowhere | embeddings=nowhere.npz | embeddings=. | run=. | run=[] | embeddings=/dev/zero | hardest=-1
 evaluate: embeddings=/dev/null | labels=x | gallery=x | hardest=x | output=/nope/x.json
 data: nonsense | stats | stats nonsense | verify | verify nonsense | prepare nonsense | stats folder
-data: verify folder --jobs 0 | verify folder --jobs x | prepare cub200 --no-download | prepare glyphs
-data: prepare cub200 --from nowhere.tar | stats glyphs dataset.table.num_classes=-1 | list nonsense=3
-status: --no-such-flag | = | nonsense=3
-clean: --state | --state=nonsense | --no-such-flag
+data: verify folder jobs=0 | verify folder jobs=x | verify folder --jobs 3 | prepare cub200 download=false
+data: prepare cub200 archives=nowhere.tar | verify cub200 decode=perhaps | list nonsense=3
+data: stats glyphs dataset.table.num_classes=-1 | prepare glyphs
+status: --no-such-flag | = | nonsense=3 | state=nonsense
+clean: state=nonsense | --no-such-flag | ask=perhaps | cells=[a] | cells=x paths.output_dir= | --yes
 nonsense: --help | x=1
 """
 
@@ -388,7 +389,8 @@ def of_data() -> Iterator[Case]:
             )  # fmt: skip
     archive = "data/CUB_200_2011_subset.tar"
     prepare: Command = (
-        "data", "prepare", "cub200", "--from", archive, "--accept-other-checksum", "dataset.table.check_counts=false"
+        "data", "prepare", "cub200", f"archives={archive}", "accept_other_checksum=true",
+        "dataset.table.check_counts=false",
     )  # fmt: skip
     for way, damage in ways.items():
         if way != "one bit flipped":  # of an uncompressed archive whose checksum is accepted whatever it is

@@ -100,7 +100,7 @@ SCENARIOS = {
     "sweep": Scenario(("train", "-m", *TINY, "pooling=gap,gmp", "fit.max_steps=2")),
     "cache": Scenario(("train", *PHOTOGRAPHS), make=photographs, kept=("cache/*.lock",)),
     "prepare": Scenario(
-        ("data", "prepare", "cub200", "--from", "data/CUB_200_2011_subset.tar", "--accept-other-checksum",
+        ("data", "prepare", "cub200", "archives=data/CUB_200_2011_subset.tar", "accept_other_checksum=true",
          "dataset.table.check_counts=false"),
         make=birds,
     ),
@@ -113,7 +113,7 @@ SCENARIOS = {
     "table": Scenario(("table", "allow_partial=true"), _SUMMARIES),
     "report": Scenario(("report", "allow_partial=true", "queries=2"), _SUMMARIES),
     "explain": Scenario(("explain", "run=FIRST", "num_images=2"), (("train", *TINY, *GSP),)),
-    "clean": Scenario(("clean", "*gmp*", "--yes"), _SUMMARIES),
+    "clean": Scenario(("clean", "cells=*gmp*", "ask=false"), _SUMMARIES),
 }  # fmt: skip
 
 

@@ -69,7 +69,9 @@ def imported(name: str, path: str) -> Any:
     Raises:
         ConfigError: there is no such thing.
     """
-    module_name, _, attribute = name.rpartition(".")
+    module_name, _, attribute = str(name).rpartition(".")
+    if not module_name or not attribute:
+        raise ConfigError(f"{path}._target_ is '{name}', which is no importable name, such as torch.nn.ReLU")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

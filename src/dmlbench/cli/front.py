@@ -31,6 +31,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """What a disk refuses a write or a read with."""
 
+_OF_THE_LINE = ("Config group override", "Only one of --run", "can only be used in conjunction")
+"""What Hydra says of a command line, in errors of no type of its own."""
+_NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
+
 
 def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -> None:
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
@@ -97,8 +101,11 @@ def _described(error: Exception) -> tuple[str, int] | None:
         return f"a configuration file is no YAML: {' '.join(str(cause).split())}", EXIT_BAD_CONFIGURATION
     if isinstance(cause, (HydraException, OmegaConfBaseException)):
         return explain(error), EXIT_BAD_CONFIGURATION
-    if isinstance(cause, ValueError) and ("Config group override" in str(cause) or "Only one of --run" in str(cause)):
+    if isinstance(cause, ValueError) and any(text in str(cause) for text in _OF_THE_LINE):
         return f"the command line cannot be read: {cause}", EXIT_BAD_CONFIGURATION
+    if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
+        what = next(iter(str(cause).splitlines()), "")
+        return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
     if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
         if _is_of_reading(cause):
             return f"cannot read {cause.filename}: {cause.strerror}; make it a readable file", EXIT_FAILED
