@@ -66,6 +66,7 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
     assert given_otherwise(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
 
 
+@pytest.mark.slow
 def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = [

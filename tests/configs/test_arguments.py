@@ -33,7 +33,7 @@ def dmlbench(capsys, *arguments: str, code: int = 0) -> str:
         (["fold==3"], "fold==3 cannot be read"),
         (["fold=["], "fold=[ cannot be read"),
         (["pooling=gap,gmp"], "pooling=gap,gmp gives several values: -m runs each of them"),
-        (["loss.alpha={}"], "loss.alpha is {}, but"),
+        (["loss.alpha={}"], "loss.alpha is {} (dict), but"),
         (["--fold", "1"], "--fold: values are written without dashes, fold=<value>"),
         (["--fast"], "unknown option --fast: the options are --help"),
         (["--config-dir"], "--config-dir needs a value"),
@@ -80,7 +80,9 @@ def test_lists_patterns_and_names_of_files_mean_the_same_in_every_command() -> N
     assert hydra_takes("data", "password=0123", "archives=a b (1).zip") == ["password='0123'", "archives='a b (1).zip'"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=() if name in ("table", "clean") else pytest.mark.slow) for name in COMMANDS]
+)
 def test_every_command_shows_examples_of_its_own_and_lists_the_keys_that_it_knows(
     capsys, tmp_path, monkeypatch, command
 ):

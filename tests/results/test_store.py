@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dmlbench.cli.status import main as status
+from dmlbench.cli.main import main
 from dmlbench.results import store
 from dmlbench.types import RunError
 
@@ -123,7 +123,8 @@ def test_files_of_a_run_that_cannot_be_read_or_removed_are_named(tmp_path, monke
 def test_status_goes_on_where_an_error_is_no_file(tmp_path, capsys) -> None:
     (_run(tmp_path) / store.ERROR).mkdir()
     os.mkfifo(_run(tmp_path, "glyphs/mlrc/a-b-c-12345678/fold0_rep2") / store.ERROR)
-    status(["--output-dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main(["status", f"paths.output_dir={tmp_path}"])
     out = capsys.readouterr().out
     assert f"fold0_rep1: {tmp_path}" in out and "is a folder, not a file" in out
     assert "is a pipe, not a file" in out and "2 runs: 0 done, 0 running, 2 failed" in out
