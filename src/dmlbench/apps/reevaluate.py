@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +128,9 @@ def _check_request(cfg: DictConfig) -> None:
     for path in outputs:
         if not path.parent.is_dir():
             raise RunError(f"cannot write {path}: there is no folder {path.parent}")
-    files = [path.resolve() for path in (*outputs, *(Path(cfg[key]) for key in INPUTS if cfg[key] is not None))]
+    files = [os.path.realpath(path) for path in (*outputs, *(Path(cfg[key]) for key in INPUTS if cfg[key] is not None))]
     for path in outputs:
-        if files.count(path.resolve()) > 1:
+        if files.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
     if cfg.hardest is not None:
         spec: EvaluationSpec = build.component(cfg.evaluation)

@@ -16,7 +16,10 @@ def task(cfg: DictConfig) -> None:
     for name, value in (("run", cfg.run), ("images", cfg.images), ("pair", cfg.pair)):
         if isinstance(value, ListConfig) and not value:
             raise ConfigError(f"{name} is an empty list; name at least one")
-    runs = [Path(run) for run in _listed(cfg.run)]
+    named = _listed(cfg.run)
+    if any(not isinstance(run, str) for run in named):
+        raise ConfigError(f"run ({cfg.run}) must be a run directory, or several; `dmlbench status` lists them")
+    runs = [Path(run) for run in named]
     if cfg.pair is not None:
         _explain_pair(cfg, runs)
         return
