@@ -216,6 +216,8 @@ def contents(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
         name = str(path.relative_to(folder))
+        if "/.sweeps/" in name:  # folders named by the moment
+            continue
         if path.suffix == ".ckpt":
             found[name] = _as_bytes(torch.load(path, weights_only=True))
         elif path.suffix == ".json":
