@@ -38,7 +38,8 @@ class RuntimeConfig:
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
     steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
-    tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
+    # of the recipe that took part: its name and side, where its values stand, and which of them something replaced
+    recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
 
@@ -254,7 +255,9 @@ def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any
         cfg: a configuration before its data are read.
         stored: the resolved one of a finished or interrupted run; what only the data say is taken from it.
     """
-    known = OmegaConf.merge(cfg, {"runtime": stored.runtime, "paths": stored.paths})
+    # what the data said; what else a run notes under runtime, or once did, is none of it
+    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
+    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
     containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
     old, new = (flatten(_identity(container, NOT_PART_OF_A_RUN)) for container in containers)
     return {

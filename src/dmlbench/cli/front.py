@@ -1,12 +1,14 @@
 """What every Hydra sub-command shares: configuration folder, error messages with a remedy, exit codes."""
 
+import argparse
+import contextlib
 import errno
 import functools
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.cli.targets import with_new_arguments
 from dmlbench.config import register_schemas
+from dmlbench.recipes import register_recipes, settle_recipe
 from dmlbench.training.signals import EXIT_INTERRUPTED
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
@@ -44,9 +47,9 @@ def config_folder() -> Path:
 
 def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
-    register_schemas()
+    _register(arguments)
     flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    others = with_new_arguments([_without_null(_checked(a)) for a in arguments if a not in flags])
+    others = with_new_arguments([_rewritten(_checked(a)) for a in arguments if a not in flags])
     sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -55,9 +58,32 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[
     def checked(cfg: DictConfig) -> Any:
         if "paths" in cfg and not str(cfg.paths.output_dir).strip():
             raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+        if name == "train":
+            settle_recipe(cfg)
         return task(cfg)
 
     hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(checked)()
+
+
+def _register(arguments: Sequence[str] = ()) -> None:
+    """Make schemas and recipes known to Hydra, with those of the folder that ``--config-dir`` names."""
+    register_schemas()
+    named = _flags.parse_known_args(list(arguments))[0].config_dir
+    register_recipes([*([Path(named).resolve()] if named else []), config_folder()])
+
+
+_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+_flags.add_argument("--config-dir", "-cd")
+
+
+def _rewritten(argument: str) -> str:
+    """An argument of the command line in Hydra's words."""
+    key, equals, value = argument.partition("=")
+    if key == "recipe.side" and equals:
+        return f"recipe/side={value}"
+    if key[:1] == "~" and not equals:  # recipes ask what was chosen of every group
+        return _without_null(f"{key[1:]}=null") if (config_folder() / key[1:] / "none.yaml").is_file() else argument
+    return _without_null(argument)
 
 
 def _checked(argument: str) -> str:
@@ -122,9 +148,19 @@ def _of_each_job(arguments: Sequence[str]) -> list[str]:
 
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The configuration ``name`` with overrides, for commands that are not Hydra's own, for notebooks and for tests."""
-    register_schemas()
+    with composing(overrides) as rewritten:
+        cfg = hydra.compose(name, overrides=rewritten, return_hydra_config=with_hydra)
+    if name == "train":
+        settle_recipe(cfg)
+    return cfg
+
+
+@contextlib.contextmanager
+def composing(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Hydra made ready to compose; gives the overrides in its words."""
+    _register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        return hydra.compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
+        yield [_rewritten(override) for override in overrides]
 
 
 def guarded(action: Callable[[], None]) -> int:
@@ -180,9 +216,7 @@ def explain(error: Exception) -> str:
 
 def groups() -> list[str]:
     """Names of the configuration groups that ship with the project."""
-    return sorted(
-        path.name for path in config_folder().iterdir() if path.is_dir() and path.name not in ("hydra", "tuned")
-    )
+    return sorted(path.name for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
 
 
 def _root(error: BaseException) -> BaseException:

@@ -186,6 +186,17 @@ class WarmupCosine:
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * share)) / 2
 
 
+class HarmonicPlateau(ReduceLROnPlateau):
+    """``ReduceLROnPlateau`` of 2R / (1 + R) where R is the monitored score.
+
+    This is the harmonic mean of R@1 and NMI with NMI = 1, by which the code of ProxyNCA++ lowers rates in its first
+    stage (euwern/proxynca_pp, train.py). It rises with R, so it differs in what a relative threshold asks for.
+    """
+
+    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as its base's
+        super().step(2 * metrics / (1 + metrics), epoch)
+
+
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
     """
     Raises:
