@@ -12,7 +12,7 @@ from dmlbench import build
 from dmlbench.cli.front import compose, config_folder
 from dmlbench.cli.main import main
 from dmlbench.config import cell_id
-from dmlbench.recipes import GROUPS, applies, entries_of
+from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 
 CONF = config_folder()
@@ -51,31 +51,29 @@ def combinations(recipe: str) -> list[dict[str, str | None]]:
     ]
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name) and name != "xml"])
+def test_every_entry_of_a_recipe_holds_for_something_that_it_covers(recipe: str) -> None:
+    unused = list(entries_of(CONF, recipe))
+    for chosen, side in itertools.product(combinations(recipe), SIDES):
+        options = dict.fromkeys(GROUPS) | chosen | {"side": side}
+        if not chosen.get("sampler"):  # the recipe's own, or any that fits the loss
+            unused = [e for e in unused if not applies(without_sampler(e["when"]), options)]
+        unused = [e for e in unused if not applies(e["when"], options)]
+    assert unused == []
+
+
+def without_sampler(when: dict[str, Any]) -> dict[str, Any]:
+    return {group: wanted for group, wanted in when.items() if group != "sampler"}
+
+
+@pytest.mark.parametrize("every", [407, pytest.param(37, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name)])
-def test_what_a_recipe_covers_composes_to_its_values_on_both_sides(recipe: str, every: int) -> None:
-    entries = list(entries_of(CONF, recipe))
-    unused = list(entries)
-    for i, chosen in enumerate(combinations(recipe)):
-        for side in ("code", "paper"):
-            options = dict.fromkeys([*GROUPS, "side"]) | chosen | {"side": side}
-            options["sampler"] = options["sampler"] or "unknown"
-            unused = [
-                e
-                for e in unused
-                if not applies({k: v for k, v in e.get("when", {}).items() if k != "sampler"}, options)
-            ]
-        if i % (37 * every) == 0:
-            overrides = [
-                f"{group}={option or 'none'}" for group, option in chosen.items() if option or group != "miner"
-            ]
-            cfg = compose(
-                "train", [f"recipe={recipe}", f"recipe.side={('code', 'paper')[i % 2]}", *overrides, *levels(chosen)]
-            )
-            build.check(cfg)
-            assert not cfg.runtime.recipe.overridden
-    inherited = list(entries_of(CONF, "gsp")) if recipe == "xml" else []
-    assert [e for e in unused if e not in inherited and not {"schedule", "regularizer"} & set(e["when"])] == []
+def test_what_a_recipe_covers_composes_to_its_values(recipe: str, every: int) -> None:
+    for i, chosen in list(enumerate(combinations(recipe)))[::every]:
+        overrides = [f"{group}={option}" for group, option in chosen.items() if option]
+        cfg = compose("train", [f"recipe={recipe}", f"recipe.side={SIDES[i % 2]}", *overrides, *levels(chosen)])
+        build.check(cfg)
+        assert not cfg.runtime.recipe.overridden
 
 
 def levels(chosen: dict[str, str | None]) -> list[str]:
@@ -209,7 +207,16 @@ def test_every_row_with_gsp_has_the_zero_shot_loss_unless_it_is_left_out() -> No
     assert composed("pooling=gsp").regularizer.zsr.weight == 0.1
     assert composed("pooling=gsp", "regularizer.zsr.weight=0.3").regularizer.zsr.weight == 0.3
     assert composed("pooling=gsp", "regularizer=none").regularizer is None
+    assert composed("pooling=gsp", "~regularizer").regularizer is None
+    both = composed("pooling=gsp", "regularizer=[zsr,xml]", "regularizer.zsr.weight=0.2").regularizer
+    assert (both.zsr.weight, set(both)) == (0.2, {"mixing", "zsr", "xml"})
     assert composed("pooling=gsp").regularizer == composed("pooling=gsp_zsr").regularizer
+
+
+def test_a_schedule_that_somebody_chose_or_left_out_stays_so() -> None:
+    for given in ("schedule=none", "~schedule"):
+        assert compose("train", ["experiment=gsp_conventional", "dataset=sop", given]).schedule is None
+    assert compose("train", ["experiment=gsp_conventional", "schedule=cosine"]).schedule.eta_min == 0.0
 
 
 def test_losses_with_proxies_have_small_classes_in_the_search_for_hyperparameters() -> None:

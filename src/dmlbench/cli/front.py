@@ -81,8 +81,6 @@ def _rewritten(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if key == "recipe.side" and equals:
         return f"recipe/side={value}"
-    if key[:1] == "~" and not equals:  # recipes ask what was chosen of every group
-        return _without_null(f"{key[1:]}=null") if (config_folder() / key[1:] / "none.yaml").is_file() else argument
     return _without_null(argument)
 
 
