@@ -18,6 +18,7 @@ Hydra asks for ``recipe/values/<recipe>,<side>,<choices>`` at the place of its d
 
 import functools
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _OF_ENTRY = {"when", "choose", "set", *SIDES, "source"}
 log = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
+Folders = Sequence[Path]
 
 
 def register_recipes(folders: Sequence[Path]) -> None:
@@ -64,12 +66,20 @@ class _RecipesFirst(SearchPathPlugin):
     folders: tuple[Path, ...] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in reversed(self.folders):
-            search_path.prepend("dmlbench", f"{RecipeSource.scheme()}://{folder}")
+        for i in reversed(range(len(self.folders))):
+            path = os.pathsep.join(str(folder) for folder in self.folders[i:])
+            search_path.prepend("dmlbench", f"{RecipeSource.scheme()}://{path}")
 
 
 class RecipeSource(ConfigSource):
-    """Hydra's way to the recipes of one configuration folder: their defaults lists, and the values that apply."""
+    """Hydra's way to the recipes of one configuration folder: their defaults lists, and the values that apply.
+
+    Its path is that folder and those after it, where what its recipes extend and choose may lie.
+    """
+
+    @property
+    def folders(self) -> Folders:
+        return [Path(folder) for folder in self.path.split(os.pathsep)]
 
     @staticmethod
     def scheme() -> str:
@@ -80,9 +90,9 @@ class RecipeSource(ConfigSource):
             name, side, *choices = config_path.removeprefix(_VALUES).split(",")
             chosen = {group: None if c == "None" else c for group, c in zip(GROUPS, choices, strict=True)}
             chosen["side"] = side
-            config = {} if name == NO_RECIPE else _values(Path(self.path), name, side, chosen)
+            config = {} if name == NO_RECIPE else _values(self.folders, name, side, chosen)
         else:
-            recipe = _load(Path(self.path), config_path.removeprefix(f"{_FOLDER}/"))
+            recipe = _load(self.folders, config_path.removeprefix(f"{_FOLDER}/"))
             config = {"defaults": [*([recipe["extends"]] if "extends" in recipe else []), *recipe.get("defaults", [])]}
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(config), {"package": "_global_"})
 
@@ -94,7 +104,7 @@ class RecipeSource(ConfigSource):
         return (
             path.startswith(f"{_FOLDER}/")
             and "/" not in name
-            and (Path(self.path) / _FOLDER / f"{name}.yaml").is_file()
+            and (self.folders[0] / _FOLDER / f"{name}.yaml").is_file()
         )
 
     def is_group(self, config_path: str) -> bool:
@@ -107,9 +117,21 @@ class RecipeSource(ConfigSource):
         return []  # Hydra's own source lists the files
 
 
-def _load(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / _FOLDER / f"{name}.yaml"
+def _load(folders: Folders, name: str) -> dict[str, Any]:
+    path = _option(folders, _FOLDER, name)
     return _recipe(path, path.stat().st_mtime_ns)
+
+
+def _option(folders: Folders, group: str, option: str) -> Path:
+    """The file of an option, in the first folder that has it.
+
+    Raises:
+        ConfigError: none has.
+    """
+    for folder in folders:
+        if (path := folder / group / f"{option}.yaml").is_file():
+            return path
+    raise ConfigError(f"a recipe names {group}={option}, which is unknown; there is no {group}/{option}.yaml")
 
 
 @functools.cache
@@ -136,11 +158,11 @@ def _read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def entries_of(folder: Path, name: str) -> Iterator[Entry]:
+def entries_of(folders: Folders, name: str) -> Iterator[Entry]:
     """The settings of a recipe, those that it extends first."""
-    recipe = _load(folder, name)
+    recipe = _load(folders, name)
     if "extends" in recipe:
-        yield from entries_of(folder, recipe["extends"])
+        yield from entries_of(folders, recipe["extends"])
     yield from recipe.get("settings", [])
 
 
@@ -157,12 +179,12 @@ def _listed(options: Any) -> list[Any]:
     return options if isinstance(options, list) else [options]
 
 
-def _values(folder: Path, name: str, side: str, chosen: Mapping[str, str | None]) -> dict[str, Any]:
+def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | None]) -> dict[str, Any]:
     """What a recipe says for the options chosen, as a configuration; what it is goes to ``runtime.recipe``."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     options: dict[str, str] = {}
-    for entry in entries_of(folder, name):
+    for entry in entries_of(folders, name):
         if not applies(entry.get("when", {}), chosen):
             continue
         place = str(entry["source"])
@@ -174,14 +196,14 @@ def _values(folder: Path, name: str, side: str, chosen: Mapping[str, str | None]
                 )
             if chosen[group] is None:
                 options[group] = option
-                content = _read(folder / group / f"{option}.yaml")
+                content = _read(_option(folders, group, option))
                 parts.insert(0, ({group: content}, f"conf/{group}/{option}.yaml for {place}"))
         for part, stands in parts:
             flat = {key: value for prefix, node in part.items() for key, value in flatten(node, prefix).items()}
             values |= flat
             places |= dict.fromkeys(flat, stands)
     facts = {"name": name, "side": side, "chosen": options, "values": values, "places": places}
-    refusal = _refusal(folder, name, chosen)
+    refusal = _refusal(folders, name, chosen)
     nested: dict[str, Any] = {"runtime": {"recipe": facts | ({"refusal": refusal} if refusal else {})}}
     for key, value in values.items():
         *parents, last = key.split(".")
@@ -192,9 +214,9 @@ def _values(folder: Path, name: str, side: str, chosen: Mapping[str, str | None]
     return nested
 
 
-def _refusal(folder: Path, name: str, chosen: Mapping[str, str | None]) -> str:
+def _refusal(folders: Folders, name: str, chosen: Mapping[str, str | None]) -> str:
     """Why a recipe has nothing for the options chosen, and what it has; empty where it has."""
-    covers = _load(folder, name).get("covers", [])
+    covers = _load(folders, name).get("covers", [])
     missing = min((_mismatches(block, chosen) for block in covers), key=len, default=[])
     if not missing:
         return ""

@@ -53,7 +53,7 @@ def combinations(recipe: str) -> list[dict[str, str | None]]:
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name) and name != "xml"])
 def test_every_entry_of_a_recipe_holds_for_something_that_it_covers(recipe: str) -> None:
-    unused = list(entries_of(CONF, recipe))
+    unused = list(entries_of([CONF], recipe))
     for chosen, side in itertools.product(combinations(recipe), SIDES):
         options = dict.fromkeys(GROUPS) | chosen | {"side": side}
         if not chosen.get("sampler"):  # the recipe's own, or any that fits the loss
@@ -307,13 +307,15 @@ def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch
 
 def test_a_folder_of_the_user_adds_recipes(tmp_path, capsys) -> None:
     (tmp_path / "recipe").mkdir()
-    entry = "{when: {loss: triplet}, set: {loss.margin: 0.77}, source: my notes}"
-    (tmp_path / "recipe" / "mine.yaml").write_text(f"defaults:\n  - override /optim: sgd\nsettings:\n  - {entry}\n")
+    entry = "{when: {loss: triplet}, choose: {schedule: cosine}, set: {loss.margin: 0.77}, source: my notes}"
+    text = f"extends: gsp\ndefaults:\n  - override /optim: sgd\nsettings:\n  - {entry}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
     with pytest.raises(SystemExit) as info:
         main(["train", "--config-dir", str(tmp_path), "recipe=mine", "loss=triplet", "--cfg", "job"])
     assert info.value.code == 0
     shown = OmegaConf.create(capsys.readouterr().out)
     assert (shown.loss.margin, shown.optim.optimizer._target_) == (0.77, "torch.optim.SGD")
+    assert (shown.fit.clip_form, shown.schedule.eta_min) == ("decayed", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +325,10 @@ def test_a_folder_of_the_user_adds_recipes(tmp_path, capsys) -> None:
         ("settings:\n  - {set: {loss.margin: 1}}", "names no source"),
         ("settings:\n  - {put: {loss.margin: 1}, source: x}", "an entry of settings has 'put'"),
         ("settings:\n  - {when: {los: triplet}, source: x}", "when names the group 'los': did you mean 'loss'"),
+        (
+            "settings:\n  - {choose: {schedule: none_such}, source: x}",
+            "a recipe names schedule=none_such, which is unknown",
+        ),
         ("settings:\n  - {choose: {pooling: gsp}, source: x}", "entries choose of miner, regularizer, schedule only"),
     ],
 )
