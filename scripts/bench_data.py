@@ -13,6 +13,7 @@ import resource
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -201,13 +202,14 @@ def bench_lists() -> None:
 def bench_memory() -> None:
     count, height, width = 60_000, 256, 288  # 13.3 GB, as SOP's 120,053 images of 256 on the short side take
     heights, widths = np.full(count, height, dtype=np.int32), np.full(count, width, dtype=np.int32)
-    head = image_cache._encode({}) + heights.tobytes() + widths.tobytes()
-    layout = image_cache._Layout.after(len(head), heights, widths)
+    checksums = np.full(count, zlib.crc32(bytes(3 * height * width)), dtype=np.uint32)
+    head = image_cache._encode({})
+    layout = image_cache._Layout.after(len(head), heights, widths, checksums)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "sparse.images"
-        path.write_bytes(head)
+        path.write_bytes(head + layout.encoded())
         os.truncate(path, layout.offsets[-1])
-        cached = CachedImages(path, layout, np.arange(count))
+        cached = CachedImages(path, layout, np.arange(count), decode=lambda row: np.zeros((height, width, 3), np.uint8))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         started = time.perf_counter()
         for row in np.random.default_rng(0).permutation(count):

@@ -66,6 +66,10 @@ class Process:
     def has_ended(self) -> bool:
         return not self._process.is_alive()
 
+    def output(self) -> str:
+        """What it has printed so far."""
+        return "".join(file.read_text(errors="replace") for file in self._files)
+
     def wait(self, *, timeout: float = 300) -> tuple[int, str, str]:
         """Exit code (negative: a signal), output and error output."""
         self._process.join(timeout)

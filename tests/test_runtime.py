@@ -1,12 +1,15 @@
+import json
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from dmlbench import runtime
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError
 
 
 def test_derived_seed_is_a_frozen_function_of_its_parts() -> None:
@@ -39,6 +42,68 @@ def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, mon
         runtime.atomic_write(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_json_results_hold_finite_numbers_when_written_and_when_read(tmp_path, value: float) -> None:
+    path = tmp_path / "scores.json"
+    runtime.write_json(path, {"score": 0.5})
+    with pytest.raises(RunError, match=r"scores\.json would hold NaN or infinity"):
+        runtime.write_json(path, {"scores": [{"score": value}]})
+    assert runtime.read_json(path) == {"score": 0.5}
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text(json.dumps({"score": value}))
+    with pytest.raises(ValueError, match="which is no score"):
+        runtime.read_json(path)
+
+
+def test_a_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path) -> None:
+    path = tmp_path / "table.md"
+    killed = tmp_path / ".table.md.0badcafe.tmp"
+    killed.write_bytes(b"half")
+    others = {tmp_path / ".runs.csv.0badcafe.tmp", tmp_path / "table.md.tmp"}
+    for other in others:
+        other.write_bytes(b"not of this file")
+    with runtime.whole_file(path) as living:
+        living.write(b"first")
+        (own,) = set(tmp_path.iterdir()) - others
+        runtime.atomic_write(path, b"second")
+        runtime.remove_leftovers(tmp_path)
+        assert own.exists()  # it is still being written
+        assert set(tmp_path.iterdir()) == {own, path, tmp_path / "table.md.tmp"}
+    assert path.read_bytes() == b"first"
+    runtime.remove_leftovers(tmp_path / "missing")
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path) -> None:
+    code = f"""
+from dmlbench.runtime import whole_file
+with whole_file({str(tmp_path / "x.png")!r}) as file:
+    file.write(b"half")
+    print("writing", flush=True)
+    __import__("time").sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        runtime.remove_leftovers(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 1
+        process.kill()
+    runtime.remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_taken_for_a_leftover_before_its_lock_is_not_used(tmp_path, monkeypatch) -> None:
+    flock, removed = runtime.fcntl.flock, []
+
+    def removed_once(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(runtime.fcntl, "flock", removed_once)
+    runtime.atomic_write(tmp_path / "x", b"whole")
+    assert removed and (tmp_path / "x").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])

@@ -116,14 +116,24 @@ def check_values(cfg: DictConfig) -> None:
             f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
             "find; use schedule=plateau or schedule=null"
         )
-    for key in ("T_max", "T_0", "step_size"):
-        value = (container["schedule"] or {}).get(key)
-        if value == 0 and container["fit"]["max_steps"] != 0:
-            raise ConfigError(f"schedule.{key} ({value}) must be at least 1 step")
+    if container["fit"]["max_steps"] != 0:
+        _check_periods(container["schedule"], "schedule")
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
             possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
             raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+
+
+def _check_periods(node: Any, path: str) -> None:
+    """Lengths in steps that torch's schedules divide by, also of schedules within schedules.
+
+    Raises:
+        ConfigError: one is known, and below 1.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key in ("T_max", "T_0", "step_size") and isinstance(value, int | float) and value < 1:
+            raise ConfigError(f"{path}.{key} ({value}) must be at least 1 step")
+        _check_periods(value, f"{path}.{key}")
 
 
 def _check_head(cfg: DictConfig) -> None:
@@ -374,6 +384,8 @@ def build_optimizer(
     optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))
     if plan is not None:
         return optimizer, replayed(optimizer, plan, steps_per_epoch=cfg.runtime.steps_per_epoch)
+    if cfg.schedule is not None and cfg.fit.max_steps:  # epochs are known now
+        _check_periods(OmegaConf.to_container(cfg.schedule, resolve=True), "schedule")
     return optimizer, component(cfg.schedule, optimizer=optimizer)
 
 

@@ -4,19 +4,24 @@ Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build
 signature of the target. Everything here works without torch, so that a misspelt key fails at once.
 """
 
+import contextlib
 import hashlib
 import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
-from dmlbench.types import ConfigError, RunError
+from dmlbench.recipes import register_recipes, settle_recipe
+from dmlbench.types import ConfigError, RunError, flatten, not_a_file
 
 
 @dataclass
@@ -41,6 +46,7 @@ class RuntimeConfig:
     # of the recipe that took part: its name and side, where its values stand, and which of them something replaced
     recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
 
 
 @dataclass
@@ -88,6 +94,8 @@ class EvaluateConfig:
     per_class: str | None = None
     hardest: int | None = None
     hardest_by: str = "map_at_r"
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
     device: str = "auto"
     num_workers: int | None = None
@@ -109,7 +117,7 @@ class ExplainConfig:
 
 @dataclass
 class CellsConfig:
-    """What the commands on cells have in common: which cells, and by which metrics."""
+    """What the commands that summarize cells have in common: which cells, and by which metrics."""
 
     cells: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
@@ -143,6 +151,40 @@ class ReportConfig(CellsConfig):
     queries: int = 5
 
 
+@dataclass
+class StatusConfig:
+    """Top level of ``dmlbench status``: what became of runs."""
+
+    cells: str = "**"
+    state: Any = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class CleanConfig:
+    """Top level of ``dmlbench clean``: removing runs."""
+
+    cells: str | None = None
+    state: Any = None
+    ask: bool = True
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class DataConfig:
+    """Top level of ``dmlbench data``: looking at a data set, and making it ready."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    decode: bool = True
+    jobs: int | None = None
+    archives: Any = None
+    password: str | None = None
+    download: bool = True
+    accept_other_checksum: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -150,15 +192,47 @@ SCHEMAS = {
     "aggregate": AggregateConfig,
     "table": TableConfig,
     "report": ReportConfig,
+    "status": StatusConfig,
+    "clean": CleanConfig,
+    "data": DataConfig,
 }
 
 
-def register_schemas() -> None:
-    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults.
+def config_folder() -> Path:
+    """``conf`` inside the installed package, or at the top of the checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
 
-    Also makes ``${epochs:3}`` known, the optimizer steps of so many epochs.
+
+def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """The configuration ``name`` with overrides, outside of its command: for notebooks, labels and tests."""
+    with composing():
+        renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
+        cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
+    if name == "train":
+        settle_recipe(cfg)
+    return cfg
+
+
+@contextlib.contextmanager
+def composing(folder: Path | None = None) -> Iterator[None]:
+    """Hydra made ready to compose, with the user's own configuration folder if there is one."""
+    register_schemas(folder)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        yield
+
+
+def register_schemas(folder: Path | None = None) -> None:
+    """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
+
+    Each primary YAML names its schema (``schema/train``) first in its defaults. Recipes of the user's own configuration
+    ``folder`` come before others of their name.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
+    register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(group="schema", name=name, node=schema, package="_global_")
@@ -205,13 +279,15 @@ def load_config(path: Path) -> DictConfig:
         RunError: it is missing, or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; {remedy}")
     try:
         config = OmegaConf.load(path)
     except FileNotFoundError:
         raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
     except (OSError, UnicodeError, YAMLError, OmegaConfBaseException) as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
-    if not isinstance(config, DictConfig):
+    if not isinstance(config, DictConfig) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
     present = OmegaConf.create(rename_targets(OmegaConf.to_container(config, resolve=False), present_name))
     assert isinstance(present, DictConfig)
@@ -287,13 +363,3 @@ def cell_sha256(cfg: DictConfig) -> str:
 def config_sha256(cfg: DictConfig) -> str:
     """Hash of everything that decides a run's numbers: its cell, its coordinates and the base seed."""
     return _digest(cfg, NOT_PART_OF_A_RUN)
-
-
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    result: dict[str, Any] = {}
-    for key, value in node.items():
-        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return result

@@ -45,7 +45,7 @@ class Setup:
         spec: what is computed of embeddings.
         choices: the chosen option of each group of the configuration.
         device: where the model lies.
-        eval_batch_size: images embedded at once.
+        eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
         num_workers: processes that read ahead; None is the loader's own choice.
     """
 

@@ -32,8 +32,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import flatten
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, closest, flatten
 
 SIDES = ("code", "paper")
 GROUPS = ("dataset", "protocol", "backbone", "pooling", "head", "loss", "sampler", "miner", "regularizer", "schedule")

@@ -8,11 +8,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.build import check, component
+from dmlbench.build import Data, check, component
 from dmlbench.config import NOT_PART_OF_A_CELL, cell_id, cell_sha256, config_sha256, differences, load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
@@ -33,7 +34,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import RunError
+from dmlbench.types import RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,15 @@ def run(cfg: DictConfig) -> Path:
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
+        stored = load_config(run_dir / store.CONFIG)
+        if cfg.logger is not None and OmegaConf.select(stored, "logger._target_") != cfg.logger._target_:
+            log.warning(
+                "%s gets nothing of this run: a logger follows a training, and this one has ended without it; its "
+                "losses and scores are in %s; to log them, remove the run with `dmlbench clean` and train it again",
+                cfg.logger._target_, run_dir / HISTORY,
+            )  # fmt: skip
         # A kill may have come between the result and the removal of what was not to be kept.
-        _tidy(run_dir, load_config(run_dir / store.CONFIG).fit.keep)
+        _tidy(run_dir, stored.fit.keep)
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir
@@ -66,6 +74,8 @@ def run(cfg: DictConfig) -> Path:
             set_strict_float32()
             plan = _plan_for(cfg, run_dir)
             _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop)
+        except RunInUse:
+            raise
         except Exception as error:
             log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
@@ -122,6 +132,8 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     found, kept = directory_of(first) / store.PLAN, run_dir / store.PLAN
     if kept.exists() and not found.exists():
         return load_plan(kept)
+    if not found.exists() and store.is_locked(found.parent):
+        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it", found.parent)
     plan = load_plan(found)
     if kept.exists() and load_plan(kept) != plan:
         raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it again")
@@ -217,7 +229,9 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
         )  # fmt: skip
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
-    result = _result(experiment, run_dir.parent.name, progress, scores, test, store.hashes_of(run_dir))
+    kept = (BEST,) if settings.keep in ("best", "both") else ()
+    hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, *kept))
+    result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
     store.write_result(run_dir, result)
     _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
@@ -256,6 +270,7 @@ def _result(
         "search": test.search if test else setup.spec.search,
         "metrics": scores,
         "n_query": test.n_query if test else 0,
+        **_published_queries(setup.data),
         "n_gallery": test.n_gallery if test else 0,
         "n_skipped_queries": test.n_skipped_queries if test else 0,
         **({"kmeans": test.kmeans} if test and test.kmeans else {}),
@@ -265,6 +280,15 @@ def _result(
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _published_queries(data: Data) -> dict[str, int]:
+    """How many queries the published test half has, where this one stands for it and has others."""
+    published, test = data.table.published_queries, data.split.test
+    if published is None or test is None or published == len(test.query):
+        return {}
+    stands_for_it = np.array_equal(test.query, np.flatnonzero(np.isin(data.table.role, ("test", "query"))))
+    return {"n_query_published": published} if stands_for_it else {}
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

@@ -1,10 +1,13 @@
 """Seeds, devices, precision, atomic files and the facts about this machine that go into a result."""
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import subprocess
@@ -12,12 +15,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
 
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 Precision = Literal["float32", "bf16"]
 
@@ -123,30 +126,72 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
     Raises:
         OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
     """
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the name ``path`` at the end of the block; an error in the block removes it.
+
+    Before that it has a hidden name in the same folder, and a lock that tells it from one that a killed process left;
+    those of this name are removed first.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    remove_leftovers(path.parent, path.name)
+    temporary, file = _locked_temporary(path)
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
+        with file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while it is locked: until then its name is that of a leftover
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _locked_temporary(path: Path) -> tuple[Path, IO[bytes]]:
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        file = temporary.open("xb")
+        with contextlib.suppress(OSError):  # a file system without locks, on which nothing is taken for a leftover
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        if is_open_at(temporary, file.fileno()):
+            return temporary, file
+        file.close()  # it was taken for a leftover before it had its lock
+
+
+def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) -> None:
+    """Remove what killed processes have left of files that they were writing; those of living ones are locked and stay.
+
+    Args:
+        folder: where they were writing; what cannot be removed from it does no harm.
+        name: only of this file; None means of any.
+    """
+    with contextlib.suppress(OSError):
+        for leftover in Path(folder).glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
+            with contextlib.suppress(OSError), leftover.open("r+b") as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink(missing_ok=True)
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write a JSON object atomically.
 
     Raises:
-        ValueError: it holds NaN or infinity, which are no numbers of JSON.
+        RunError: it holds NaN or infinity, which are no numbers of JSON; an older file of that name is untouched.
         OSError: as ``atomic_write``.
     """
     try:
         text = json.dumps(content, indent=1, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"{path} would hold NaN or infinity, which are no scores") from error
+        raise RunError(
+            f"{path} would hold NaN or infinity, which are no scores: look at the embeddings, which may have collapsed"
+        ) from error
     atomic_write(path, (text + "\n").encode())
 
 
@@ -163,6 +208,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"it holds {text}, which is no score")
         return float(text)
 
+    if what := not_a_file(path):
+        raise ValueError(f"it is {what}, not a file")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), parse_float=number, parse_constant=number)
     except FileNotFoundError:
@@ -172,6 +219,13 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
     return content
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what a reader of files raised, never torch's advice to read them without its safeguard."""
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "it holds Python objects, which are never executed, or it is damaged"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:

@@ -22,11 +22,13 @@ _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: 
 
 
 def check_components(node: Any, path: str = "") -> None:
-    """Check every node with a ``_target_`` within ``node``, which stands at ``path``.
+    """Check every node with a ``_target_`` within ``node``, which stands at ``path``, and every number.
 
     Raises:
-        ConfigError: an argument that is unknown, missing or of another type.
+        ConfigError: an argument that is unknown, missing or of another type; a number that is NaN or infinite.
     """
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ConfigError(f"{path} is {node}; give a finite number")
     if isinstance(node, list):
         for i, item in enumerate(node):
             check_components(item, f"{path}[{i}]")
@@ -48,13 +50,9 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
             raise ConfigError(
                 f"{path}.{key} is not an argument of {node['_target_']}: {closest(key, list(parameters))}"
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{path}.{key} is {value}; give a finite number")
-        if isinstance(value, dict) and isinstance(parameters[key].default, int | float | str):
-            raise ConfigError(f"{path}.{key} is {value!r}, but {node['_target_']} wants a value such as "
-                              f"{parameters[key].default!r}")  # fmt: skip
-        if not _fits(value, annotations.get(key, Any)):
-            wanted = _describe(annotations[key])
+        annotation = annotations[key] if key in annotations else _type_of(parameters[key].default)
+        if not _fits(value, annotation):
+            wanted = _describe(annotation)
             raise ConfigError(
                 f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}"
             )
@@ -71,7 +69,9 @@ def imported(name: str, path: str) -> Any:
     Raises:
         ConfigError: there is no such thing.
     """
-    module_name, _, attribute = name.rpartition(".")
+    module_name, _, attribute = str(name).rpartition(".")
+    if not module_name or not attribute:
+        raise ConfigError(f"{path}._target_ is '{name}', which is no importable name, such as torch.nn.ReLU")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -112,9 +112,17 @@ def parameters_of(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, 
     return parameters, annotations
 
 
+def _type_of(default: Any) -> Any:
+    """What a parameter without an annotation takes, by its default: a number for a number."""
+    kinds = {bool: bool, int: float, float: float, str: str}
+    return kinds[type(default)] | None if type(default) in kinds else Any
+
+
 def _fits(value: Any, annotation: Any) -> bool:
     """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
-    if isinstance(value, dict) or (isinstance(value, str) and ("${" in value or value == "???")):
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        return True
+    if isinstance(value, dict) and "_target_" in value:
         return True
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -123,6 +131,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return value in arguments
     if annotation in (None, type(None)):
         return value is None
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if inspect.isclass(annotation) and annotation in _WRITTEN_AS:
         return isinstance(value, _WRITTEN_AS[annotation]) and (annotation is bool or not isinstance(value, bool))
     if origin in (tuple, list, Sequence):

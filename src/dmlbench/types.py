@@ -6,9 +6,12 @@ m prototypes, L levels.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +42,21 @@ class DataError(DmlbenchError):
 
 class RunError(DmlbenchError):
     """A run directory, checkpoint or result cannot be used."""
+
+
+class RunInUse(RunError):
+    """Another process has the run; what wants it may come back later.
+
+    Attributes:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, message: str, run_dir: Path) -> None:
+        super().__init__(message, run_dir)
+        self.run_dir = run_dir
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ class ImageTable:
         originals: what is known of the published images, or None.
         notes: how the data differ from the published ones, as far as counts and a sample of the images tell; printed
             with every result.
+        published_queries: queries of the published test half; None where no such half is known.
     """
 
     name: str
@@ -92,6 +111,7 @@ class ImageTable:
     layout: str = ""
     originals: Originals | None = None
     notes: tuple[str, ...] = ()
+    published_queries: int | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -216,3 +236,26 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """
     if value not in known:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+
+
+def not_a_file(path: str | os.PathLike[str]) -> str:
+    """What lies at ``path`` instead of a file, in words; "" where a file or nothing does.
+
+    To be asked before opening what others have put somewhere: a pipe that nobody writes to is waited for without end.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
+    if not isinstance(node, dict):
+        return {prefix: node}
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return result

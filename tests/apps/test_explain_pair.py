@@ -13,9 +13,9 @@ from PIL import Image
 from torch import nn
 
 from dmlbench.apps.explain_pair import explain_images, pair_stem
-from dmlbench.apps.explain_pair_picture import write_pair
+from dmlbench.apps.explain_pair_picture import draw_pair, write_pair
 from dmlbench.apps.trained import NamedImage, load_run, read_one
-from dmlbench.cli.explain import pair_as_list
+from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import main
 from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages
@@ -63,6 +63,16 @@ def images() -> torch.Tensor:
 
 def explained(model: AvslModel, pictures: torch.Tensor | None = None, **options):
     return explain_images(model, images() if pictures is None else pictures, NAMES, **options)
+
+
+def test_what_the_data_are_not_stands_below_the_pair_and_among_its_numbers() -> None:
+    explanation = explained(model_of())
+    assert "data_notes" not in explanation.to_json()
+    plain, figure = (draw_pair(e) for e in (explanation, dataclasses.replace(explanation, data_notes=("a subset",))))
+    assert dataclasses.replace(explanation, data_notes=("a subset",)).to_json()["data_notes"] == ["a subset"]
+    texts = [[text.get_text() for text in one.axes[0].texts] for one in (plain, figure)]
+    assert [any("NOT THE PUBLISHED DATA: a subset" in text for text in one) for one in texts] == [False, True]
+    assert figure.get_figheight() > plain.get_figheight()
 
 
 @pytest.mark.parametrize("inference", ["rectified", "reliable", "top", "concat"])
@@ -205,10 +215,11 @@ def test_values_out_of_their_range_are_named() -> None:
     ("pair='a.jpg',it's.jpg", r"pair=['a.jpg','it\'s.jpg']"),
     ("pair=[a.jpg,b.jpg]", "pair=[a.jpg,b.jpg]"),
     ("pair=a.jpg", "pair=a.jpg"),
-    ("images=1,2", "images=1,2"),
+    ("images=1,2", "images=[1,2]"),
+    ("run=a/b (1),c", "run=['a/b (1)','c']"),
 ])  # fmt: skip
 def test_a_pair_with_a_bare_comma_is_a_list(argument, expected) -> None:
-    assert pair_as_list(argument) == expected
+    assert for_hydra("explain", parse("explain", [argument])) == [expected]
 
 
 def test_files_are_named_after_the_pair() -> None:

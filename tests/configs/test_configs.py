@@ -1,5 +1,6 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
+import copy
 import itertools
 import re
 import subprocess
@@ -13,8 +14,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import _of_each_job, _without_null, compose, config_folder
-from dmlbench.config import cell_id, config_sha256
+from dmlbench.cli.arguments import for_hydra, parse
+from dmlbench.config import cell_id, compose, config_folder, config_sha256
 from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -194,25 +195,24 @@ def test_a_data_set_brings_its_transform_and_the_command_line_decides() -> None:
 
 
 def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
-    def cell(*overrides: str) -> str:
-        return cell_id(compose("train", list(overrides)))
+    default = compose("train", [])
 
-    same = (
-        *("fold=3", "repeat=2", "base_seed=5", "device=cpu", "num_workers=4", "paths.output_dir=x", "paths.data_dir=y"),
-        *(
-            "num_workers=null",
-            "image_cache=false",
-            "paths.cache_dir=z",
-            "fit.keep=both",
-            "fit.checkpoint_every=7",
-            "evaluation.tile_bytes=1048576",
-        ),
-        *("evaluation.back_end=torch", "logger=tensorboard"),
-    )
-    for override in same:
-        assert cell(override) == cell(), override
-    for override in ("fit.precision=bf16", "optim.lr=1", "pooling=gmp", "dataset.table.seed=1", "head.out_features=64"):
-        assert cell(override) != cell(), override
+    def cell(key: str, value: object) -> str:
+        cfg = copy.deepcopy(default)
+        OmegaConf.update(cfg, key, value)
+        return cell_id(cfg)
+
+    machine = {"device": "cpu", "num_workers": 4, "image_cache": False, "evaluation.tile_bytes": 2**20}
+    coordinates = {"fold": 3, "repeat": 2, "base_seed": 5}
+    files = {"paths.output_dir": "x", "paths.data_dir": "y", "paths.cache_dir": "z", "fit.keep": "both"}
+    same = {**machine, **coordinates, **files, "fit.checkpoint_every": 7, "evaluation.back_end": "torch"}
+    for key, value in same.items():
+        assert cell(key, value) == cell_id(default), key
+    assert cell_id(compose("train", ["logger=tensorboard", "num_workers=null"])) == cell_id(default)
+    moved = {"fit.precision": "bf16", "optim.lr": 1.0, "dataset.table.seed": 1, "head.out_features": 64}
+    for key, value in moved.items():
+        assert cell(key, value) != cell_id(default), key
+    assert cell_id(compose("train", ["pooling=gmp"])) != cell_id(default)
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:
@@ -229,7 +229,14 @@ MISTAKES = [
     (["pooling=gps"], "pooling=gps is unknown: did you mean 'gsp'"),
     (["fit.max_step=1"], "did you mean 'max_steps'"),
     (["=3"], "'=3' names no key"),
-    (["loss.alpha={}"], "loss.alpha is {}, but .* wants a value such as"),
+    (["loss.alpha={}"], "loss.alpha is {} .dict., but .*MultiSimilarityLoss wants float"),
+    (["loss._target_="], "loss._target_ is '', which is no importable name"),
+    (["loss._target_=torch"], "loss._target_ is 'torch', which is no importable name"),
+    (["optim.lr=1e300"], "optim.lr .1e.300. must be positive, and small enough"),
+    (["--resolve"], "the command line cannot be read: The --resolve flag"),
+    (["loss.alpha=[1]"], "loss.alpha is \\[1\\] .list., but .*MultiSimilarityLoss wants float"),
+    (["fit.max_steps={a:1}"], "fit.max_steps is {'a': 1} .dict., but .* wants int"),
+    (["optim.lr_multipliers.pooling=abc"], "optim.lr_multipliers is .*'abc'.* wants .*float"),
     (["pooling=[gap]"], "an option of pooling is chosen by its name, such as pooling="),
     (["~pooling"], "every run needs a pooling"),
     (["hydra=null"], "hydra is no group"),
@@ -237,9 +244,24 @@ MISTAKES = [
     (["paths.output_dir="], "paths.output_dir is empty"),
     (["optim.lr=inf"], "optim.lr is inf; give a finite number"),
     (["optim.weight_decay=nan"], "optim.weight_decay is nan"),
+    (["optim.lr_multipliers.loss=inf"], "optim.lr_multipliers.loss is inf"),
+    (["regularizer=zsr", "regularizer.zsr.weight=nan"], "regularizer.zsr.weight is nan"),
+    (["loss=contrastive", "loss.neg_margin=nan"], "loss.neg_margin is nan"),
+    (["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"], "temperature is nan"),
+    (["schedule=warmup_cosine", "schedule.lr_lambda.start_factor=nan"], "schedule.lr_lambda.start_factor is nan"),
+    (["schedule=multi_step", "schedule.milestones=[1,inf]"], "schedule.milestones\\[1\\] is inf"),
     (["fit.min_improvement=nan"], "fit.min_improvement is nan"),
     (["fit.min_improvement=-1"], "min_improvement \\(-1.*at least 0"),
     (["schedule=cosine", "schedule.T_max=0"], "schedule.T_max \\(0\\) must be at least 1"),
+    (["schedule=step", "schedule.step_size=-2"], "schedule.step_size \\(-2\\) must be at least 1"),
+    (
+        [
+            *("schedule=cosine", "schedule._target_=torch.optim.lr_scheduler.ChainedScheduler"),
+            *("~schedule.T_max", "~schedule.eta_min"),
+            "+schedule.schedulers=[{_target_:torch.optim.lr_scheduler.StepLR,_partial_:true,step_size:0}]",
+        ],
+        "schedule.schedulers.0.step_size \\(0\\) must be at least 1",
+    ),
     (["fold=one"], "fold: Value 'one'.*Integer"),
     (["+extra=1"], "no key 'extra'"),
     (["+pooling.transport=1"], "pooling.transport is not an argument of"),
@@ -338,13 +360,21 @@ def test_user_configuration_folder_adds_options(tmp_path, capsys) -> None:
     assert "k: 3" in capsys.readouterr().out
 
 
+def hydra_takes(*arguments: str, command: str = "train") -> list[str]:
+    return for_hydra(command, parse(command, arguments))
+
+
 def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
-    arguments = ["pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
-    assert _of_each_job(arguments) == [
+    arguments = ["-m", "pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
+    assert hydra_takes(*arguments) == [
         "pooling=gap,gsp", "pooling.memory_rows=choice(16)", "+pooling.x=choice([1,2])", "fold=0", "loss.scale=1"
     ]  # fmt: skip
-    for left_alone in (["pooling=gap,gsp", "pooling.width=null"], ["pooling=gap,gmp", "bad==="], ["~loss", "loss.x=1"]):
-        assert _of_each_job(left_alone) == left_alone
+    for left_alone in (
+        ["pooling=gap,gsp", "pooling.width=null"],
+        ["pooling=glob(*,exclude=none)"],
+        ["~miner", "loss.x=1"],
+    ):
+        assert hydra_takes("-m", *left_alone) == left_alone
 
 
 def test_null_takes_a_group_out_of_the_configuration() -> None:
@@ -354,10 +384,9 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
         "logger=null",
         "pooling.width=null",
         "experiment=null",
-        "x",
     ]
-    assert [_without_null(argument) for argument in arguments] == [
-        "schedule=none", "regularizer=none,zsr", "logger=none", "pooling.width=null", "~experiment", "x"
+    assert hydra_takes("-m", *arguments) == [
+        "schedule=none", "regularizer=none,zsr", "logger=none", "pooling.width=null", "~experiment"
     ]  # fmt: skip
     assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 

@@ -41,6 +41,30 @@ def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> Non
     assert message in capsys.readouterr().err
 
 
+def test_what_cannot_be_read_is_told_from_what_cannot_be_written(tmp_path: Path, capsys, monkeypatch) -> None:
+    def message(error: OSError) -> str:
+        assert guarded(raising(error)) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "list.txt").touch()
+    denied = (errno.EACCES, "Permission denied")
+    assert f"cannot read {tmp_path}/list.txt: Permission denied; make it" in message(
+        PermissionError(*denied, f"{tmp_path}/list.txt")
+    )
+    assert f"cannot read {tmp_path}: Is a directory" in message(
+        IsADirectoryError(errno.EISDIR, "Is a directory", str(tmp_path))
+    )
+    assert "cannot write" in message(PermissionError(*denied, f"{tmp_path}/.list.txt.1.tmp"))
+    assert "cannot write" in message(OSError(errno.EROFS, "Read-only file system", f"{tmp_path}/list.txt"))
+    assert "cannot write" in message(
+        IsADirectoryError(errno.EISDIR, "Is a directory", f"{tmp_path}/.x.1.tmp", None, f"{tmp_path}/x")
+    )
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert f"cannot read {tmp_path}/loop" in message(OSError(errno.ELOOP, "Too many levels", f"{tmp_path}/loop"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as a folder that is closed to this user
+    assert "cannot read" in message(PermissionError(*denied, f"{tmp_path}/unseen"))
+
+
 def test_other_faults_keep_their_traceback() -> None:
     for error in (OSError(errno.ECONNRESET, "reset"), ValueError("a defect"), FileNotFoundError(errno.ENOENT, "no")):
         with pytest.raises(type(error)):
@@ -52,10 +76,10 @@ def test_sigterm_outside_of_training_is_one_line_and_asks_to_come_back(tmp_path:
 import time
 import dmlbench.cli.status as status
 from dmlbench.cli.main import main
-def wait(rest):
+def wait(cfg):
     print("ready", flush=True)
     time.sleep(60)
-status.main = wait
+status.task = wait
 main(["status"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -87,6 +111,68 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     remove_run(run)
     assert not run.parent.exists()
     assert (kept / "result.json").exists()
+
+
+def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    protocol = tmp_path / "outputs/glyphs/mlrc"
+    for run in (tmp_path / "elsewhere/fold0_rep0", protocol / "cell/fold0_rep0"):
+        run.mkdir(parents=True)
+        (run / "result.json").touch()
+    (protocol / "linked").symlink_to(tmp_path / "elsewhere")
+    (protocol / "loop").symlink_to(protocol / "loop")
+    (protocol / "cell/fold0_rep1").symlink_to(tmp_path / "nowhere")
+    (protocol / "cell/fold0_rep2").symlink_to(protocol / "cell/fold0_rep2")
+    with pytest.raises(SystemExit) as info:
+        main(["clean", "*", "ask=false"])
+    assert info.value.code == 0
+    out = capsys.readouterr().out
+    assert "left alone, behind a link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
+    assert "removed 1 runs" in out
+    assert (tmp_path / "elsewhere/fold0_rep0/result.json").exists()
+    assert not (protocol / "cell/fold0_rep0").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status", "paths.output_dir="], ["clean", "*", "paths.output_dir="], ["table", "paths.output_dir=''"],
+     ["aggregate", "paths.output_dir="], ["report", "paths.output_dir=' '"]],
+)  # fmt: skip
+def test_an_empty_output_folder_is_not_the_current_one(tmp_path: Path, capsys, monkeypatch, command: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glyphs/mlrc/cell/fold0_rep0").mkdir(parents=True)
+    with pytest.raises(SystemExit) as info:
+        main(command)
+    assert info.value.code == 2
+    assert "is empty; name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pair", [[], ["pair=[0,1]"]])
+def test_explain_makes_no_folder_and_says_so_before_the_work(tmp_path: Path, capsys, pair: list[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["explain", f"run={tmp_path}/no_run", f"output={tmp_path}/nope/x.png", *pair])
+    assert info.value.code == 1
+    assert f"there is no folder {tmp_path}/nope; choose another output" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["table", "report"])
+def test_what_a_killed_command_left_is_removed_at_its_next_start(tmp_path: Path, capsys, command: str) -> None:
+    left = tmp_path / "tables" / ".glyphs-mlrc.md.0badcafe.tmp"
+    left.parent.mkdir()
+    left.touch()
+    with pytest.raises(SystemExit) as info:
+        main([command, f"paths.output_dir={tmp_path}"])
+    assert info.value.code == 1
+    assert "no run under" in capsys.readouterr().err
+    assert not left.exists()
+
+
+def test_a_picture_s_own_leftover_is_removed(tmp_path: Path) -> None:
+    for name in (".x.png.0badcafe.tmp", ".y.png.0badcafe.tmp"):
+        (tmp_path / name).touch()
+    save_figure(plt.figure(), tmp_path / "x.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".y.png.0badcafe.tmp", "x.png"]
 
 
 def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:

@@ -9,9 +9,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import compose, config_folder
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id
+from dmlbench.config import cell_id, compose, config_folder
 from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 

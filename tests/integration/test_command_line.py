@@ -67,20 +67,10 @@ def run_dirs(folder: Path) -> list[Path]:
 
 
 def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -> None:
-    out = dmlbench(
-        "train",
-        "-m",
-        *TINY,
-        *GSP[1:],
-        "pooling=gsp",
-        "fold=0,1,2,3",
-        "repeat=0,1,2",
-        "fit.max_steps=4",
-        "fit.validate_every=4",
-    )
-    assert "8 prototypes start from 48 embeddings" in out
-    dmlbench("train", "-m", *TINY, "fit=untrained", "fit.max_steps=0", "fold=0,1,2,3", "repeat=0,1,2")
-    assert len(run_dirs(tmp_path)) == 24
+    grid = ("fold=0,1,2,3", "repeat=0,1,2", "fit.max_steps=4", "fit.validate_every=4")
+    assert "8 prototypes start from 48 embeddings" in dmlbench("train", "-m", *TINY, *GSP, *grid)
+    dmlbench("train", "-m", *TINY, "fit=untrained", "fit.max_steps=0", "fold=0,1,2,3")
+    assert len(run_dirs(tmp_path)) == 16
     result = json.loads((run_dirs(tmp_path)[0] / "result.json").read_text())
     assert {
         *(
@@ -99,18 +89,20 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     } <= set(result)
     assert not list((tmp_path / "outputs").glob("*/*/*/*/last.ckpt"))
 
-    assert "map_at_r" in dmlbench("aggregate")
+    assert "map_at_r" in dmlbench("aggregate", "cells=*gsp*")
+    assert "8 of 12 runs are missing" in dmlbench("aggregate", code=1)
+    dmlbench("aggregate", "allow_partial=true")
     aggregates = [json.loads(p.read_text()) for p in (tmp_path / "outputs").glob("*/*/*/aggregate.json")]
-    assert [a["n_collections"] for a in aggregates] == [81, 81]
-    table = dmlbench("table")
+    assert sorted(a["n_collections"] for a in aggregates) == [1, 81]
+    table = dmlbench("table", "allow_partial=true")
     assert "gsp" in table
     assert "(untrained)" in table
     assert "81 collections" in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
-    dmlbench("report", "--queries", "2")
+    dmlbench("report", "queries=2", "allow_partial=true")
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
-    assert "24 runs: 24 done" in dmlbench("status")
+    assert "16 runs: 16 done" in dmlbench("status")
 
     out = dmlbench("evaluate", f"run={run_dirs(tmp_path)[0]}", "hardest=1")
     assert "as in result.json" in out
@@ -118,16 +110,17 @@ def test_grid_becomes_81_collections_a_table_and_a_picture(dmlbench, tmp_path) -
     compared = dmlbench("table", "compare=[*/mlrc/*untrained*,*/mlrc/*-????????]", "metrics=[map_at_r]", code=1)
     assert "must match one cell" in compared
     cells = sorted({path.parent.name for path in run_dirs(tmp_path)})
-    assert "12 pairs of runs" in dmlbench("table", f"compare=[*/*/{cells[0]},*/*/{cells[1]}]")
+    assert "4 pairs of runs" in dmlbench("table", f"compare=[*/*/{cells[0]},*/*/{cells[1]}]", "allow_partial=true")
     trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
     again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
     assert again.count("as in result.json") == 7
 
     run_dirs(tmp_path)[3].joinpath("result.json").unlink()
-    assert "1 of 12 runs are missing" in dmlbench("aggregate", code=1)
-    assert "nothing was removed" in dmlbench("clean", "*", "--state", "stale", code=1)
-    assert "removed 1 runs" in dmlbench("clean", "*", "--state", "stale", "--yes")
-    assert len(run_dirs(tmp_path)) == 23
+    gone = "1 of 12" if "gsp" in run_dirs(tmp_path)[3].parent.name else "9 of 12"
+    assert f"{gone} runs are missing" in dmlbench("aggregate", code=1)
+    assert "nothing was removed" in dmlbench("clean", "*", "state=stale", code=1)
+    assert "removed 1 runs" in dmlbench("clean", "*", "state=stale", "ask=false")
+    assert len(run_dirs(tmp_path)) == 15
 
 
 def test_bf16_and_channels_last_train_with_gsp_active(dmlbench, tmp_path) -> None:
@@ -167,6 +160,9 @@ def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench,
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
     assert "is complete: nothing to do" in dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
+    late = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "logger=tensorboard")
+    assert "gets nothing of this run: a logger follows a training" in late
+    assert "remove the run with `dmlbench clean` and train it again" in late
     refused = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "base_seed=1", code=1)
     assert "base_seed: 0 -> 1" in refused
 
@@ -201,8 +197,8 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
         "train",
         *TINY,
         *method,
-        "fit.max_steps=40",
-        "fit.validate_every=10",
+        "fit.max_steps=24",
+        "fit.validate_every=8",
         "fit.checkpoint_every=3",
         "fit.keep=both",
     ]
@@ -210,7 +206,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, c
     assert ("prototypes start" if "pooling=gsp" in method else "warm-up over") in whole
 
     draw = random.Random(str(method))
-    targets = sorted(draw.sample(range(1, 38), 3))
+    targets = sorted(draw.sample(range(1, 22), 3))
     kills = 0
     for target in targets:
         process = dmlbench.start(*arguments)
@@ -247,6 +243,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     process.terminate()
     code, _, error = process.wait(timeout=60)
     assert code == 75, error
+    assert error.splitlines()[-1] == "dmlbench: stopped; start the same command again to continue"
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
     assert "1 stale" in dmlbench("status")
@@ -263,7 +260,7 @@ def test_other_data_under_the_same_configuration_is_refused_before_and_after_com
     photos = [
         *("train", "dataset=folder", "num_workers=0", "transform.train.resize=36", "transform.train.crop=32"),
         *("transform.eval.resize=36", "transform.eval.crop=32", "fit.log_every=1", "device=cpu"),
-        *("sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=20", "fit.checkpoint_every=1"),
+        *("sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=8", "fit.checkpoint_every=1"),
     ]
     process = dmlbench.start(*photos, "paths.data_dir=A")
     assert _wait_for_step(process, tmp_path, 2)
@@ -341,6 +338,7 @@ def test_full_disk_while_writing_a_checkpoint_is_one_message_and_keeps_what_was_
     [
         (["sampler.classes_per_batch=7"], 2, "classes_per_batch (7) exceeds the 6 training classes"),
         (["dataset.table.images_per_class=1"], 1, "at least two images"),
+        (["schedule=cosine", "schedule.T_max=${epochs:0}"], 2, "schedule.T_max (0) must be at least 1 step"),
         (["dataset=omniglot", "paths.data_dir=nowhere"], 1, "nowhere"),
         (["dataset=cars196", "paths.data_dir=nowhere"], 1, "nowhere"),
         (["paths.output_dir=/proc/nowhere"], 1, "paths.output_dir"),

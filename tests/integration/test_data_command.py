@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_a_data_set_that_is_not_there_is_one_message_with_places_and_remedy(data
 
 
 def test_verify_of_own_images_says_they_are_whole(data: Command, animals: Path) -> None:
-    out, _ = data("verify", "folder", "--jobs", "2")
+    out, _ = data("verify", "folder", "jobs=2")
     assert out.splitlines()[-2:] == ["  looked at: 12 images", "folder is whole: every image can be read"]
 
 
@@ -114,7 +115,9 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     Image.new("L", (8, 30)).save(animals / "class2" / "grey.png")
     out, _ = data("verify", "folder", code=1)
     assert "  cannot be read: 1\n    class0/0.jpg: " in out
-    assert "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across train and test" in out
+    assert (
+        "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across training and test half" in out
+    )
     assert "class1/1.jpg = class3/twin.jpg" in out
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
@@ -133,7 +136,7 @@ def test_verify_names_ten_and_counts_the_rest(data: Command, animals: Path) -> N
 
 def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path) -> None:
     (animals / "class0" / "0.jpg").write_bytes(b"broken")
-    out, _ = data("verify", "folder", "--no-decode")
+    out, _ = data("verify", "folder", "decode=false")
     assert "images were not decoded" in out
     assert out.splitlines()[-1].startswith("folder is complete by its counts")
 
@@ -142,9 +145,9 @@ def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_ben
     data: Command, tmp_path: Path
 ) -> None:
     archive = birds(tmp_path)
-    _, error = data("prepare", "cub200", "--from", str(archive), code=1)
+    _, error = data("prepare", "cub200", f"archives={archive}", code=1)
     assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error
-    out, _ = data("prepare", "cub200", "--from", str(archive), "--accept-other-checksum", SUBSET)
+    out, _ = data("prepare", "cub200", f"archives={archive}", "accept_other_checksum=true", SUBSET)
     assert "accepted_other_checksum" in (tmp_path / "data" / "cub200" / ".prepared-by-dmlbench.json").read_text()
     assert "extracting CUB_200_2011_subset.tar" in out
     assert "cub200: 10 images of 5 classes" in out
@@ -171,16 +174,16 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
         path = folder / "images" / f"{c:03}.Bird" / f"{i}.jpg"
         path.parent.mkdir(exist_ok=True)
         os.link(tmp_path / "one", path)
-    out, _ = data("verify", "cub200", "--no-decode")
+    out, _ = data("verify", "cub200", "decode=false")
     assert out.splitlines()[-1] == (
         "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
     )
     Image.new("RGB", (8, 8)).save(tmp_path / "one", "png")  # all of them
     found = "images rescaled to 8 x 8 pixels; images re-encoded as PNG"
-    for command in (("verify", "cub200", "--no-decode"), ("stats", "cub200")):
+    for command in (("verify", "cub200", "decode=false"), ("stats", "cub200")):
         out, _ = data(*command)
         assert f"  not as published: {found}\n" in out
-    out, _ = data("verify", "cub200", "--no-decode")
+    out, _ = data("verify", "cub200", "decode=false")
     assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
 
 
@@ -202,11 +205,71 @@ def test_verify_looks_for_rescaled_images_in_all_of_them(data: Command, tmp_path
     )
 
 
+def test_list_says_what_is_a_subset(data: Command, tmp_path: Path) -> None:
+    for k in range(20):
+        path = tmp_path / "data" / "cub" / f"{1 + k // 10:03}.Bird" / f"Bird_{k:04}_{k}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (24 + k, 40)).save(path)
+    write_drawings(tmp_path / "data" / "images_background_small2.zip")
+    for part in ("train", "test"):
+        (tmp_path / "data" / "cifar10" / part / "airplane").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "data" / "cifar10" / part / "airplane" / "0.png")
+    batches = tmp_path / "data" / "cifar-100-python"
+    batches.mkdir()
+    for name in ("train", "test", "meta"):
+        (batches / name).write_bytes(bytes(7000))
+    lines = data("list")[0].splitlines()
+    found = {line.split()[0]: lines[k + 2].strip() for k, line in enumerate(lines[:-2]) if not line.startswith(" ")}
+    assert found["cub200"] == "NOT AS PUBLISHED: a subset: 20 of 11,788 images"
+    assert found["omniglot"] == "NOT AS PUBLISHED: a subset: 120 of 32,460 images"
+    assert found["cifar10"] == "NOT AS PUBLISHED: a subset: 2 of 60,000 images"
+    assert found["cifar100"] == "NOT AS PUBLISHED: a subset: at most 4 of 60,000 images"
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "data" / "images_background_small2.zip").write_bytes(b"damaged")
+    assert "cannot be read: Omniglot's archive" in data("list")[0]
+
+
+def test_verify_calls_a_part_of_omniglot_no_whole(data: Command, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_drawings(tmp_path / "data" / "images_background_small2.zip")
+    notes = "a subset: 120 of 32,460 images; train and test half share C: the split cuts an alphabet"
+    for command in ("stats", "verify"):
+        assert f"  not as published: {notes}\n" in data(command, "omniglot")[0]
+    last = data("verify", "omniglot")[0].splitlines()[-1]
+    assert "whole" not in last
+    assert last.startswith("omniglot is readable, but not the benchmark of the papers: its counts")
+
+
+def write_drawings(file: Path) -> None:
+    """Five alphabets, as in the second small archive; C has two characters, so that halving cuts it."""
+    file.parent.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    Image.new("1", (105, 105), 1).save(buffer, "png")
+    with zipfile.ZipFile(file, "w") as archive:
+        for character in (
+            "A/character01",
+            "B/character01",
+            "C/character01",
+            "C/character02",
+            "D/character01",
+            "E/character01",
+        ):
+            for k in range(20):
+                archive.writestr(f"{file.stem}/{character}/{k:04}_01.png", buffer.getvalue())
+
+
 def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:
     assert "did you mean 'cub200'?" in data("stats", "cub20", code=2)[1]
     assert "there is nothing to prepare for 'glyphs'" in data("prepare", "glyphs", code=2)[1]
     assert "unknown option --fast" in data("verify", "glyphs", "--fast", code=2)[1]
-    assert "'0' must be 1 or more" in data("verify", "glyphs", "--jobs", "0", code=2)[1]
+    assert (
+        "--jobs: values are written without dashes, jobs=<value>" in data("verify", "glyphs", "--jobs", "2", code=2)[1]
+    )
+    assert "jobs (0) must be 1 or more" in data("verify", "glyphs", "jobs=0", code=2)[1]
+    assert "takes the name of one data set" in data("verify", code=2)[1]
+    assert "takes the name of one data set" in data("verify", "glyphs", "omniglot", code=2)[1]
+    assert "'look' is none of these" in data("look", "glyphs", code=2)[1]
+    assert "did you mean 'decode'?" in data("verify", "glyphs", "decod=false", code=2)[1]
     assert "dmlbench: error" in data("verify", "glyphs", "dataset.table.num_clases=3", code=2)[1]
 
 

@@ -1,40 +1,170 @@
-"""How data differ from the published ones goes with the scores that they give, and names no cell."""
+"""How data differ from the published ones goes wherever the scores go that they give, and names no cell."""
 
+import csv
+import dataclasses
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
+from dmlbench.apps import explain, report
+from dmlbench.apps.tables import find_cells
+from dmlbench.build import Data
 from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
 from dmlbench.config import cell_id
-from dmlbench.run import run
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.store import EMBEDDINGS, find_runs
+from dmlbench.run import _published_queries, run
+from dmlbench.types import ImageTable, RetrievalSet, Split
 
 OVERRIDES = [
     *("dataset=cub200", "dataset.table.check_counts=false", "backbone=resnet20_small", "fit.max_steps=1", "device=cpu"),
-    *("fit.validate_every=1", "fit.keep=none", "head.out_features=8", "protocol.num_folds=2", "image_cache=false"),
+    *("fit.validate_every=1", "fit.keep=best", "head.out_features=8", "protocol.num_folds=2", "image_cache=false"),
     *("transform.train.crop=24", "transform.train.resize=28", "transform.eval.crop=24", "transform.eval.resize=28"),
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "num_workers=0", "paths.cache_dir=cache"),
+    *("paths.data_dir=birds", "paths.output_dir=out", "protocol.num_repeats=1"),
 ]
+NOTES = [
+    "a subset: 32 of 11,788 images",
+    "images rescaled to 32 x 32 pixels",
+    "of unknown edition, 2010 or 2011",
+]
+SAID = f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}; 16 of 5,924 queries"
 
 
-def test_a_run_on_rescaled_images_of_a_subset_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two poolings on rescaled images of a subset: of one both folds, of the other the first."""
+    root = tmp_path_factory.mktemp("subset")
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 32, 3), dtype=np.uint8)
     for k, image in enumerate(pixels):
         c = (1, 2, 3, 4, 101, 102, 103, 104)[k // 4]
-        path = tmp_path / "birds" / f"{c:03}.Bird" / f"{k}.jpg"
+        path = root / "birds" / f"{c:03}.Bird_{c}" / f"{k}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
-    cfg = compose("train", [*OVERRIDES, "paths.data_dir=birds", "paths.output_dir=out"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for pooling, fold in (("gap", 0), ("gap", 1), ("gmp", 0)):
+            cfg = compose("train", [*OVERRIDES, f"pooling={pooling}", f"fold={fold}"])
+            cfg.runtime.choices = {"pooling": pooling}
+            run(cfg)
+        with pytest.raises(SystemExit):
+            main(["aggregate", "paths.output_dir=out", "allow_partial=true"])
+    return root
+
+
+@pytest.fixture
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(folder)
+    yield folder
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exited:
+        main([*arguments])
+    out, error = capsys.readouterr()
+    assert exited.value.code == 0, error
+    return out
+
+
+def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = compose("train", [*OVERRIDES, "paths.output_dir=again", "fit.max_steps=0"])
     name = cell_id(cfg)
     with caplog.at_level(logging.WARNING):
         run_dir = run(cfg)
-    notes = ["a subset: 32 of 11,788 images", "images rescaled to 32 x 32 pixels"]
-    assert json.loads((run_dir / "result.json").read_text())["data_notes"] == notes
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["data_notes"], result["n_query"], result["n_query_published"]) == (NOTES, 16, 5924)
     assert run_dir.parent.name == name
-    assert [f"cub200 is not as published: {note}" in caplog.text for note in notes] == [True, True]
+    assert [f"cub200 is not as published: {note}" in caplog.text for note in NOTES] == [True] * 3
+
+
+def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "aggregate", "paths.output_dir=out", "allow_partial=true").count(SAID) == 2
+    assert SAID in printed(capsys, "table", "paths.output_dir=out", "allow_partial=true")
+    tables = inside / "out" / "tables"
+    assert f"- {SAID}" in (tables / "cub200-mlrc.md").read_text()
+    (caption,) = [line for line in (tables / "cub200-mlrc.tex").read_text().splitlines() if "caption" in line]
+    assert SAID in caption and "gmp: PARTIAL: 1 of 2 runs" in caption
+    rows = list(csv.DictReader((tables / "cub200-mlrc.csv").open()))
+    assert [SAID in row["notes"] for row in rows] == [True, True]
+    assert [SAID in row["notes"] for row in csv.DictReader((tables / "runs.csv").open())] == [True] * 3
+    arguments = ("table", "paths.output_dir=out", "compare=[*gap*,*gmp*]", "allow_partial=true")
+    assert SAID in printed(capsys, *arguments)
+    first = find_runs(inside / "out", "*gap*")[0].path
+    assert SAID in printed(capsys, "evaluate", f"run={first}", "output=scores.json")
+    assert json.loads((inside / "scores.json").read_text())["notes"][0] == SAID
+
+
+def test_the_picture_says_so_and_shows_failures_of_named_classes(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    keep = report.save_figure
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
+    printed(capsys, "report", "paths.output_dir=out", "allow_partial=true", "queries=4", "evaluation.metrics=[p_at_1]")
+    (figure,) = figures
+    label = figure.get_supxlabel().replace("\n", " ")
+    assert SAID in label
+    assert "gmp: PARTIAL: 1 of 2 runs" in label
+    top, bottom = figure.subfigs
+    axis = top.axes[0]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["gap", "gmp PARTIAL"]
+    assert [axis.get_title().split("\n")[1] for axis in top.axes] == ["separated (8-D)", "concatenated (8/16-D)"]
+    # one collection each, so no cell has a deviation
+    assert [len(bars.get_segments()) for bars in axis.collections] == [0]
+    galleries = [np.reshape(panel.axes, (4, -1)) for panel in np.ravel(bottom.subfigs)]
+    assert len(galleries) == 2
+    names = [[row[0].get_ylabel().replace("\n", " ") for row in gallery] for gallery in galleries]
+    assert names[0] == names[1]
+    assert all(name.startswith("10") and "Bird 10" in name for name in names[0])
+    scores = evaluate(load_embeddings(find_runs(inside / "out", "*gap*")[0].path / EMBEDDINGS).queries)
+    is_failure = [row[1].spines["left"].get_linestyle() == "--" for row in galleries[0]]
+    assert 0 < scores.scores["p_at_1"] < 1
+    assert sum(is_failure) >= 2
+    assert (inside / "out" / "tables" / "cub200-mlrc.png").stat().st_size > 10_000
+
+
+def test_explanations_say_so(inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    keep = explain.save_figure
+    monkeypatch.setattr(explain, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
+    first = find_runs(inside / "out", "*gap*")[0].path
+    printed(capsys, "explain", f"run={first}", "num_images=2", "device=cpu")
+    assert figures[0].get_supxlabel().replace("\n", " ") == f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}"
+
+
+def test_a_cell_tested_on_other_images_shows_none_of_these(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    spec = EvaluationSpec(metrics=("p_at_1",))
+    ((_, cells),) = find_cells("out", "**", spec, allow_partial=True).items()
+    other = dataclasses.replace(cells[1], summary={**cells[1].summary, "dataset_fingerprint": "elsewhere"})
+    report.draw_report([cells[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
+    (figure,) = figures
+    assert len(np.ravel(figure.subfigs[1].subfigs)) == 1
+    assert "gmp: PARTIAL: 1 of 2 runs; OTHER DATA than other rows: fingerprint elsewhere" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize(
+    ("rows", "published", "expected"),
+    [([2, 3, 4], 9, {"n_query_published": 9}), ([2, 3, 4], 3, {}), ([2, 3, 4], None, {}), ([1, 2, 3, 4], 9, {})],
+)
+def test_only_the_published_half_is_measured_by_it(rows: list[int], published: int | None, expected: dict) -> None:
+    labels = np.array([0, 0, 1, 1, 1])
+    table = ImageTable(
+        "small", "", np.array(list("abcde")), labels, ("x", "y"), np.where(labels == 0, "train", "test"),
+        published_queries=published,
+    )  # fmt: skip
+    split = Split("small", 0, np.array([0]), None, RetrievalSet(np.array(rows)))
+    assert _published_queries(Data(table, split, labels)) == expected

@@ -14,6 +14,7 @@ import pytest
 
 from dmlbench.apps.tables import find_cells
 from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
 from dmlbench.config import cell_id, config_sha256, load_config
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -58,8 +59,11 @@ def test_a_run_of_equal_settings_finds_the_stored_one_and_does_not_train(stored:
     for overrides in ([], ["evaluation.metrics=[p_at_1,map_at_r,nmi]", "evaluation.recall_at=[1,3]"]):
         cfg = configured(stored, "fold=1", *overrides)
         before = (stored / f"glyphs/mlrc/{USUAL}/fold1_rep0/result.json").read_bytes()
+        lock = stored / f"glyphs/mlrc/{USUAL}/fold1_rep0/run.lock"
+        lock.touch()  # of a process that was killed
         assert run(cfg) == stored / f"glyphs/mlrc/{USUAL}/fold1_rep0"
         assert (stored / f"glyphs/mlrc/{USUAL}/fold1_rep0/result.json").read_bytes() == before
+        assert not lock.exists()
 
 
 def test_a_cell_of_another_former_name_is_found_by_its_settings(stored: Path, caplog) -> None:
@@ -70,6 +74,20 @@ def test_a_cell_of_another_former_name_is_found_by_its_settings(stored: Path, ca
     assert directory_of(configured(stored, "optim.lr=0.5")).parent.name not in (USUAL, OTHERWISE)
     done = run(configured(stored))
     assert "nmi" in read_result(done)["metrics"]["test"]
+
+
+def test_a_cell_that_cannot_be_summarized_does_not_keep_the_others_from_it(stored: Path, capsys) -> None:
+    for path in stored.glob("*/*/*/aggregate.json"):
+        path.unlink()
+    damaged = stored / f"glyphs/mlrc/{USUAL}/fold0_rep0/result.json"
+    damaged.write_text("{")
+    with pytest.raises(SystemExit) as exited:
+        main(["aggregate", f"paths.output_dir={stored}", "evaluation.metrics=[p_at_1]", "allow_partial=true"])
+    out, error = capsys.readouterr()
+    assert exited.value.code == 1
+    assert out.index(f"{USUAL}\n      FAILED: {damaged} is damaged") < out.index(f"{OTHERWISE}\n      PARTIAL: 2 of 4")
+    assert f"1 of 2 cells could not be summarized: {damaged} is damaged" in error
+    assert [path.parent.name for path in stored.glob("*/*/*/aggregate.json")] == [OTHERWISE]
 
 
 def test_of_two_former_cells_that_are_one_the_tables_say_which_is_used(stored: Path, caplog) -> None:

@@ -2,8 +2,7 @@
 
 from omegaconf import OmegaConf
 
-from dmlbench.cli.front import compose
-from dmlbench.config import load_config
+from dmlbench.config import compose, load_config
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.run import run
 

@@ -16,7 +16,10 @@ def test_wheel_trains_outside_of_the_checkout(repository, tmp_path) -> None:
         cwd=repository, check=True, capture_output=True,
     )  # fmt: skip
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    members = {"dmlbench/conf/pooling/gsp.yaml", "dmlbench/data/readers/cars196_names.txt"}
+    members = {
+        "dmlbench/conf/pooling/gsp.yaml", "dmlbench/data/readers/cars196_names.txt", "dmlbench/papers/tables.csv",
+        "dmlbench/papers/gsp/table2.csv",
+    }  # fmt: skip
     assert members <= set(zipfile.ZipFile(wheel).namelist())
     site = tmp_path / "site"
     subprocess.run(

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import shutil
 
 import numpy as np
@@ -7,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from dmlbench.apps.tables import find_cells
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
@@ -287,7 +289,7 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     shutil.copytree(cell / "fold0_rep0", cell / "fold1_rep0", dirs_exist_ok=True)
     refused("fold1_rep0 holds the result of fold0_rep0")
     shutil.copy(cell / "fold0_rep0" / EMBEDDINGS, cell / "fold1_rep0" / EMBEDDINGS)
-    refused(f"{EMBEDDINGS} .* is not what {RESULT} was computed from")
+    refused(f"{EMBEDDINGS} .* is not the one that {RESULT} names")
     write_result(cell / "fold1_rep0", read_result(cell / "fold1_rep0") | {"seed": 7})
     refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
     shutil.copytree(cell / "fold0_rep0", cell / "fold7_rep0")
@@ -295,6 +297,53 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     write_result(cell / "fold7_rep0", strange)
     refused("fold7_rep0 is of no fold of its protocol, which has 2")
     aggregate_cell(find_runs(tmp_path), progress=False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '{"schema": 1}', "\xff", "", {"raw": [1]}, {"missing": "x"}, {"scores": {"mean": {"p_at_1": 0.5}}}, None],
+)
+def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> None:
+    _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
+    runs = find_runs(tmp_path)
+    cell = runs[0].path.parent
+    summary = aggregate_cell(runs, progress=False)
+    if content is None:
+        (cell / AGGREGATE).unlink()
+        os.mkfifo(cell / AGGREGATE)
+    else:
+        text = json.dumps(summary | content) if isinstance(content, dict) else content
+        (cell / AGGREGATE).write_bytes(text.encode("latin-1"))
+    assert read_aggregate(cell) is None
+    assert f"{AGGREGATE} is damaged (" in caplog.text
+    with pytest.raises(RunError, match="is not aggregated; run `dmlbench aggregate"):
+        find_cells(str(tmp_path), "**", EvaluationSpec())
+    assert aggregate_cell(runs, progress=False) == summary == read_aggregate(cell)
+
+
+def test_a_folder_beside_the_runs_is_none_and_a_result_that_is_no_file_makes_a_summary_stale(tmp_path) -> None:
+    _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
+    runs = find_runs(tmp_path)
+    cell = runs[0].path.parent
+    summary = aggregate_cell(runs, progress=False)
+    shutil.copytree(runs[0].path, cell / "fold0_rep0_before")
+    assert is_current(cell, summary)
+    (runs[0].path / RESULT).unlink()
+    os.mkfifo(runs[0].path / RESULT)
+    assert not is_current(cell, summary)
+    with pytest.raises(RunError, match="it is a pipe, not a file"):
+        aggregate_cell(runs, progress=False)
+
+
+def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
+    _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
+    runs = find_runs(tmp_path)
+    aggregate_cell(runs, progress=False)
+    left = [runs[0].path.parent / f".{AGGREGATE}.0badcafe.tmp", runs[0].path / f".{SCORES}.0badcafe.tmp"]
+    for file in left:
+        file.touch()
+    aggregate_cell(runs, progress=False)  # although there is nothing to do
+    assert not any(file.exists() for file in left)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "no table"])

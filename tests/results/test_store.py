@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dmlbench.cli.status import main as status
 from dmlbench.results import store
 from dmlbench.types import RunError
 
@@ -66,6 +67,8 @@ WHOLE = dict.fromkeys(store._KEYS, 0) | {"metrics": {"test": {"p_at_1": 0.5}, "v
         (json.dumps({"schema": 99}), "schema 99"),
         ("[1]", "holds a list instead of names and values"),
         ('{"schema": 1}', "lacks cell_id"),
+        (json.dumps({"schema": 1, **WHOLE, "fold": "x"}), "fold is 'x' instead of a number"),
+        (json.dumps({"schema": 1, **WHOLE, "seed": None}), "seed is None instead of a number"),
         (
             json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": "0.5"}}}),
             "p_at_1 is '0.5' instead of a score",
@@ -80,6 +83,50 @@ def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> Non
     (path / store.RESULT).write_text(content)
     with pytest.raises(RunError, match=message):
         store.read_result(path)
+
+
+def test_a_result_that_is_no_file_or_cannot_be_read_is_refused(tmp_path, monkeypatch) -> None:
+    path = _run(tmp_path) / store.RESULT
+    path.mkdir()
+    with pytest.raises(RunError, match=r"result\.json is damaged \(it is a folder, not a file\)"):
+        store.read_result(path.parent)
+    path.rmdir()
+    path.symlink_to(path)
+    with pytest.raises(RunError, match=r"result\.json is damaged \(Too many levels of symbolic links\)"):
+        store.read_result(path.parent)
+    path.unlink()
+    store.write_result(path.parent, WHOLE)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_text", denied)
+    with pytest.raises(RunError, match=r"result\.json cannot be read \(Permission denied\); make it readable"):
+        store.read_result(path.parent)
+
+
+def test_files_of_a_run_that_cannot_be_read_or_removed_are_named(tmp_path, monkeypatch) -> None:
+    path = _run(tmp_path)
+    (path / store.EMBEDDINGS).touch()
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(store.hashlib, "file_digest", denied)
+    with pytest.raises(RunError, match=r"safetensors cannot be read \(Permission denied\); make it readable"):
+        store.hashes_of(path)
+    monkeypatch.setattr(store.shutil, "rmtree", denied)
+    with pytest.raises(RunError, match=r"cannot remove .*fold0_rep1 \(Permission denied\)"):
+        store.remove_run(path)
+
+
+def test_status_goes_on_where_an_error_is_no_file(tmp_path, capsys) -> None:
+    (_run(tmp_path) / store.ERROR).mkdir()
+    os.mkfifo(_run(tmp_path, "glyphs/mlrc/a-b-c-12345678/fold0_rep2") / store.ERROR)
+    status(["--output-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"fold0_rep1: {tmp_path}" in out and "is a folder, not a file" in out
+    assert "is a pipe, not a file" in out and "2 runs: 0 done, 0 running, 2 failed" in out
 
 
 def test_directory_that_cannot_be_made_is_refused_with_the_remedy(tmp_path) -> None:

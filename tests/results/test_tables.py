@@ -14,7 +14,7 @@ def _summary(mean: float, std: float | None, **changes: object) -> dict[str, obj
         "scores": {"separated": score, "concatenated": score},
         "dimension": {"separated": 128, "concatenated": 512},
         "n_runs": 12, "n_runs_expected": 12, "missing": [], "n_collections": 81, "val_is_test": False,
-        "search": "exact",
+        "search": "exact", "dataset_fingerprint": "f",
         "n_query": 100, "n_gallery": 100, "n_skipped_queries": 0, "scored_on": "test", "n_runs_not_started": 0,
     }  # fmt: skip
     return summary | changes
@@ -52,7 +52,8 @@ def test_notes_say_which_numbers_rest_on_shortlists() -> None:
     short = _summary(0.5, 0.01, search="rerank@100", concatenated_search="exact")
     text = to_text(_table(_summary(0.5, 0.01), short))
     assert "row_0: exact search, 100 queries" in text
-    assert "row_1: rerank@100 search (concatenated: exact), 100 queries" in text
+    caution = "APPROXIMATE SEARCH: rerank@100 ranks a shortlist of each query"
+    assert f"row_1: {caution}; rerank@100 search (concatenated: exact), 100 queries" in text
 
 
 def test_single_row_has_no_best() -> None:
@@ -81,9 +82,31 @@ def test_selection_on_test_and_skipped_queries_are_printed() -> None:
 
 def test_what_the_data_are_not_is_printed_under_the_table() -> None:
     notes = ["a subset: 588 of 16,185 images", "images cut to their boxes"]
-    text = to_markdown(_table(_summary(0.5, None, data_notes=notes), _summary(0.5, None)))
-    assert "row_0: NOT THE PUBLISHED DATA: a subset: 588 of 16,185 images; images cut to their boxes" in text
-    assert "PUBLISHED" not in to_markdown(_table(_summary(0.5, None)))
+    subset = _summary(0.5, None, data_notes=notes, n_query=196, n_gallery=196, n_query_published=8131)
+    table = _table(subset, _summary(0.5, None))
+    said = "NOT THE PUBLISHED DATA: a subset: 588 of 16,185 images; images cut to their boxes; 196 of 8,131 queries"
+    for render in (to_text, to_markdown):
+        assert f"row_0: {said}; exact search, 196 of 8,131 queries" in render(table)
+        assert "PUBLISHED" not in render(_table(_summary(0.5, None)))
+    of_rows = {row["row"]: row["notes"] for row in csv.DictReader(io.StringIO(to_csv(table)))}
+    assert said in of_rows["row_0"]
+    assert (
+        of_rows["row_1"]
+        == "12 runs; mean ± population std over 81 collections of fold models; exact search, 100 queries"
+    )
+
+
+def test_a_latex_caption_leaves_out_no_caution() -> None:
+    partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1, val_is_test=True)
+    table = _table(partial, _summary(0.5, None, search="rerank@100", data_notes=["a subset: 1 of 2 images"]))
+    (caption,) = [line for line in to_latex(table).splitlines() if line.startswith(r"\caption")]
+    assert caption == (
+        r"\caption{glyphs under mlrc, percent; best of each column in bold. "
+        r"row\_0: PARTIAL: 3 of 12 runs; SELECTED ON TEST: the validation set is the test set. "
+        r"row\_1: NOT THE PUBLISHED DATA: a subset: 1 of 2 images; "
+        r"APPROXIMATE SEARCH: rerank@100 ranks a shortlist of each query.}"
+    )
+    assert "caption{glyphs under mlrc, percent; best of each column in bold.}" in to_latex(_table(_summary(0.5, None)))
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
@@ -105,7 +128,11 @@ def test_labels_name_only_what_differs() -> None:
     with_steps = [cell("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
     assert cell_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [])
     with_data = [cell("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), cell("gap", **{"loss.num_classes": 40})]
-    assert cell_labels(with_data) == (["gap loss.m=0.4", "gap loss.m=absent"], [])
+    assert cell_labels(with_data) == (["gap loss.m=0.4", "gap"], [])
+    with_null = [cell("gap", **{"fit.patience": patience}) for patience in (None, 5)]
+    assert cell_labels(with_null) == (["gap", "gap fit.patience=5"], [])
+    of_two = [cell("gap", **{"fit.patience": None}), cell("gsp", **{"fit.patience": 5})]
+    assert cell_labels(of_two) == (["gap", "gsp"], ["fit.patience: null (gap); 5 (gsp)"])
 
 
 def test_settings_that_labels_hide_are_noted() -> None:
@@ -122,6 +149,18 @@ def test_settings_that_labels_hide_are_noted() -> None:
     summary = _summary(0.5, None)
     table = make_table("t", [summary, summary], ["a", "b"], ["p_at_1"], differing=["fit.max_steps: 3 (a); 6 (b)"])
     assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in to_text(table)
+
+
+def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
+    cells = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
+    labels, notes = cell_labels(cells, [{}, {"pooling.m": "by hand"}])
+    assert labels == ["gap", "gsp"]
+    assert notes == ["pooling.m: 7 (gsp), by hand"]
+    two = [*cells, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
+    assert cell_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
+        ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],
+        [],
+    )
 
 
 def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
@@ -145,6 +184,9 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     text = to_markdown(table)
     assert text.count("**") == 2 * 4
     assert "**60.00 ± 1.00**" in text
+    other = _table(_summary(0.5, None), _summary(0.4, None), _summary(0.9, None, dataset_fingerprint="g" * 64))
+    assert other.competes == (True, True, False)
+    assert "row_2: OTHER DATA than other rows: fingerprint gggggggggggg" in to_text(other)
     only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
     assert only.competes == (True, True)
     assert _table(partial, partial).competes == (False, False)

@@ -1,19 +1,19 @@
 """Two cells side by side, run by run: means, difference and its interval."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmlbench.apps.tables import asked_columns, settings_of
+from dmlbench.apps.tables import asked_columns, differing_settings
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.cautions import by_row, cautions
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
-from dmlbench.results.run_scores import scores_of_run
-from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.results.tables import cell_labels
+from dmlbench.results.run_scores import scores_of_run, spec_of_run
+from dmlbench.results.store import cells_of, find_runs, read_result, require_own_place
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -28,6 +28,7 @@ class Comparison:
         differences: by metric.
         left_out: runs that only one of them has.
         differing: settings in which they differ beyond their names.
+        cautions: what their scores are not (``results.cautions``).
     """
 
     first: Path
@@ -35,6 +36,7 @@ class Comparison:
     differences: dict[str, PairedDifference]
     left_out: tuple[str, ...]
     differing: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
 
 def compare_cells(
@@ -79,10 +81,11 @@ def compare_cells(
         first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
         differences[metric] = paired_difference(first, second)
     firsts = [(path, next(iter(results))) for path, results in zip(cells, runs, strict=True)]
-    named = [(runs[i][key]["choices"], settings_of(path / f"fold{key[0]}_rep{key[1]}"))
-             for i, (path, key) in enumerate(firsts)]  # fmt: skip
-    _, differing = cell_labels(named)
-    return Comparison(cells[0], cells[1], differences, left_out, tuple(differing))
+    differing = differing_settings(
+        [(path / f"fold{key[0]}_rep{key[1]}", runs[i][key]["choices"]) for i, (path, key) in enumerate(firsts)]
+    )
+    warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
+    return Comparison(cells[0], cells[1], differences, left_out, tuple(differing), tuple(warned))
 
 
 def to_text(comparison: Comparison) -> str:
@@ -100,6 +103,7 @@ def to_text(comparison: Comparison) -> str:
     lines.append(
         f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"
     )
+    lines += [f"  {note}" for note in comparison.cautions]
     lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]
     if comparison.left_out:
         lines.append(f"  PARTIAL: without {', '.join(comparison.left_out)}")
@@ -116,13 +120,30 @@ def _cell(output_dir: str, pattern: str) -> Path:
 
 def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
     runs = find_runs(output_dir, str(cell.relative_to(output_dir)))
-    return {(run.fold, run.repeat): read_result(run.path) for run in runs if run.state == "done"}
+    results = {}
+    for run in runs:
+        if run.state == "done":
+            results[run.fold, run.repeat] = read_result(run.path)
+            require_own_place(run.path, results[run.fold, run.repeat])
+    return results
 
 
 def _scores(cell: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
     if rule_named(result["aggregation"]).scored_on == "val":
         return result["metrics"]["val"]
     return scores_of_run(cell / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
+
+
+def _cautions(
+    results: Mapping[tuple[int, int], Mapping[str, Any]], common: Sequence[tuple[int, int]], spec: EvaluationSpec
+) -> list[str]:
+    """What is to be said of any of the compared runs."""
+    is_validated = rule_named(results[common[0]]["aggregation"]).scored_on == "val"
+    scored_on = {"scored_on": "validation"} if is_validated else {}
+    found = [
+        cautions({**results[key], "search": spec_of_run(spec, results[key]).search, **scored_on}) for key in common
+    ]
+    return list(dict.fromkeys(note for notes in found for note in notes))
 
 
 def _require_same(cells: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:

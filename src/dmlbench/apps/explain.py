@@ -1,7 +1,8 @@
 """Pictures of what a trained pooling looks at: its weights, and its prototypes, laid over the images."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -66,8 +67,13 @@ def explain_runs(
     if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     explained = [_explain(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
+    labels = [one.label for one in explained]
+    explained = [
+        replace(one, label=f"{run_dir.resolve().parent.name}\n{run_dir.name}") if labels.count(one.label) > 1 else one
+        for one, run_dir in zip(explained, run_dirs, strict=True)
+    ]
     captions = [tables[0].class_names[tables[0].labels[row]] for row in rows]
-    draw(explained, captions, path)
+    draw(explained, captions, path, notes=tables[0].notes)
 
 
 def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> IntArray:
@@ -103,11 +109,12 @@ def _enlarged(maps: torch.Tensor, size: tuple[int, ...], mode: str) -> NDArray[n
     return np.asarray(F.interpolate(maps[:, None], size=tuple(size), mode=mode, **options)[:, 0].cpu())
 
 
-def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) -> None:
+def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
     """Write the picture: a row an image, a column for the image and one or two for each run.
 
     Places that count as in average pooling are white, those that count more are red and those that count less blue;
-    one scale holds for all. Prototypes are told apart by colors, those of no weight fade.
+    one scale holds for all. Prototypes are told apart by colors, those of no weight fade. ``notes`` say how the data
+    differ from the published ones.
     """
     columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
     rows = len(captions)
@@ -134,6 +141,8 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path) ->
     bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
     bar.set_label("weight over that of average pooling", fontsize=8)
     bar.ax.tick_params(labelsize=7)
+    if notes:
+        figure.supxlabel(textwrap.fill(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}", 18 * columns), fontsize=7)
     save_figure(figure, path)
 
 

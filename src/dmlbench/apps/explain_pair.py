@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ class PairExplanation:
         inferences: from the top, a node that is inferred and, of those shown below it, the one that is again; empty
             where the distance infers nothing.
         settings: variant and inference of the distance.
+        data_notes: how the data that the run learned from differ from the published ones.
     """
 
     images: tuple[NamedImage, NamedImage]
@@ -72,6 +73,7 @@ class PairExplanation:
     reliable: int
     inferences: tuple[Inference, ...]
     settings: dict[str, str]
+    data_notes: tuple[str, ...] = ()
 
     @property
     def contributions(self) -> Floats:
@@ -99,6 +101,7 @@ class PairExplanation:
             "images": [vars(image) for image in self.images],
             "distance": self.distance,
             **self.settings,
+            **({"data_notes": list(self.data_notes)} if self.data_notes else {}),
             "reliable": self.reliable,
             "levels": [self._level_json(level) for level in order],
             "decomposition": [self._inference_json(one) for one in self.inferences],
@@ -168,10 +171,11 @@ def explain_pair(
             "out to see what the pooling looks at"
         )
     (first, x), (second, y) = (read_one(run, image) for image in pair)
-    return explain_images(
+    explanation = explain_images(
         cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
         num_nodes=num_nodes, reliable=reliable, precision=run.settings.precision,
     )  # fmt: skip
+    return replace(explanation, data_notes=run.data.table.notes)
 
 
 @torch.no_grad()

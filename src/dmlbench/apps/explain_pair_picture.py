@@ -19,6 +19,7 @@ _TILE, _BETWEEN, _CELL, _NUMBERS = 0.66, 0.04, 1.54, 0.34
 _NODE = 2 * _TILE + _BETWEEN
 _LEFT, _MARGIN, _FRAME = 1.35, 0.12, 0.07
 _HEAD, _CAPTION, _TITLE, _EQUATION_WIDTH, _EDGES = 1.7, 0.72, 0.3, 5.2, 0.75
+_LINE = 0.15  # inches, of the caption
 _ROW, _ROWS_APART = _TILE + _NUMBERS, 0.18
 _SIMILAR, _DISSIMILAR, _INFERRED = "#1a7f37", "#cf222e", "#0550ae"
 _COLORS = "RdBu_r"
@@ -64,7 +65,9 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     levels_height = num_levels * (_ROW + _ROWS_APART)
     steps_height = _TITLE + _ROW + len(steps) * (_EDGES + _ROW) if steps else 0.0
     width = max(_LEFT + columns * _CELL, _LEAST) + 2 * _MARGIN
-    height = _HEAD + _TITLE + levels_height + steps_height + _CAPTION + 2 * _MARGIN
+    height = (
+        _HEAD + _TITLE + levels_height + steps_height + _CAPTION + 2 * _MARGIN + _LINE * bool(explanation.data_notes)
+    )
     figure = Figure(figsize=(width, height), facecolor="white")
     page = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     page.set_axis_off()
@@ -219,6 +222,8 @@ def _draw_caption(page: Axes, explanation: PairExplanation, y: float) -> None:
             "What a node lacks in reliability comes from the level below, along edges of weight w (thickness of the "
             "lines); δ̂ is the value after that."
         )
+    if explanation.data_notes:
+        lines.append(f"NOT THE PUBLISHED DATA: {'; '.join(explanation.data_notes)}")
     _write(page, _MARGIN, y, *lines, size=_SMALL + 0.5)
 
 

@@ -1,13 +1,13 @@
 """Scores of a finished run again, from its embeddings or its checkpoint, and of embeddings from anywhere."""
 
 import dataclasses
-import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import build
@@ -27,8 +27,9 @@ from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.cautions import cautions
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
-from dmlbench.runtime import atomic_write, package_versions, set_strict_float32
+from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
 INPUTS, OUTPUTS = ("embeddings", "labels", "gallery", "gallery_labels"), ("output", "per_query", "per_class")
@@ -49,6 +50,7 @@ class Evaluated:
         stored: a run's scores in its ``result.json``, else None.
         table: the images that the ids count, where they were asked for and found.
         distance: by which they were compared; None is that of unit vectors.
+        cautions: what a run's scores are not (``results.cautions``).
     """
 
     source: str
@@ -59,10 +61,11 @@ class Evaluated:
     stored: dict[str, float] | None = None
     table: ImageTable | None = None
     distance: BaseDistance | None = None
+    cautions: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
-        result, n = [], self.evaluation
+        result, n = list(self.cautions), self.evaluation
         if n.n_skipped_queries:
             skipped = f"{n.n_skipped_queries} of {n.n_query} queries"
             result.append(f"{skipped} have no positive and are left out of the means")
@@ -76,8 +79,6 @@ class Evaluated:
         beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
         if beyond and "recall_at_k" in self.spec.metrics:
             result.append(f"recall at {', '.join(map(str, beyond))} looks at the whole gallery of {n.n_gallery}")
-        if n.search != "exact":
-            result.append(f"{n.search}: of every query, only the items of a shortlist were ranked")
         if n.kmeans is not None:
             result.append(f"clusters of nmi and ami: k-means of {n.kmeans}")
         return result
@@ -105,7 +106,7 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
-        _write(Path(cfg.output), (json.dumps(result.summary(), indent=1, allow_nan=False) + "\n").encode())
+        _write(Path(cfg.output), result.summary())
     if cfg.per_query is not None:
         _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
@@ -157,6 +158,7 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     if stored is None:
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
     spec: EvaluationSpec = build.component(cfg.evaluation)
+    warned = tuple(cautions({**result, "search": spec.search}))
     if not cfg.from_checkpoint:
         require_own_files(run_dir, result)
         kept = load_embeddings(run_dir / EMBEDDINGS)
@@ -164,14 +166,15 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
         evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance)
         named = cfg.per_class is not None or cfg.hardest is not None
         table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
-        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance)
+        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
-    trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": cfg.evaluation}, device=cfg.device)
+    asked = OmegaConf.to_container(cfg.evaluation, resolve=True)  # whose values are this command's own keys
+    trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": asked}, device=cfg.device)
     assert trained.data.split.test is not None
     queries, gallery = trained.embed(trained.data.split.test)
     evaluation = trained.score(queries, gallery)
     table, distance = trained.data.table, trained.model.distance
-    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance)
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)
 
 
 def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
@@ -188,8 +191,11 @@ def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
     return table
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, content: bytes | Mapping[str, Any]) -> None:
     try:
-        atomic_write(path, data)
+        if isinstance(content, bytes):
+            atomic_write(path, content)
+        else:
+            write_json(path, content)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error

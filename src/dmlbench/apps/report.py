@@ -20,7 +20,8 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.results.cautions import by_row, cautions_of_rows
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.results.tables import KINDS
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
@@ -30,6 +31,7 @@ _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _MOST_NAMES = 4  # cells whose names fit under their bars
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
+_LINE = 150  # letters across the figure
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
 
@@ -46,11 +48,19 @@ def draw_report(
         num_queries: queries to show, the same for every cell, drawn with a fixed seed; half are failures of the first
             trained cell, if it has enough.
         num_nearest: retrieved images a query.
+
+    Raises:
+        ConfigError: a metric that no cell has.
+        RunError: embeddings that are not those of their run, or data that are not those of the cells.
     """
     known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
     shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
+    for run_dir in map(_first_run, shown):
+        require_own_files(run_dir, read_result(run_dir))
+    # The same queries of every cell: those that were tested on other images cannot show them.
+    shown = [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
     long = any(len(_name(cell)) > _LONGEST_NAME for cell in cells)
@@ -77,9 +87,10 @@ def draw_report(
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
             _retrievals(panel, cell, table, chosen, num_nearest)
-    notes = list(dict.fromkeys(note for cell in cells for note in cell.summary.get("data_notes", ())))
+    notes = [*by_row(cautions_of_rows([cell.summary for cell in cells]), [cell.label for cell in cells]),
+             *(f"DIFFERENT SETTINGS: {note}" for note in cells[0].differing)]  # fmt: skip
     if notes:
-        figure.supxlabel(f"not the published data: {'; '.join(notes)}", fontsize=8)
+        figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
@@ -101,8 +112,8 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     axis.set_xticks(range(len(cells)), names, fontsize=8)
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
-    size = next((c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})), None)
-    axis.set_title(f"{asked.label}\n{kind}" + (f" ({size}-D)" if size else ""), fontsize=9)
+    sizes = sorted({c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})})
+    axis.set_title(f"{asked.label}\n{kind}" + (f" ({'/'.join(map(str, sizes))}-D)" if sizes else ""), fontsize=9)
     axis.set_ylabel("percent" if asked.metric.percent else "distance", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
@@ -110,6 +121,10 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
 
 def _name(cell: Cell) -> str:
     return cell.label + (" PARTIAL" if cell.summary["missing"] else "")
+
+
+def _tested_on(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
 
 
 def _queries(cell: Cell, count: int) -> IntArray:

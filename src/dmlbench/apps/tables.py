@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.apps.own_values import given_otherwise
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
+from dmlbench.results.cautions import cautions
 from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
-from dmlbench.results.tables import Table, cell_labels, make_table
+from dmlbench.results.tables import NAMING_GROUPS, Table, cell_labels, make_table
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
@@ -87,11 +89,17 @@ def find_cells(
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
     result = {}
     for key, everything in grouped.items():
-        settings = {
-            path: settings_of(next(run.path for run in runs if run.state == "done")) for path, runs, _ in everything
+        configs = {
+            path: load_config(next(run.path for run in runs if run.state == "done") / CONFIG)
+            for path, runs, _ in everything
         }
+        settings = {path: _settings(config) for path, config in configs.items()}
         members = _without_twins(everything, settings)
-        labels, differing = cell_labels([(summary["choices"], settings[path]) for path, _, summary in members])
+        labels, differing = cell_labels(
+            [(summary["choices"], settings[path]) for path, _, summary in members],
+            [given_otherwise(configs[path], NAMING_GROUPS) for path, _, _ in members],
+        )
+        labels = _distinct(labels, [path for path, _, _ in members])
         named = [
             Cell(path, tuple(runs), summary, label, tuple(differing))
             for (path, runs, summary), label in zip(members, labels, strict=True)
@@ -117,10 +125,10 @@ def build_tables(
 
 
 def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
-    """Every run of the cells: where it stands, and its own scores as fractions."""
+    """Every run of the cells: where it stands, what its scores are not, and these as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": cell.label, "cell": cell.path.name, "run": run,
-         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cell.summary.get("data_notes", ())), **scores}
+         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cautions(cell.summary)), **scores}
         for (dataset, protocol), cells in grouped.items() for cell in cells
         for run, scores in cell.summary["raw"].items()
     ]  # fmt: skip
@@ -129,10 +137,25 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
     return str(frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]].to_csv(index=False))
 
 
-def settings_of(run_dir: Path) -> dict[str, Any]:
-    """What defines the cell of a run, flattened."""
-    config: Any = OmegaConf.to_container(load_config(run_dir / CONFIG))
+def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
+    """Notes on settings in which the cells of runs, given with their choices, differ beyond their names."""
+    configs = [load_config(run_dir / CONFIG) for run_dir, _ in runs]
+    cells = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
+    return cell_labels(cells, [given_otherwise(config, NAMING_GROUPS) for config in configs])[1]
+
+
+def _settings(stored: DictConfig) -> dict[str, Any]:
+    """What defines the cell of a run's configuration, flattened."""
+    config: Any = OmegaConf.to_container(stored)
     return settings_of_cell(config)
+
+
+def _distinct(labels: Sequence[str], cells: Sequence[Path]) -> list[str]:
+    """Labels that several cells have, with the hashes that end the cells' names."""
+    return [
+        f"{label} [{cell.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
+        for label, cell in zip(labels, cells, strict=True)
+    ]
 
 
 def _without_twins(members: list[_Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[_Found]:

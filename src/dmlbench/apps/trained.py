@@ -17,7 +17,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup, make_setup
-from dmlbench.results.store import CONFIG, DISTANCE, read_result
+from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
@@ -55,7 +55,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         device: as in the configuration.
 
     Raises:
-        RunError: the run is not complete or kept no weights, or the data on disk are not those of the run.
+        RunError: the run is not complete or kept no weights, these or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
     config = load_config(run_dir / CONFIG)
@@ -65,6 +65,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         config.backbone.weights_file = None
     if not (run_dir / BEST).exists():
         raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
+    require_own_files(run_dir, result, (BEST,))
     config.merge_with(dict(overrides))
 
     def check_data(data: build.Data, open_images: object) -> None:

@@ -9,6 +9,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps.trained import distance_of_run
     from dmlbench.build import component
     from dmlbench.results.aggregate import aggregate_cell
+    from dmlbench.results.cautions import cautions
     from dmlbench.results.store import cells_of, find_runs
     from dmlbench.types import DmlbenchError, RunError
 
@@ -34,8 +35,8 @@ def task(cfg: DictConfig) -> None:
             failures.append(error)
             print(f"      FAILED: {error}")
             continue
-        if summary["missing"]:
-            print(f"      PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs")
+        for caution in cautions(summary):
+            print(f"      {caution}")
         for kind, scores in summary["scores"].items():
             values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
             print(f"      {kind}: {values}")

@@ -1,6 +1,6 @@
 """``dmlbench data``: what data sets are known, what one of them holds, whether it is whole, and making it ready."""
 
-import argparse
+import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.cli.arguments import CommandLine, key_of
+from dmlbench.cli.front import run_hydra
+from dmlbench.config import config_folder
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 if TYPE_CHECKING:
@@ -18,93 +20,84 @@ if TYPE_CHECKING:
     from dmlbench.data.getting.disk import Progress
     from dmlbench.data.getting.verify import Report
 
+_COMMANDS = ("list", "stats", "verify", "prepare")
+_OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_checksum")
+"""Keys that are not repeated to the next command: its data set is named, and the others do not concern it."""
 _NAMED = 10
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = _parser()
-    options, overrides = parser.parse_known_args(list(arguments))
-    for unknown in overrides:
-        if unknown.startswith("-"):
-            parser.error(f"unknown option {unknown}; see dmlbench data {options.command} --help")
-    if options.command == "list":
-        _list(overrides)
-        return
-    if options.name not in known():
-        raise ConfigError(f"data set '{options.name}' is unknown: {closest(options.name, known())}")
-    cfg = compose("train", [f"dataset={options.name}", *overrides])
-    if options.command == "stats":
-        print("\n".join(_described(_load(cfg, options.name))))
-    elif options.command == "verify":
-        _verify(cfg, options.name, decode=options.decode, jobs=options.jobs)
-    else:
-        _prepare(cfg, options, overrides)
+def main(line: CommandLine) -> None:
+    command, *names = line.words or ("",)
+    asks_for_help = not {"-h", "--help", "--hydra-help"}.isdisjoint(line.options)
+    if command not in _COMMANDS and not asks_for_help:
+        raise ConfigError(f"say what to do: dmlbench data {'|'.join(_COMMANDS)}; '{command}' is none of these")
+    names += [override.partition("=")[2] for override in line.overrides if override.startswith("dataset=")]
+    if len(names) != (command != "list") and not asks_for_help:
+        wanted = "no name" if command == "list" else "the name of one data set"
+        raise ConfigError(f"dmlbench data {command} takes {wanted}; `dmlbench data list` has them all")
+    for name in names:
+        if name not in known(line.config_dir):
+            raise ConfigError(f"data set '{name}' is unknown: {closest(name, known(line.config_dir))}")
+
+    def task(cfg: DictConfig) -> None:
+        if cfg.jobs is not None and cfg.jobs < 1:
+            raise ConfigError(f"jobs ({cfg.jobs}) must be 1 or more")
+        if command == "list":
+            _list(cfg, line.config_dir)
+        elif command == "stats":
+            print("\n".join(_described(_load(cfg, names[0]))))
+        elif command == "verify":
+            _verify(cfg, names[0])
+        else:
+            _prepare(cfg, names[0], [override for override in line.overrides if key_of(override) not in _OF_PREPARE])
+
+    chosen = [override for override in line.overrides if not override.startswith("dataset=")]
+    overrides = (*(f"dataset={name}" for name in names), *chosen)
+    run_hydra("data", task, dataclasses.replace(line, words=(), overrides=overrides))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dmlbench data",
-        description="List the data sets, count what one holds, look at every image of it, or make it ready.",
-        epilog="example: dmlbench data verify cub200 paths.data_dir=/data",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = {
-        "list": "every data set that the configuration knows, and whether it is on disk",
-        "stats": "read a data set's lists and print its counts",
-        "verify": "count a data set and decode every image; exit code 0 when it is whole, else 1",
-        "prepare": "extract or download a data set's archives and put them where they belong",
-    }
-    options_of = {
-        "verify": "[--no-decode] [--jobs N] ",
-        "prepare": "[--from FILE ...] [--password WORD] [--no-download] [--accept-other-checksum] ",
-    }
-    command = {}
-    for name, text in about.items():
-        usage = f"dmlbench data {name} {'' if name == 'list' else 'NAME '}{options_of.get(name, '')}[key=value ...]"
-        command[name] = commands.add_parser(
-            name, help=text, description=text, usage=usage, epilog="key=value as for `dmlbench train`"
-        )
-        if name != "list":
-            command[name].add_argument("name", help="a data set of `dmlbench data list`")
-    command["verify"].add_argument("--no-decode", dest="decode", action="store_false", help="counts only, in seconds")
-    command["verify"].add_argument("--jobs", type=_positive, help="threads that decode (default: one per core)")
-    add = command["prepare"].add_argument
-    add("--from", dest="given", action="append", default=[], metavar="FILE", help="an archive; may be repeated")
-    add("--password", metavar="WORD", help="of encrypted archives, as the publisher sent it")
-    add("--no-download", dest="download", action="store_false", help="use only what lies on disk")
-    add("--accept-other-checksum", action="store_true", help="take archives that differ from the published ones")
-    return parser
+def known(config_dir: Path | None) -> list[str]:
+    """Names of the data sets, those of the user's configuration folder included."""
+    return sorted(_files(config_dir))
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be 1 or more")
-    return int(text)
-
-
-def known() -> list[str]:
-    """Names of the data sets."""
-    return sorted(path.stem for path in (config_folder() / "dataset").glob("*.yaml"))
+def _files(config_dir: Path | None) -> dict[str, Path]:
+    folders = [config_folder(), *([config_dir] if config_dir else [])]
+    return {path.stem: path for folder in folders for path in sorted((folder / "dataset").glob("*.yaml"))}
 
 
 # ---- list
 
 
-def _list(overrides: Sequence[str]) -> None:
-    from dmlbench.data.getting.catalog import SOURCES, is_found
+def _list(cfg: DictConfig, config_dir: Path | None) -> None:
+    from dmlbench.data.getting.catalog import SOURCES
 
-    root = Path(compose("train", overrides).paths.data_dir)
-    for name in known():
-        first = (config_folder() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    root = Path(cfg.paths.data_dir)
+    for name, file in sorted(_files(config_dir).items()):
+        first = file.read_text(encoding="utf-8").partition("\n")[0]
         print(f"{name:<15} {first.lstrip('# ')}")
         source = SOURCES.get(name)
         if source is None:
             continue
-        found = is_found(source, root) if root.is_dir() else None
-        where = f"found in {found[0]}: {found[1].description}" if found else f"not found in {root}"
-        print(f"{'':<15} {where}")
+        for line in _found(source, root):
+            print(f"{'':<15} {line}")
         print(f"{'':<15} published: {source.published}")
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
+
+
+def _found(source: "Source", root: Path) -> list[str]:
+    """Where a data set lies, and how it differs from the published one."""
+    from dmlbench.data.getting.catalog import is_found
+
+    found = is_found(source, root) if root.is_dir() else None
+    if found is None:
+        return [f"not found in {root}"]
+    lines = [f"found in {found[0]}: {found[1].description}"]
+    try:
+        notes = source.notes(root)
+    except DataError as error:
+        return [*lines, f"cannot be read: {error}"]
+    return lines + [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
 
 
 # ---- stats
@@ -162,7 +155,7 @@ def _described(table: ImageTable) -> list[str]:
 # ---- verify
 
 
-def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> None:
+def _verify(cfg: DictConfig, name: str) -> None:
     from tqdm import tqdm
 
     from dmlbench.data.getting.catalog import SOURCES
@@ -175,14 +168,16 @@ def _verify(cfg: DictConfig, name: str, *, decode: bool, jobs: int | None) -> No
     print("\n".join(_described(table)))
     expected = SOURCES[name].published if name in SOURCES else None
     is_benchmark = expected is not None and counts_by_role(table.labels, table.role) == dict(expected.by_role)
-    is_published = is_benchmark or cfg.dataset.table.get("check_counts") is True  # then the loader insisted on them
+    # A loader that insisted on the counts of what it found may have found a part of the benchmark.
+    is_part = any(note.startswith("a subset") for note in table.notes)
+    is_published = is_benchmark or (cfg.dataset.table.get("check_counts") is True and not is_part)
     if expected is not None:
         print(f"  published: {expected}" + ("" if is_benchmark else " (not what is here)"))
     sys.stdout.flush()
-    if decode:
+    if cfg.decode:
         bar: Any = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
         with bar:
-            report = verify(table, num_threads=jobs or available_cores(), watch=bar.update)
+            report = verify(table, num_threads=cfg.jobs or available_cores(), watch=bar.update)
     else:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))
@@ -211,7 +206,7 @@ def _findings(report: "Report") -> list[str]:
     if twins.groups:
         lines += [
             f"  identical images: {len(twins.groups)} groups of {twins.images} images in all; {twins.across_classes} "
-            f"groups across classes, {twins.across_halves} across train and test",
+            f"groups across classes, {twins.across_halves} across training and test half",
             *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
         ]
     if report.unlisted:
@@ -246,23 +241,23 @@ def _verdict(name: str, report: "Report", *, is_benchmark: bool, is_published: b
 # ---- prepare
 
 
-def _prepare(cfg: DictConfig, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
     from dmlbench.data.getting.catalog import SOURCES
     from dmlbench.data.getting.prepare import prepare
 
-    source = SOURCES.get(options.name)
+    source = SOURCES.get(name)
     if source is None:
-        raise ConfigError(
-            f"there is nothing to prepare for '{options.name}'; {', '.join(sorted(SOURCES))} have archives"
-        )
+        raise ConfigError(f"there is nothing to prepare for '{name}'; {', '.join(sorted(SOURCES))} have archives")
+    archives = cfg.archives if isinstance(cfg.archives, ListConfig) else [cfg.archives]
+    given = [str(file) for file in archives if file is not None]
     print(f"{source.title}, {source.home}\n  terms: {source.terms}\n  cite: {source.citation}")
     prepared = prepare(
-        source, cfg.dataset.table.root, given=options.given, password=options.password, download=options.download,
-        accept_other_checksum=options.accept_other_checksum, stage=_stage,
+        source, cfg.dataset.table.root, given=given, password=cfg.password, download=cfg.download,
+        accept_other_checksum=cfg.accept_other_checksum, stage=_stage,
     )  # fmt: skip
     print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
-    print("\n".join(_described(_load(cfg, options.name))))
-    print("next: " + shlex.join(["dmlbench", "data", "verify", options.name, *overrides]))
+    print("\n".join(_described(_load(cfg, name))))
+    print("next: " + shlex.join(["dmlbench", "data", "verify", name, *overrides]))
 
 
 @contextmanager

@@ -1,12 +1,9 @@
 """``dmlbench explain``: pictures of what a trained pooling looks at, and of why two images are alike to AVSL."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
-
-from dmlbench.cli.front import run_hydra
 
 
 def task(cfg: DictConfig) -> None:
@@ -26,7 +23,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps.explain import explain_runs
 
     images = None if cfg.images is None else _listed(cfg.images)
-    path = Path(cfg.output) if cfg.output is not None else runs[0] / "explain.png"
+    path = _output(cfg) or runs[0] / "explain.png"
     explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
     print(f"written: {path}")
 
@@ -41,7 +38,7 @@ def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
     if cfg.images is not None:
         raise ConfigError("images and pair ask for different pictures; give one of them")
     pair = _listed(cfg.pair)
-    path = Path(cfg.output) if cfg.output is not None else runs[0] / f"{pair_stem(pair)}.png"
+    path = _output(cfg) or runs[0] / f"{pair_stem(pair)}.png"
     check_output(path)  # before the work rather than after it
     explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
     numbers = write_pair(explanation, path)
@@ -49,28 +46,17 @@ def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
     print(f"written: {path}, {numbers}")
 
 
+def _output(cfg: DictConfig) -> Path | None:
+    """The file that the picture goes to, if one is named; refused before the work rather than after it."""
+    from dmlbench.types import RunError
+
+    if cfg.output is None:
+        return None
+    path = Path(cfg.output)
+    if not path.parent.is_dir():
+        raise RunError(f"cannot write {path}: there is no folder {path.parent}; choose another output")
+    return path
+
+
 def _listed(value: object) -> list:
     return list(value) if isinstance(value, ListConfig) else [value]
-
-
-def pair_as_list(argument: str) -> str:
-    """``pair=a,b`` as Hydra reads a list; it would take the commas for a sweep.
-
-    Rows stay numbers; all else is quoted, so that paths may hold whatever they like but a comma.
-    """
-    key, equals, value = argument.partition("=")
-    if key != "pair" or not equals or value.startswith("[") or "," not in value:
-        return argument
-    parts = [part.strip() for part in value.split(",")]
-    return f"pair=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"
-
-
-def _quoted(text: str) -> str:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def main(arguments: Sequence[str]) -> None:
-    run_hydra("explain", task, [pair_as_list(argument) for argument in arguments])

@@ -1,195 +1,141 @@
-"""What every Hydra sub-command shares: configuration folder, error messages with a remedy, exit codes."""
+"""What every sub-command shares: its configuration, error messages with a remedy, exit codes."""
 
-import argparse
-import contextlib
 import errno
 import functools
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.targets import with_new_arguments
-from dmlbench.config import register_schemas
-from dmlbench.recipes import register_recipes, settle_recipe
-from dmlbench.training.signals import EXIT_INTERRUPTED
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.sweeps import SweepFailed, shared
+from dmlbench.config import compose as compose  # where scripts and notebooks look for it
+from dmlbench.config import config_folder, register_schemas
+from dmlbench.recipes import settle_recipe
+from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
-# Groups that no run can do without.
-_REQUIRED = (
-    *("dataset", "transform", "sampler", "protocol", "backbone", "pooling", "head", "loss", "optim", "fit"),
-    *("evaluation", "paths"),
-)
-
 EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-"""What a disk refuses a write with."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk refuses a write with, but never a read."""
+_DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""What a disk refuses a write or a read with."""
+
+_OF_THE_LINE = ("Config group override", "Only one of --run", "can only be used in conjunction")
+"""What Hydra says of a command line, in errors of no type of its own."""
+_NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
 
 
-def config_folder() -> Path:
-    """``conf`` inside the installed package, or at the top of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parents[1] / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
-
-
-def run_hydra(name: str, task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
+def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -> None:
     """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
-    _register(arguments)
-    flags = [a for a in arguments if a in ("-m", "--multirun")]  # wherever they stand; argparse wants them together
-    others = with_new_arguments([_rewritten(_checked(a)) for a in arguments if a not in flags])
-    sys.argv = [f"dmlbench {name}", *flags, *(_of_each_job(others) if flags else others)]
+    folder = line.config_dir
+    options = [*line.options, *(["--config-dir", str(folder)] if folder else [])]
+    sys.argv = [f"dmlbench {name}", *options, *for_hydra(name, line)]
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
+    caught: list[Exception] = []
+
     @functools.wraps(task)
-    def checked(cfg: DictConfig) -> Any:
-        if "paths" in cfg and not str(cfg.paths.output_dir).strip():
-            raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
-        if name == "train":
-            settle_recipe(cfg)
-        return task(cfg)
+    def prepared(cfg: DictConfig) -> Any:
+        _prepare_process(folder)  # once more where a launcher starts processes of its own
+        try:
+            if "paths" in cfg and not str(cfg.paths.output_dir).strip():
+                raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+            if name == "train":
+                settle_recipe(cfg)
+            return task(cfg)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            caught.append(error)  # Hydra would print all overrides before the error
 
-    hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(checked)()
-
-
-def _register(arguments: Sequence[str] = ()) -> None:
-    """Make schemas and recipes known to Hydra, with those of the folder that ``--config-dir`` names."""
-    register_schemas()
-    named = _flags.parse_known_args(list(arguments))[0].config_dir
-    register_recipes([*([Path(named).resolve()] if named else []), config_folder()])
-
-
-_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-_flags.add_argument("--config-dir", "-cd")
-
-
-def _rewritten(argument: str) -> str:
-    """An argument of the command line in Hydra's words."""
-    key, equals, value = argument.partition("=")
-    if key == "recipe.side" and equals:
-        return f"recipe/side={value}"
-    return _without_null(argument)
+    _prepare_process(folder)
+    with shared():
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(prepared)()
+    if caught:
+        raise caught[0]
 
 
-def _checked(argument: str) -> str:
-    """An argument of the command line that Hydra would refuse in words of its own inner workings."""
-    key, equals, value = argument.partition("=")
-    if argument.startswith("-"):
-        return argument
-    if not key.strip("+~ "):
-        raise ConfigError(f"'{argument}' names no key; write key=value, such as fit.max_steps=100")
-    group = key.lstrip("+~")
-    if group == "hydra":
-        raise ConfigError(
-            f"'{argument}': hydra is no group of this configuration; its own keys are hydra.<key>=<value>"
-        )
-    if key.startswith("~") and group in _REQUIRED:
-        raise ConfigError(f"{argument}: every run needs a {group}; choose one of conf/{group}")
-    if equals and (config_folder() / group).is_dir() and not re.fullmatch(r"[\w./,+@:\-\s'\"()]*", value):
-        raise ConfigError(f"{argument}: an option of {group} is chosen by its name, such as {group}={_some(group)}")
-    return argument
-
-
-def _some(group: str) -> str:
-    return min(path.stem for path in (config_folder() / group).glob("*.yaml"))
-
-
-def _without_null(argument: str) -> str:
-    """``group=null`` as Hydra understands it: by the group's option ``none``, or by leaving out its default."""
-    key, equals, value = argument.partition("=")
-    folder = config_folder() / key
-    if not equals or not key or not folder.is_dir() or "null" not in value.split(","):
-        return argument
-    if (folder / "none.yaml").is_file():
-        return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
-    if value == "null" and key in _REQUIRED:
-        raise ConfigError(f"{key}=null: every run needs a {key}; choose one of conf/{key}")
-    return f"~{key}" if value == "null" else argument
-
-
-def _of_each_job(arguments: Sequence[str]) -> list[str]:
-    """Values inside of a group that is swept over, as sweeps over one value.
-
-    Hydra applies what is not swept to the configuration before the sweep, too, where the group has its default option,
-    which need not know the key.
-    """
-    parser = OverridesParser.create()
-    try:
-        parsed = [parser.parse_override(a) if "=" in a and not a.startswith("-") else None for a in arguments]
-    except HydraException:
-        return list(arguments)  # Hydra says what is wrong with them
-    swept = {override.key_or_group for override in parsed if override is not None and override.is_sweep_override()}
-    return [
-        f"{override.get_key_element()}=choice({override.get_value_element_as_str()})"
-        if override is not None
-        and not override.is_sweep_override()
-        and not override.is_delete()
-        and override.value() not in (None, "")  # Hydra's sweeps know no null
-        and any(override.key_or_group.startswith(f"{group}.") for group in swept)
-        else argument
-        for argument, override in zip(arguments, parsed, strict=True)
-    ]
-
-
-def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """The configuration ``name`` with overrides, for commands that are not Hydra's own, for notebooks and for tests."""
-    with composing(overrides) as rewritten:
-        cfg = hydra.compose(name, overrides=rewritten, return_hydra_config=with_hydra)
-    if name == "train":
-        settle_recipe(cfg)
-    return cfg
-
-
-@contextlib.contextmanager
-def composing(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Hydra made ready to compose; gives the overrides in its words."""
-    _register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        yield [_rewritten(override) for override in overrides]
+def _prepare_process(folder: Path | None) -> None:
+    """Make schemas, recipes and the modules next to the user's configuration folder known, after what is installed."""
+    register_schemas(folder)
+    if folder and str(folder.absolute().parent) not in sys.path:
+        sys.path.append(str(folder.absolute().parent))
 
 
 def guarded(action: Callable[[], None]) -> int:
     """Run ``action``; what a user can fix becomes one message and an exit code, a defect keeps its traceback."""
     try:
         action()
-    except ConfigError as error:
-        return _report(error, EXIT_BAD_CONFIGURATION)
-    except DmlbenchError as error:
-        return _report(error, EXIT_FAILED)
-    except yaml.YAMLError as error:
-        return _report(f"a configuration file is no YAML: {' '.join(str(error).split())}", EXIT_BAD_CONFIGURATION)
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = _root(error)
-        if isinstance(cause, DmlbenchError):
-            return _report(cause, EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED)
-        if not isinstance(cause, (HydraException, OmegaConfBaseException)):
-            raise
-        return _report(explain(error), EXIT_BAD_CONFIGURATION)
-    except ValueError as error:
-        if "Config group override" not in str(error):
-            raise
-        return _report(f"the command line cannot be read: {error}", EXIT_BAD_CONFIGURATION)
     except KeyboardInterrupt:
         return _report("interrupted; nothing that was finished is lost, start the same command again", EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno not in _DISK or (error.filename is None and error.errno != errno.ENOSPC):
+    except Preempted as stop:
+        how = "stopped" if stop.code == EXIT_PREEMPTED else "interrupted"
+        print(f"dmlbench: {how}; start the same command again to continue", file=sys.stderr)
+        return EXIT_PREEMPTED if stop.code == EXIT_PREEMPTED else EXIT_INTERRUPTED
+    except SweepFailed as failed:
+        return _report_sweep(failed)
+    except Exception as error:
+        described = _described(error)
+        if described is None:
             raise
-        place = f" {error.filename}" if error.filename else ""
-        return _report(f"cannot write{place}: {error.strerror}; make room, or choose another folder", EXIT_FAILED)
+        return _report(*described)
     return 0
+
+
+def _described(error: Exception) -> tuple[str, int] | None:
+    """Message and exit code of what a user can fix; None of a defect."""
+    cause = _root(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else error
+    if isinstance(cause, DmlbenchError):
+        return str(cause), EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED
+    if isinstance(cause, yaml.YAMLError):
+        return f"a configuration file is no YAML: {' '.join(str(cause).split())}", EXIT_BAD_CONFIGURATION
+    if isinstance(cause, (HydraException, OmegaConfBaseException)):
+        return explain(error), EXIT_BAD_CONFIGURATION
+    if isinstance(cause, ValueError) and any(text in str(cause) for text in _OF_THE_LINE):
+        return f"the command line cannot be read: {cause}", EXIT_BAD_CONFIGURATION
+    if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
+        what = next(iter(str(cause).splitlines()), "")
+        return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
+    if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
+        if _is_of_reading(cause):
+            return f"cannot read {cause.filename}: {cause.strerror}; make it a readable file", EXIT_FAILED
+        place = f" {cause.filename2 or cause.filename}" if cause.filename else ""
+        return f"cannot write{place}: {cause.strerror}; make room, or choose another folder", EXIT_FAILED
+    return None
+
+
+def _is_of_reading(error: OSError) -> bool:
+    """Files are written under new names: one that is there, or whose folder cannot be looked into, was being read."""
+    if error.errno in _FULL or error.filename is None or error.filename2 is not None:
+        return False
+    folder = os.path.dirname(error.filename) or "."
+    return os.path.lexists(error.filename) or (os.path.isdir(folder) and not os.access(folder, os.X_OK))
+
+
+def _report_sweep(failed: SweepFailed) -> int:
+    """Every failed job with its reason, then one line that names all of them."""
+    codes = set()
+    for name, error in failed.jobs:
+        message, code = _described(error) or (f"{type(error).__name__}: {error}", EXIT_FAILED)
+        codes.add(code)
+        if _described(error) is None:
+            traceback.print_exception(error)
+        print(f"dmlbench: {name}: {message}", file=sys.stderr)
+    return _report(f"{failed}; start the same command again to run these alone", min(codes))
 
 
 def explain(error: Exception) -> str:
@@ -205,7 +151,9 @@ def explain(error: Exception) -> str:
         return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
     if isinstance(cause, OmegaConfBaseException):
         key = f"{cause.full_key}: " if cause.full_key else ""
-        return f"{key}{' '.join(str(cause.msg or cause).split())}"
+        return f"{key}{' '.join(str(cause.msg or cause).partition('full_key:')[0].split())}"
+    if several := re.match(r"Ambiguous value for argument '(.+?)' 1\. To use", message):
+        return f"{several[1]} gives several values: -m runs each of them; a list is written [a,b]"
     missing = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
     if missing:
         return f"'{missing[1]}' is no configuration group: {closest(missing[1], groups())}"

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from types import FrameType
 
 from dmlbench import __version__
+from dmlbench.cli.arguments import parse
 from dmlbench.cli.front import guarded, run_hydra
-from dmlbench.training.signals import EXIT_PREEMPTED
+from dmlbench.training.signals import EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, closest
 
 _PROCESS = os.getpid()
@@ -53,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name not in COMMANDS:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
         command = importlib.import_module(f"dmlbench.cli.{name}")
+        line = parse(name, rest)
         if hasattr(command, "main"):
-            command.main(rest)
+            command.main(line)
         else:
-            run_hydra(name, command.task, rest)
+            run_hydra(name, command.task, line)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own
@@ -66,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _stop(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _PROCESS:  # a worker that was forked
         os._exit(EXIT_PREEMPTED)
-    print("dmlbench: stopped; start the same command again to continue", file=sys.stderr)
-    raise SystemExit(EXIT_PREEMPTED)
+    raise Preempted(EXIT_PREEMPTED)
 
 
 if __name__ == "__main__":

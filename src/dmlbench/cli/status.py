@@ -1,41 +1,39 @@
 """``dmlbench status``: which runs are done, running, failed or stale."""
 
-import argparse
-import os
 from collections import Counter
-from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dmlbench status",
-        description="List runs: done (has a result), running, failed (left an error), stale (interrupted).",
-        epilog="example: dmlbench status 'glyphs_collage/mlrc/*gsp*'",
-    )
-    parser.add_argument(
-        "pattern", nargs="?", default="**", help="pattern of <dataset>/<protocol>/<cell>/<run> (default: all)"
-    )
-    parser.add_argument(
-        "--output-dir", default=os.environ.get("DMLBENCH_OUTPUT", "outputs"), help="default: %(default)s"
-    )
-    options = parser.parse_args(list(arguments))
+def task(cfg: DictConfig) -> None:
+    from dmlbench.results.store import ERROR, STATES, cells_of, find_runs, states_of
 
-    from dmlbench.results.store import ERROR, cells_of, find_runs
-
-    runs = find_runs(options.output_dir, options.pattern)
+    wanted = states_of(cfg.state, STATES)
+    found = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.cells)}
+    runs = [run for run, state in found.items() if state in wanted]
     if not runs:
-        print(f"no run under {options.output_dir} matches '{options.pattern}'")
+        in_state = f" in state {' or '.join(wanted)}" if found else ""
+        print(f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'{in_state}")
         return
-    total: Counter[str] = Counter()
     for path, members in cells_of(runs).items():
-        states = {run: run.state for run in members}
-        counts = Counter(states.values())
-        total += counts
+        counts = Counter(found[run] for run in members)
         print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
-        for run, state in states.items():
-            if state != "done":
-                error = (run.path / ERROR).read_text(encoding="utf-8", errors="replace") if state == "failed" else ""
+        for run in members:
+            if found[run] != "done":
+                error = _text(run.path / ERROR) if found[run] == "failed" else ""
                 reason = "".join(f": {line}" for line in error.strip().splitlines()[-1:])
-                print(f"  {state:<8} {run.path.name}{reason}")
-    order = ("done", "running", "failed", "stale")
-    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in order))
+                print(f"  {found[run]:<8} {run.path.name}{reason}")
+    total = Counter[str](found[run] for run in runs)
+    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in STATES))
+
+
+def _text(path: Path) -> str:
+    from dmlbench.types import not_a_file
+
+    if what := not_a_file(path):
+        return f"{path} is {what}, not a file"
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"

@@ -10,7 +10,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps.tables import build_tables, find_cells, runs_to_csv
     from dmlbench.build import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
-    from dmlbench.runtime import atomic_write
+    from dmlbench.runtime import atomic_write, remove_leftovers
     from dmlbench.types import ConfigError, is_file_name
 
     if cfg.name is not None and not is_file_name(str(cfg.name)):
@@ -21,6 +21,7 @@ def task(cfg: DictConfig) -> None:
         print(compare.to_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
+    remove_leftovers(folder)
     grouped = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
     tables = build_tables(grouped, spec, facts=list(cfg.facts))
     for (dataset, protocol), table in tables.items():

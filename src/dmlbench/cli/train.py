@@ -1,27 +1,36 @@
 """``dmlbench train``: one run, or a sweep with ``-m``."""
 
-from collections.abc import Sequence
+import logging
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.cli.arguments import CommandLine, key_of
 from dmlbench.cli.front import run_hydra
 from dmlbench.cli.targets import settle_targets
 from dmlbench.cli.why import print_reasons
+from dmlbench.types import RunInUse
+
+log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(line: CommandLine) -> None:
     """One run or a sweep; with ``--why`` a list of all values and where they come from instead."""
-    if "--why" in arguments:
-        print_reasons([argument for argument in arguments if argument != "--why"])
+    if "--why" in line.options:
+        print_reasons(line)
     else:
-        run_hydra("train", task, arguments)
+        run_hydra("train", task, line)
 
 
 def task(cfg: DictConfig) -> str:
-    """Run the composed configuration; returns the run directory as a string for sweepers."""
+    """Run the composed configuration; returns the run directory as a string for sweepers.
+
+    Raises:
+        RunInUse: another process has the run; a sweep comes back to it.
+    """
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
     # Which option of each group was chosen: a cell's name is made of it.
@@ -35,4 +44,10 @@ def task(cfg: DictConfig) -> str:
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
-    return str(run(cfg))
+    OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
+    try:
+        return str(run(cfg))
+    except RunInUse as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
+        raise

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.originals import deviations_of_sample
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, not_a_file
 
 _NAMED_IN_ERRORS = 10
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
@@ -33,6 +34,7 @@ class Listing:
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
         remedy: how to resolve classes in both halves, for the message.
+        notes: how the data may differ from the published ones, as far as names tell.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Listing:
     super_labels: IntArray | None = None
     originals: Originals | None = None
     remedy: str = "get the original lists"
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,14 @@ class Published:
     """Numbers that identify a benchmark: role -> (images, classes), such as ``{"train": (5_864, 100), ...}``."""
 
     by_role: Mapping[str, tuple[int, int]]
+
+    @property
+    def num_images(self) -> int:
+        return sum(images for images, _ in self.by_role.values())
+
+    @property
+    def num_queries(self) -> int:
+        return self.by_role["query" if "query" in self.by_role else "test"][0]
 
     def __str__(self) -> str:
         return ", ".join(
@@ -102,11 +113,13 @@ def table_of_files(listing: Listing, *, published: Published | None, check_count
         layout=listing.layout,
     )
     notes = differing_counts(labels, role, published)
+    table = replace(table, published_queries=None if published is None else published.num_queries)
     if (originals := listing.originals) is None:
-        return replace(table, notes=notes)
+        return replace(table, notes=notes + listing.notes)
     if originals.boxes is not None:
         originals = replace(originals, boxes=originals.boxes[order])
-    return replace(table, originals=originals, notes=notes + deviations_of_sample(listing.root, paths, originals))
+    notes += deviations_of_sample(listing.root, paths, originals) + listing.notes
+    return replace(table, originals=originals, notes=notes)
 
 
 def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Published | None) -> tuple[str, ...]:
@@ -119,9 +132,8 @@ def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Publis
     """
     if published is None or _counts(labels, role, published) == dict(published.by_role):
         return ()
-    total = sum(images for images, _ in published.by_role.values())
-    if len(labels) < total:
-        return (f"a subset: {len(labels):,} of {total:,} images",)
+    if len(labels) < published.num_images:
+        return (f"a subset: {len(labels):,} of {published.num_images:,} images",)
     return (f"other counts than published: {Published(_counts(labels, role, published))}",)
 
 
@@ -191,6 +203,7 @@ def make_table(
     pixels: NDArray[np.uint8] | None = None,
     layout: str = "",
     notes: tuple[str, ...] = (),
+    published_queries: int | None = None,
 ) -> ImageTable:
     """An ``ImageTable`` whose parts fit together.
 
@@ -207,6 +220,7 @@ def make_table(
         pixels: [N, H, W] or [N, H, W, 3] uint8, or None.
         layout: which of the known layouts was found, in words.
         notes: how the data differ from the published ones.
+        published_queries: queries of the published test half, if there is one.
 
     Raises:
         DataError: no images, lengths that differ, a path twice, a class without images, or an unknown role.
@@ -246,6 +260,7 @@ def make_table(
         fingerprint=fingerprint(names, content, labels, role),
         layout=layout,
         notes=notes,
+        published_queries=published_queries,
     )
 
 
@@ -305,16 +320,23 @@ def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, nam
     """[N] sizes in bytes of the files, all of which must exist.
 
     Raises:
-        DataError: files are missing; the first ten are named, and how many each folder lacks.
+        DataError: files are missing (the first ten are named, and how many each folder lacks), or are no files.
     """
     sizes = np.zeros(len(paths), dtype=np.int64)
     missing: list[str] = []
     folder = os.path.join(root, "")
     for row, path in enumerate(map(str, paths)):
         try:
-            sizes[row] = os.stat(folder + path).st_size
+            status = os.stat(folder + path)
         except (OSError, ValueError):
             missing.append(path)
+            continue
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # reading a folder does not wait
+            raise DataError(
+                f"data set '{name}' has {not_a_file(folder + path)} among its images, '{folder + path}'; replace it or "
+                "remove it from the data"
+            )
+        sizes[row] = status.st_size
     if missing:
         raise DataError(
             f"data set '{name}' lacks {len(missing):,} of {len(paths):,} images under '{root}': {shorten(missing)}"

@@ -69,7 +69,8 @@ def evaluate(
 
     With the Euclidean distance of unit vectors (``distance`` None, or one that ranks alike) rows are normalized to
     float32 unit rows once, the ranking is that of their float64 inner products with ties by gallery index, and the
-    scores are bit-equal for every back end, tile size, thread count and device. So they are with a distance that bounds
+    scores of given rows are bit-equal for every back end, tile size, thread count and device (the rows themselves are
+    not: a model's embeddings vary by some 1e-6 with the size of its batches). So they are with a distance that bounds
     its float32 error (see ``pairwise``): float64 arithmetic on the float32 rows decides. With any other distance
     its matrix in float64 decides (in the distance's own precision if it has parameters); what that distance separates
     by rounding alone may depend on the tile.

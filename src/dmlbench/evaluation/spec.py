@@ -24,8 +24,8 @@ class EvaluationSpec:
 
     Attributes:
         recall_at: values of K for R@K, increasing.
-        back_end: float32 pass of the search; every choice gives the same scores of rankings. "faiss" with rows on a GPU
-            also looks for the clusters of nmi and ami there.
+        back_end: float32 pass of the search; every choice gives the same scores of rankings of the same embeddings.
+            "faiss" with rows on a GPU also looks for the clusters of nmi and ami there.
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
         metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
         kmeans_seed: decides where the clusters of nmi and ami begin.

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dmlbench.types import ConfigError
+from dmlbench.runtime import reason_of
+from dmlbench.types import ConfigError, not_a_file
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ConfigError: the file is missing, unreadable, or holds something else than named tensors.
     """
     path = Path(path)
+    if what := not_a_file(path):
+        raise ConfigError(f"weights file '{path}' is {what}, not a file; correct weights_file")
     if not path.is_file():
         raise ConfigError(
             f"weights file '{path}' is not there; place it at this path, correct weights_file, "
@@ -34,9 +37,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise almost anything
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: {first_line:.120}); "
+            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: {reason_of(error):.120}); "
             "it may be truncated, or hold Python objects, which are never executed: save its state_dict again"
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import COLLECTIONS, CellRuns, rule_named, stored_collections
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
 from dmlbench.results.store import RESULT, RunInfo, read_result, require_own_files
-from dmlbench.runtime import read_json, write_json
-from dmlbench.types import RunError
+from dmlbench.runtime import read_json, remove_leftovers, write_json
+from dmlbench.types import RunError, not_a_file
 
 log = logging.getLogger(__name__)
 
 AGGREGATE = "aggregate.json"
 AGGREGATE_SCHEMA = 1
+_KEYS = {
+    *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
+    *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
+}
 
 
 def aggregate_cell(
@@ -51,6 +56,8 @@ def aggregate_cell(
     results = {coordinates: read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
         raise RunError(f"{cell} has no complete run; `dmlbench status` tells what happened to them")
+    for folder in (cell, *done.values()):
+        remove_leftovers(folder)
     for key, result in results.items():
         require_own_files(done[key], result)
     first = next(iter(results.values()))
@@ -109,6 +116,7 @@ def aggregate_cell(
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),
         **({"data_notes": notes} if notes else {}),
+        **{key: first[key] for key in ("n_query_published",) if key in first},
         **rule.summarize(runs_of_cell, spec),
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
@@ -134,21 +142,34 @@ def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
 
 
 def read_aggregate(cell: Path) -> dict[str, Any] | None:
-    """The summary in a cell's folder, or None where there is none of this schema."""
+    """The summary in a cell's folder; None where there is none of this schema, or a damaged one (the log says so)."""
     try:
         summary = read_json(cell / AGGREGATE)
-    except (FileNotFoundError, ValueError):
+        if summary.get("schema") != AGGREGATE_SCHEMA:
+            return None
+        if lacking := sorted(_KEYS - summary.keys()):
+            raise ValueError(f"it lacks {lacking[0]}")
+        for key, kind in (("missing", list), ("raw", dict), ("scores", dict)):
+            if not isinstance(summary[key], kind):
+                raise TypeError(f"{key} is a {type(summary[key]).__name__}")
+        for score in (score for scores in summary["scores"].values() for score in scores.values()):
+            float(score["mean"]), float(score["std"] or 0)
+    except FileNotFoundError:
         return None
-    return summary if summary.get("schema") == AGGREGATE_SCHEMA else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged (%s)", cell / AGGREGATE, error)
+        return None
+    return summary
 
 
 def is_current(cell: Path, summary: Mapping[str, Any]) -> bool:
     """Whether a summary was made from exactly the results that lie in the cell's folder now."""
-    results = sorted(
-        (tuple(map(int, path.parent.name.removeprefix("fold").split("_rep"))), path)
-        for path in cell.glob(f"fold*_rep*/{RESULT}")
-    )
-    return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for _, path in results)).hexdigest()
+    found = (re.fullmatch(r"fold(\d+)_rep(\d+)", path.parent.name) for path in cell.glob(f"fold*_rep*/{RESULT}"))
+    coordinates = sorted((int(match[1]), int(match[2])) for match in found if match)
+    results = [cell / f"fold{fold}_rep{repeat}" / RESULT for fold, repeat in coordinates]
+    if any(not_a_file(path) for path in results):
+        return False
+    return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 
 def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from dmlbench.results.collections import collections, confidence_interval, summa
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
 from dmlbench.results.store import EMBEDDINGS, locked
 from dmlbench.runtime import atomic_write
-from dmlbench.types import RunError, closest
+from dmlbench.types import RunError, closest, not_a_file
 
 COLLECTIONS = "collections.csv"
 PARTIAL = "collections.partial"
@@ -209,6 +209,8 @@ def rule_named(name: str) -> AggregationRule:
 
 def stored_collections(cell: Path, count: int) -> pd.DataFrame | None:
     """The scores of all ``count`` collections of a cell; None where their file is missing, cut off or damaged."""
+    if not_a_file(cell / COLLECTIONS):
+        return None
     try:
         frame = pd.read_csv(cell / COLLECTIONS, dtype=str).astype(float)
     except (OSError, ValueError):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import derive_seed, is_open_at, read_json, write_json
-from dmlbench.types import RunError
+from dmlbench.runtime import derive_seed, is_open_at, read_json, remove_leftovers, write_json
+from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, not_a_file
 
 RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
@@ -26,6 +26,7 @@ RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
+_NUMBERS = ("num_folds", "num_repeats", "fold", "repeat", "seed", "base_seed", "n_query", "n_gallery", "steps")
 _KEYS = (
     *("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "num_folds", "num_repeats", "fold"),
     *("repeat", "seed", "base_seed", "choices", "val_is_test", "search", "metrics", "n_query", "n_gallery"),
@@ -33,6 +34,7 @@ _KEYS = (
 )
 
 State = Literal["done", "running", "failed", "stale"]
+STATES = ("done", "running", "failed", "stale")
 
 
 def run_directory(
@@ -75,8 +77,10 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for this process; the lock goes with the process, however it ends.
 
     Raises:
-        RunError: another process holds it.
+        RunInUse: another process holds it.
+        RunError: it cannot be written to.
     """
+    _require_file(run_dir / LOCK)
     try:
         file = (run_dir / LOCK).open("a+")
     except OSError as error:
@@ -89,21 +93,26 @@ def locked(run_dir: Path) -> Iterator[None]:
             _lock(file.fileno())
         except BlockingIOError as error:
             file.seek(0)
-            raise RunError(
+            raise RunInUse(
                 f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir"
-            ) from error
+                "another paths.output_dir", run_dir,
+            ) from error  # fmt: skip
         if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunError(f"{run_dir} was released by another process just now; start the command again")
+            raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
-        for leftover in run_dir.glob(".*.tmp"):  # an atomic write that was killed
-            leftover.unlink(missing_ok=True)
+        remove_leftovers(run_dir)
         try:
             yield
         finally:
             (run_dir / LOCK).unlink(missing_ok=True)
+
+
+def _require_file(path: Path) -> None:
+    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; remove it")
 
 
 _held: set[int] = set()
@@ -139,6 +148,7 @@ def _lock(descriptor: int) -> None:
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a living process holds the run directory."""
+    _require_file(run_dir / LOCK)
     try:
         with (run_dir / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -155,10 +165,7 @@ def write_result(run_dir: Path, result: dict[str, Any]) -> None:
     Raises:
         RunError: a score is NaN or infinite.
     """
-    try:
-        write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
-    except ValueError as error:
-        raise RunError(f"{error}; look at the embeddings of this run, which collapsed or overflowed") from error
+    write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
@@ -173,11 +180,15 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing") from None
     except ValueError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise RunError(f"{path} cannot be read ({error}); make it readable") from error
         raise RunError(f"{path} is damaged ({error}); {remedy}") from error
     if result.get("schema") != RESULT_SCHEMA:
         raise RunError(f"{path} has schema {result.get('schema')}, this version reads {RESULT_SCHEMA}; run it again")
     if lacking := [key for key in _KEYS if key not in result]:
         raise RunError(f"{path} is damaged (it lacks {lacking[0]}); {remedy}")
+    if wrong := [key for key in _NUMBERS if type(result[key]) is not int]:
+        raise RunError(f"{path} is damaged ({wrong[0]} is {result[wrong[0]]!r} instead of a number); {remedy}")
     metrics = result["metrics"]
     parts = metrics.values() if isinstance(metrics, dict) else [None]
     scores = [score for part in parts for score in (part.items() if isinstance(part, dict) else [("metrics", part)])]
@@ -187,21 +198,29 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return result
 
 
-def hashes_of(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of the files that scores are computed from, of those that are there."""
-    files = [name for name in (EMBEDDINGS, DISTANCE) if (run_dir / name).exists()]
+def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> dict[str, str]:
+    """SHA-256 of files of a run, those that scores are computed from if it does not say which, of those that are there.
+
+    Raises:
+        RunError: one cannot be read, or is a pipe or a folder.
+    """
+    files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
-        with (run_dir / name).open("rb") as file:
-            hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        _require_file(run_dir / name)
+        try:
+            with (run_dir / name).open("rb") as file:
+                hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise RunError(f"{run_dir / name} cannot be read ({error.strerror}); make it readable") from error
     return hashes
 
 
-def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    """``hashes_of`` a run whose result lies in its folder, with the embeddings that it was computed from.
+def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Insist that a result lies in the folder of its coordinates, and has their seed.
 
     Raises:
-        RunError: it was copied from another run, or its files were.
+        RunError: it was copied from another run.
     """
     coordinates = f"fold{result['fold']}_rep{result['repeat']}"
     if run_dir.name != coordinates:
@@ -214,12 +233,23 @@ def require_own_files(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str
             f"{run_dir / RESULT} names the seed {result['seed']}, but {coordinates} with base_seed "
             f"{result['base_seed']} has {seed}; it is the result of another run: run this one again"
         )
-    hashes = hashes_of(run_dir)
+
+
+def require_own_files(
+    run_dir: Path, result: Mapping[str, Any], files: Sequence[str] = (EMBEDDINGS, DISTANCE)
+) -> dict[str, str]:
+    """``hashes_of`` a run whose result lies in its folder, with the files that it was written with.
+
+    Raises:
+        RunError: it was copied from another run, or its files were, or they are damaged.
+    """
+    require_own_place(run_dir, result)
+    hashes = hashes_of(run_dir, files)
     for key, found in hashes.items():
         if result.get(key, found) != found:
-            name = EMBEDDINGS if key.startswith("embeddings") else DISTANCE
+            name = next(name for name in files if key == f"{Path(name).stem}_sha256")
             raise RunError(
-                f"{run_dir / name} (SHA-256 {found[:12]}) is not what {RESULT} was computed from ({result[key][:12]}); "
+                f"{run_dir / name} (SHA-256 {found[:12]}) is not the one that {RESULT} names ({result[key][:12]}); "
                 "bring the file back, or run it again"
             )
     return hashes
@@ -232,6 +262,18 @@ def run_state(run_dir: Path) -> State:
     if is_locked(run_dir):
         return "running"
     return "failed" if (run_dir / ERROR).exists() else "stale"
+
+
+def states_of(asked: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The states that a command was asked for: one, several, or all that it knows.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    states = [asked] if isinstance(asked, str) else list(known if asked is None else asked)
+    for state in states:
+        check_choice("state", state, known)
+    return tuple(states)
 
 
 @dataclass(frozen=True)
@@ -255,11 +297,18 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
 
     Args:
         output_dir: root of the run directories.
-        pattern: shell pattern for that relative path or the beginning of it; a bare word matches anywhere in it.
+        pattern: shell pattern for that relative path, or for as many of its first parts as one likes: ``glyphs``,
+            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it.
+
+    Raises:
+        ConfigError: ``output_dir`` is empty.
     """
     from fnmatch import fnmatch
 
+    if not str(output_dir).strip():
+        raise ConfigError("the output folder is empty; name one, such as outputs")
     root = Path(output_dir)
+    pattern = pattern.removeprefix(f"{root}/")
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
         relative = path.relative_to(root)
@@ -267,7 +316,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         fold, _, repeat = coordinates.removeprefix("fold").partition("_rep")
         text = str(relative)
         wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
-        if wanted and fold.isdigit() and repeat.isdigit() and path.is_dir():
+        if wanted and fold.isdecimal() and repeat.isdecimal() and path.is_dir():
             runs.append(RunInfo(path, dataset, protocol, cell, int(fold), int(repeat)))
     return runs
 
@@ -276,14 +325,17 @@ def remove_run(path: Path) -> None:
     """Delete a run directory, and its cell's folder when it was the last one in it; a running one is left alone.
 
     Raises:
-        RunError: a living process holds it.
+        RunError: a living process holds it, or it cannot be removed.
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    _remove(path)
     cell = path.parent
-    if not any(cell.glob("fold*_rep*")):
-        _remove(cell)
+    try:
+        _remove(path)
+        if not any(cell.glob("fold*_rep*")):
+            _remove(cell)
+    except OSError as error:
+        raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
 
 
 def _remove(folder: Path) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError
 
-_NAMED = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
+NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
 """Groups whose chosen options name a cell."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
 KINDS = ("separated", "concatenated", "best", "mean")
@@ -30,7 +31,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of entries under two-line column heads, with the notes that belong under the numbers."""
+    """Rows of entries under two-line column heads, with the notes that belong under the numbers.
+
+    ``cautions`` are those of the notes that no caption may leave out, ``row_notes`` are all notes by row.
+    """
 
     title: str
     columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed; facts of the splits have no kind
@@ -38,6 +42,8 @@ class Table:
     rows: tuple[tuple[str, tuple[Entry | str | None, ...]], ...]
     notes: tuple[str, ...]
     competes: tuple[bool, ...]  # of each row: whether it may be the best
+    cautions: tuple[str, ...]
+    row_notes: tuple[tuple[str, ...], ...]
 
     def best(self) -> list[float | None]:
         """Highest printed mean of each column among the rows that compete; None where there is nothing to compare, or
@@ -85,16 +91,23 @@ def make_table(
         of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
         entries += [_entry(found.get(score.name), score.scale) for found in of_kinds for score in scores]
         rows.append((label, tuple(entries)))
-    notes = _notes(summaries, labels) + [f"DIFFERENT SETTINGS: {note}" for note in differing]
+    cautions = cautions_of_rows(summaries)
+    facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
+    settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
+    warned = by_row(cautions, labels) + settings
+    notes = by_row(facts_of_rows, labels) + settings
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
     better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
-    return Table(title, tuple(columns), better, tuple(rows), tuple(notes), competing(summaries))
+    return Table(
+        title, tuple(columns), better, tuple(rows), tuple(notes), competing(summaries), tuple(warned),
+        tuple((*own, *settings) for own in facts_of_rows),
+    )  # fmt: skip
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
     """Which summaries may be the best: complete ones, scored on the same images as the most of these."""
-    scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"]) for s in summaries]
+    scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"], s["dataset_fingerprint"]) for s in summaries]
     complete = [on for on, summary in zip(scored_on, summaries, strict=True) if not summary["missing"]]
     usual = max(complete, key=lambda on: (on[0] == "test", complete.count(on)), default=None)
     return tuple(on == usual and not s["missing"] for on, s in zip(scored_on, summaries, strict=True))
@@ -115,20 +128,13 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
     return ", ".join(texts) or None
 
 
-def _notes(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """What a reader must know to trust the numbers; the same for all rows where it is, else row by row."""
-    facts = [_facts(summary) for summary in summaries]
-    shared = [fact for fact in facts[0] if all(fact in own for own in facts)]
-    others = [[fact for fact in own if fact not in shared] for own in facts]
-    return shared + [f"{label}: {'; '.join(rest)}" for label, rest in zip(labels, others, strict=True) if rest]
-
-
-def _facts(summary: Mapping[str, Any]) -> list[str]:
+def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
+    """What a reader must know to trust the numbers of a row, ``cautions`` among it."""
     facts = []
     runs = f"{summary['n_runs']} runs"
     if summary["missing"]:
         missing = ", ".join(summary["missing"])
-        runs = f"PARTIAL: {summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
+        runs = f"{PARTIAL}{summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
@@ -138,18 +144,11 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(
             f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
-    if summary["n_runs_not_started"]:
-        facts.append(f"NOT STARTED: in {summary['n_runs_not_started']} runs the pooling's prototypes never started")
-    if notes := summary.get("data_notes"):
-        facts.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
-    if summary["val_is_test"]:
-        facts.append("SELECTED ON TEST: the validation set is the test set")
-    searched = f"{summary['n_query']} queries"
+    facts += [caution for caution in cautions if not caution.startswith(PARTIAL)]
+    searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:
-        searched += f" in a gallery of {summary['n_gallery']}"
-    if summary["scored_on"] == "validation":
-        facts.append("scored on the validation classes; the test half was not looked at")
-    else:
+        searched += f" in a gallery of {summary['n_gallery']:,}"
+    if summary["scored_on"] == "test":
         skipped = summary["n_skipped_queries"]
         how = f"{summary['search']} search"
         if "concatenated_search" in summary:
@@ -211,24 +210,25 @@ def to_markdown(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Means and deviations in columns of their own, in percent with full precision."""
+    """Means and deviations in columns of their own, in percent with full precision, and what is noted of each row."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["row", *(f"{kind} {metric} {part}" for kind, metric in table.columns for part in ("mean", "std"))])
-    for label, entries in table.rows:
+    parts = (f"{kind} {metric} {part}" for kind, metric in table.columns for part in ("mean", "std"))
+    writer.writerow(["row", *parts, "notes"])
+    for (label, entries), notes in zip(table.rows, table.row_notes, strict=True):
         cells: list[object] = [label]
         for entry in entries:
             if isinstance(entry, Entry):
                 cells += [entry.mean, "" if entry.std is None else entry.std]
             else:
                 cells += [entry or "", ""]
-        writer.writerow(cells)
+        writer.writerow([*cells, "; ".join(notes)])
     return buffer.getvalue()
 
 
 def to_latex(table: Table) -> str:
-    """A floating ``table`` with caption and label, for the package booktabs."""
-    marks = {mark: "\\" + mark for mark in "_%&#"}
+    """A floating ``table`` with caption and label, for the package booktabs; the caption has the cautions."""
+    marks = {mark: "\\" + mark for mark in "_%&#${}"}
     escapes = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks})
 
     def escape(text: str) -> str:
@@ -244,7 +244,7 @@ def to_latex(table: Table) -> str:
     label = re.sub("[^a-z0-9]+", "-", table.title.lower())
     head = [
         *(r"\begin{table}", r"\centering"),
-        rf"\caption{{{escape(table.title)}, percent; best of each column in bold.}}",
+        rf"\caption{{{escape('. '.join([f'{table.title}, percent; best of each column in bold', *table.cautions]))}.}}",
         *(rf"\label{{tab:{label}}}", rf"\begin{{tabular}}{{{columns}}}"),
         *(r"\toprule", top + r" \\", heads + r" \\", r"\midrule"),
     ]
@@ -258,17 +258,21 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
-def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) -> tuple[list[str], list[str]]:
+def cell_labels(
+    cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
+) -> tuple[list[str], list[str]]:
     """Shortest names that tell cells apart, and what else differs between them.
 
     Args:
         cells: per cell the chosen option of each group, and the flattened configuration.
+        by_hand: per cell, what is to be said of each setting that is not as its chosen option has it.
 
     Returns:
-        Of each cell the chosen options that differ, then single values that differ between cells of the same options;
-        and notes on every other setting that two cells have in common with different values.
+        Of each cell the chosen options that differ, then single values that differ between cells of the same options,
+        as far as a cell has them; and notes on every other setting that two cells have in common with different values,
+        and on those for which the name of an option does not stand.
     """
-    groups = [g for g in _NAMED if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
+    groups = [g for g in NAMING_GROUPS if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in cells]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
@@ -277,8 +281,7 @@ def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) ->
         alike = zip(words, configs, is_untrained, strict=True)
         rivals = [other for word, other, trained in alike if (word, trained) == (name, untrained)]
         differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
-        shown = [key for key in differing if key in config] or differing
-        values = [f"{key}={config.get(key, 'absent')}" for key in shown]
+        values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
         labels.append(" ".join([name, *values]) + " (untrained)" * untrained)
     trained = [(label, config) for label, config, no in zip(labels, configs, is_untrained, strict=True) if not no]
     notes = []
@@ -286,11 +289,15 @@ def cell_labels(cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]]) ->
         held: dict[str, list[str]] = {}
         for label, config in trained:
             if key in config:
-                held.setdefault(str(config[key]), []).append(label)
-        hidden = [label for some in held.values() for label in some if f" {key}=" not in label]
+                held.setdefault("null" if config[key] is None else str(config[key]), []).append(label)
+        hidden = [label for label, config in trained if config.get(key) is not None and f" {key}=" not in label]
         if len(held) > 1 and hidden and key.partition(".")[0] not in groups:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
+    for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
+        for key, value in own.items():
+            if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
+                notes.append(f"{key}: {config[key]} ({label}), {value}")
     return labels, notes
 
 

@@ -1,14 +1,15 @@
-"""Checkpoints that are whole or absent, read without executing code."""
+"""Checkpoints that are whole or absent, checked before they are read, and read without executing code."""
 
 import io
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dmlbench.runtime import atomic_write
-from dmlbench.types import RunError
+from dmlbench.runtime import atomic_write, reason_of
+from dmlbench.types import RunError, not_a_file
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -30,20 +31,29 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU with ``weights_only=True``.
+    """Read a checkpoint onto the CPU with ``weights_only=True``, if it is the one that was written.
+
+    ``torch.save`` writes a zip archive with the CRC-32 of every record, which ``torch.load`` does not look at.
+    To check them takes 0.2 to 0.4 s for 205 MB, whose reading takes 0.5 s.
 
     Raises:
-        RunError: the file is truncated or not a checkpoint.
+        RunError: the file is truncated, damaged, unreadable or not a checkpoint.
     """
+    if what := not_a_file(path):
+        raise RunError(f"the checkpoint {path} is {what}, not a file; remove it to start this run again")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"its record {damaged} is not what was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise RunError(f"the checkpoint {path} cannot be read: {error.strerror}; make it readable") from error
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, ... for a damaged file
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {first_line}; "
-            "it is truncated or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
+            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {reason_of(error)}; it is "
+            "truncated, damaged or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
         ) from error
     if not isinstance(state, dict):
         raise RunError(

@@ -1,4 +1,7 @@
-"""The one training loop: step, validate, stop early, checkpoint; resumed runs continue to the very same numbers."""
+"""The one training loop: step, validate, stop early, checkpoint; resumed runs continue to the very same numbers.
+
+That holds for one kind of processor and one number of threads: another number moves weights by some 1e-5 over a run.
+"""
 
 import logging
 import math

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 
 class Logger(Protocol):
@@ -37,17 +37,28 @@ class History:
 
 
 def read_history(path: Path) -> list[tuple[int, str, float]]:
-    """Lines of a ``history.csv``; a last line that was cut off by a kill is left out."""
+    """Lines of a ``history.csv``; a last line that was cut off by a kill is left out.
+
+    Raises:
+        RunError: it is no text, or cannot be read.
+    """
+    remedy = "remove it, or the run's checkpoints to start the run again"
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; {remedy}")
     if not path.exists():
         return []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))[1:]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunError(f"{path} cannot be read ({error}); {remedy}") from error
     rows: list[tuple[int, str, float]] = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in list(csv.reader(file))[1:]:
-            try:
-                step, name, value = row
-                rows.append((int(step), name, float(value)))
-            except ValueError:
-                break
+    for row in lines:
+        try:
+            step, name, value = row
+            rows.append((int(step), name, float(value)))
+        except ValueError:
+            break
     return rows
 
 

@@ -42,8 +42,8 @@ class OptimizerSettings:
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError(f"optim.lr ({self.lr}) must be positive")
+        if not 0 < self.lr <= torch.finfo(torch.float32).max:
+            raise ConfigError(f"optim.lr ({self.lr}) must be positive, and small enough for float32")
         if self.weight_decay < 0:
             raise ConfigError(f"optim.weight_decay ({self.weight_decay}) must not be negative")
         for name, factor in self.lr_multipliers.items():

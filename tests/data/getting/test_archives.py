@@ -292,7 +292,7 @@ def test_an_archive_without_files_is_refused(tmp_path: Path) -> None:
 def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
     content = b"an image" * 10
     archive = encrypted_zip(tmp_path / "a.zip", "img/a.jpg", content, b"secret")
-    refused(archive, "is encrypted; give the password.*--password.*by hand")
+    refused(archive, "is encrypted; give the password.*password=.*by hand")
     refused(archive, "does not open with this password|password is wrong", password="wrong")
     made = extracted([part(archive)], tmp_path / "set", password="secret")
     assert content_of(made) == {"img/a.jpg": content}

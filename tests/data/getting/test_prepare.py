@@ -136,7 +136,7 @@ def test_what_no_link_leads_to_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_given_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing\.tgz' is no file; correct --from"):
+    with pytest.raises(DataError, match=r"nothing\.tgz' is no file; correct archives"):
         prepare(SOURCES["cub200"], tmp_path, given=[tmp_path / "nothing.tgz"])
 
 

@@ -67,12 +67,12 @@ def test_every_broken_image_is_counted_with_its_reason(root: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["ant/0.jpg"], ["ant/0.jpg", "bee/0.jpg"]])  # two have one size: they are compared
-def test_a_reason_of_the_system_is_given_in_its_words(root: Path, names: list[str]) -> None:
+def test_a_folder_in_an_image_s_place_is_broken(root: Path, names: list[str]) -> None:
     table = folder(root)
     for name in names:
         (root / name).unlink()
         (root / name).mkdir()
-    assert verify(table).broken == tuple((name, "Is a directory") for name in names)
+    assert verify(table).broken == tuple((name, "is a folder, not a file; replace it") for name in names)
 
 
 def test_truncated_images_are_broken_also_where_another_library_lets_them_pass(

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,18 +150,24 @@ def _other_data(path: Path) -> None:
 
 
 def _older(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 0', 1))
+    path.write_bytes(path.read_bytes().replace(b'"version": 3', b'"version": 2', 1))
 
 
 def _garbage(path: Path) -> None:
     path.write_bytes(b"\xff" * 100)
 
 
+def _another_size(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(image_cache._MAGIC) + 8 + int.from_bytes(content[len(image_cache._MAGIC) :][:8], "little")] ^= 1
+    path.write_bytes(content)
+
+
 def _empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("spoil", [_truncate, _other_data, _older, _garbage, _empty])
+@pytest.mark.parametrize("spoil", [_truncate, _other_data, _older, _garbage, _another_size, _empty])
 def test_a_wrong_file_is_reported_and_built_again(
     table: ImageTable, tmp_path: Path, caplog: Any, spoil: Callable[[Path], None]
 ) -> None:
@@ -172,6 +179,78 @@ def test_a_wrong_file_is_reported_and_built_again(
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "building it again" in record.message
     assert first.path.read_bytes() == whole
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        bit = file.read(1)[0] ^ 1
+        file.seek(offset)
+        file.write(bytes([bit]))
+
+
+def test_damaged_pixels_are_decoded_again_and_the_file_repaired(table: ImageTable, tmp_path: Path, caplog: Any) -> None:
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    whole, offsets = cached.path.read_bytes(), cached._layout.offsets
+    for k in range(0, len(table), 2):
+        _flip(cached.path, int(offsets[k + 1]) - 1)
+    assert cached.path.read_bytes() != whole
+    decoded = DecodedImages(table, short_side=32)
+    with caplog.at_level(logging.WARNING):
+        for row in range(len(table)):
+            np.testing.assert_array_equal(cached.read(row), decoded.read(row))
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]  # one for all
+    assert f"{cached.path} is damaged; what is wrong in it is decoded again" in record.message
+    assert cached.path.read_bytes() == whole
+    caplog.clear()
+    for row in range(len(table)):
+        np.testing.assert_array_equal(cached.read(row), decoded.read(row))
+    assert not caplog.records
+
+
+def test_damaged_pixels_of_an_image_that_is_gone_are_not_served(table: ImageTable, tmp_path: Path) -> None:
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    row = NAMES.index("wide.jpg")
+    _flip(cached.path, int(cached._layout.offsets[cached._position[row]]))
+    image = Path(table.root) / "wide.jpg"
+    Image.new("RGB", Image.open(image).size).save(image)
+    with pytest.raises(DataError, match=r"the image cache .* is damaged, and the image of row 0 is not .* remove"):
+        cached.read(row)
+    image.unlink()
+    with pytest.raises(DataError, match=r"image '.*wide\.jpg' cannot be read"):
+        cached.read(row)
+
+
+def test_a_damaged_cache_that_may_not_be_written_or_is_replaced_is_read_rightly(
+    table: ImageTable, tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    decoded = DecodedImages(table, short_side=32).read(0)
+    cached = cached_images(table, tmp_path / "cache", short_side=32)
+    _flip(cached.path, int(cached._layout.offsets[cached._position[0]]))
+
+    def read_only(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image_cache, "_write_all", read_only)
+        np.testing.assert_array_equal(cached.read(0), decoded)
+    assert "cannot be repaired (Permission denied)" in caplog.text
+    cached.path.unlink()
+    cached.path.write_bytes(b"of another version")
+    np.testing.assert_array_equal(cached.read(0), decoded)
+    assert cached.path.read_bytes() == b"of another version"
+
+
+def test_a_pipe_among_the_images_or_in_the_place_of_the_cache_is_refused(table: ImageTable, tmp_path: Path) -> None:
+    path = cached_images(table, tmp_path / "cache", short_side=32).path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is a pipe, not an image cache; move it away"):
+        cached_images(table, tmp_path / "cache", short_side=32)
+    (Path(table.root) / "wide.jpg").unlink()
+    os.mkfifo(Path(table.root) / "wide.jpg")
+    with pytest.raises(DataError, match=r"wide\.jpg' is a pipe, not a file"):
+        cached_images(table, tmp_path / "other", short_side=32)
 
 
 def test_an_unreadable_image_is_named_and_nothing_is_left(table: ImageTable, tmp_path: Path) -> None:
@@ -265,12 +344,13 @@ def resident_bytes() -> int:
 def test_reading_much_more_than_memory_may_hold_keeps_little_resident(tmp_path: Path, monkeypatch: Any) -> None:
     count, side = 500, 400  # 240 MB, none of it on disk
     heights = np.full(count, side, dtype=np.int32)
-    head = image_cache._encode({}) + heights.tobytes() * 2
-    layout = image_cache._Layout.after(len(head), heights, heights)
+    checksums = np.full(count, zlib.crc32(bytes(3 * side * side)), dtype=np.uint32)
+    head = image_cache._encode({})
+    layout = image_cache._Layout.after(len(head), heights, heights, checksums)
     path = tmp_path / "sparse.images"
-    path.write_bytes(head)
+    path.write_bytes(head + layout.encoded())
     os.truncate(path, layout.offsets[-1])
-    cached = image_cache.CachedImages(path, layout, np.arange(count))
+    cached = image_cache.CachedImages(path, layout, np.arange(count), lambda row: pytest.fail(f"row {row} is damaged"))
     monkeypatch.setattr(image_cache, "_RELEASE_EVERY", 2**24)
     cached.read(0)
     before = resident_bytes()

@@ -19,12 +19,13 @@ def write_images(root: Path, paths: list[str]) -> None:
         Image.new("L", (5, 4)).save(root / path)
 
 
-def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path) -> None:
+def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_images(tmp_path, ["b/1.png", "b/2.JPG", "a/x/deep.png", "c/1.png", "d/1.png", "train/1.png", ".git/1.png"])
     (tmp_path / "words.txt").write_text("not an image")
     (tmp_path / "b" / "notes.txt").write_text("nor is this")
     (tmp_path / "empty").mkdir()
     table = folder(tmp_path, name="mine")
+    assert f"empty of '{tmp_path}' hold no images, so they are no classes" in caplog.text
     assert table.name == "mine"
     assert table.class_names == ("a", "b", "c", "d", "train")  # a class may be a train
     assert table.paths.tolist() == ["a/x/deep.png", "b/1.png", "b/2.JPG", "c/1.png", "d/1.png", "train/1.png"]

@@ -77,7 +77,7 @@ def test_a_wrong_count_or_header_says_what_was_found(tmp_path: Path, content: st
 def test_a_missing_list_and_one_that_is_a_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the list '.*nothing\.txt' is missing; put the original file there"):
         read_list(tmp_path / "nothing.txt", ("id",))
-    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(DataError, match="is a folder, not a file; put the original file there"):
         read_list(tmp_path, ("id",))
 
 

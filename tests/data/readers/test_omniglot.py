@@ -49,6 +49,17 @@ def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
     assert table.pixels[0, 0, 0] == 0
 
 
+def test_what_is_not_the_published_split_is_noted(tmp_path: Path) -> None:
+    write_archive(tmp_path / "images_background.zip", BACKGROUND)
+    count = "a subset: {} of 32,460 images"
+    cut = "train and test half share Greek: the split cuts an alphabet"
+    assert subset(tmp_path, cache_dir=tmp_path).notes == (count.format(12), cut)
+    assert module.notes_of(tmp_path) == (count.format(12),)
+    write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])
+    table = subset(tmp_path, cache_dir=tmp_path)
+    assert (table.notes, table.published_queries) == ((count.format(18),), 13_180)
+
+
 def test_with_evaluation_the_archives_are_the_halves(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
     write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])

@@ -1,12 +1,13 @@
 """Where each published data set comes from: its archives and their checksums, its terms, and its expected layout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dmlbench.data.image_table import Published
 from dmlbench.data.readers import cars196, cifar, cub200, cub200_2010, inshop, omniglot, sop, tiny_imagenet
 from dmlbench.data.readers.layouts import DataFolder, Layout
-from dmlbench.types import DataError
+from dmlbench.types import DataError, ImageTable
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Source:
         is_read_packed: True when the archives are read as they are and never unpacked.
         place: how its reader finds it.
         published: the counts that identify the benchmark.
+        notes: how what lies below a folder differs from the published data, as far as can be told without reading
+            every image; raises DataError where it cannot be read.
     """
 
     name: str
@@ -58,12 +61,18 @@ class Source:
     folder: str
     place: DataFolder
     published: Published
+    notes: Callable[[str | Path], tuple[str, ...]]
     is_read_packed: bool = False
 
     @property
     def archives(self) -> tuple[Archive, ...]:
         """Every file of every alternative."""
         return tuple(archive for files in self.alternatives for archive in files)
+
+
+def _of_table(reader: Callable[..., ImageTable]) -> Callable[[str | Path], tuple[str, ...]]:
+    """The notes of the table of a data set whose reader opens few of its images."""
+    return lambda root: reader(root, check_counts=False).notes
 
 
 _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
@@ -84,6 +93,7 @@ def _cifar(classes: int, *, md5: str, size: int, unpacked: str) -> Source:
         folder=f"cifar{classes}",
         place=cifar.FOLDER_10 if classes == 10 else cifar.FOLDER_100,
         published=cifar.PUBLISHED_10 if classes == 10 else cifar.PUBLISHED_100,
+        notes=cifar.notes_of_10 if classes == 10 else cifar.notes_of_100,
         is_read_packed=True,
     )
 
@@ -112,6 +122,7 @@ SOURCES: dict[str, Source] = {
             folder="cub200",
             place=cub200.FOLDER,
             published=cub200.PUBLISHED,
+            notes=_of_table(cub200.cub200),
         ),
         Source(
             name="cub200_2010",
@@ -125,6 +136,7 @@ SOURCES: dict[str, Source] = {
             folder="cub200_2010",
             place=cub200_2010.FOLDER,
             published=cub200_2010.PUBLISHED,
+            notes=_of_table(cub200_2010.cub200_2010),
         ),
         Source(
             name="cars196",
@@ -153,6 +165,7 @@ SOURCES: dict[str, Source] = {
             folder="cars196",
             place=cars196.FOLDER,
             published=cars196.PUBLISHED,
+            notes=_of_table(cars196.cars196),
         ),
         Source(
             name="sop",
@@ -180,6 +193,7 @@ SOURCES: dict[str, Source] = {
             folder="sop",
             place=sop.FOLDER,
             published=sop.PUBLISHED,
+            notes=_of_table(sop.sop),
         ),
         Source(
             name="inshop",
@@ -199,6 +213,7 @@ SOURCES: dict[str, Source] = {
             folder="inshop",
             place=inshop.FOLDER,
             published=inshop.PUBLISHED,
+            notes=_of_table(inshop.inshop),
         ),
         _cifar(10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071, unpacked="cifar-10-batches-py/"),
         _cifar(100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437, unpacked="cifar-100-python/"),
@@ -230,6 +245,7 @@ SOURCES: dict[str, Source] = {
             folder="omniglot",
             place=omniglot.FOLDER,
             published=omniglot.PUBLISHED,
+            notes=omniglot.notes_of,
             is_read_packed=True,
         ),
         Source(
@@ -253,6 +269,7 @@ SOURCES: dict[str, Source] = {
             folder="tiny_imagenet",
             place=tiny_imagenet.FOLDER,
             published=tiny_imagenet.PUBLISHED,
+            notes=_of_table(tiny_imagenet.tiny_imagenet),
         ),
     )
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from dmlbench.types import DataError
+from dmlbench.types import DataError, not_a_file
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes done so far and, if known, the total."""
@@ -33,6 +33,8 @@ def file_digest(path: str | Path, algorithm: str = "md5", *, progress: Progress 
         DataError: the file cannot be read.
     """
     digest = hashlib.new(algorithm, usedforsecurity=False)
+    if what := not_a_file(path):
+        raise DataError(f"'{path}' is {what}, not a file; replace it")
     try:
         with open(path, "rb") as file:
             total = Path(path).stat().st_size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from dmlbench.data.getting.disk import Progress, file_digest, locked, no_progress, require_space, storage_error
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import ConfigError, DataError, not_a_file
 
 _BLOCK = 1 << 18
 _SCHEMES = ("http", "https", "ftp")
@@ -99,6 +99,8 @@ def fetch(
                 if fault := _fault(path, md5, size):
                     raise DataError(f"'{path}' exists already, but {fault}; move it away and start again")
                 return path
+            if what := not_a_file(part):
+                raise DataError(f"'{part}' is {what}, not a file; move it away")
             try:
                 resumed = receive()
                 if (fault := _fault(part, md5, size)) and resumed:

@@ -15,7 +15,8 @@ from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, si
 from dmlbench.data.getting.catalog import Archive, Source, is_found
 from dmlbench.data.getting.disk import file_digest, storage_error
 from dmlbench.data.getting.download import fetch
-from dmlbench.types import DataError
+from dmlbench.runtime import whole_file
+from dmlbench.types import DataError, not_a_file
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _gather(
     """The files to use (given, found, or downloaded), and whether each is an archive."""
     for path in given:
         if not path.is_file():
-            raise DataError(f"'{path}' is no file; correct --from")
+            raise DataError(f"'{path}' is {not_a_file(path) or 'no file'}; correct archives")
     by_name = {archive.name: archive for archive in source.archives}
     if given and any(path.name not in by_name for path in given):
         return {path: path.suffix not in (".mat", ".txt") for path in given}
@@ -123,7 +124,7 @@ def _gather(
         there = f"{', '.join(a.name for a in wanted if a.name in files)} is there; " if files else ""
         raise DataError(
             f"{source.title} is not in '{root}', nor is {', '.join(a.name for a in missing)}; {there}{source.by_hand}; "
-            f"put it into '{root}' and start again, or name files that lie elsewhere with --from"
+            f"put it into '{root}' and start again, or name files that lie elsewhere with archives=<file>"
         )
     for archive in missing:
         files[archive.name] = _download(source, archive, place if source.is_read_packed else root, stage)
@@ -170,7 +171,7 @@ def _checked(
         )
         raise DataError(
             f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
-            "it again, or take it as it is with --accept-other-checksum"
+            "it again, or take it as it is with accept_other_checksum=true"
         )
     return checked, other
 
@@ -217,13 +218,9 @@ def _copy(path: Path, to: Path, stage: Stage) -> None:
         return
     if to.exists():
         raise DataError(f"'{to}' exists, so it stays as it is; move it away and start again")
-    temporary = to.with_name(f".{to.name}.partial-{os.getpid()}")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        with stage(f"copying {path.name}"):
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, to)
+        with stage(f"copying {path.name}"), path.open("rb") as source, whole_file(to) as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
     except OSError as error:
         raise storage_error(error, to.parent, doing=f"copy '{path}'") from error
-    finally:
-        temporary.unlink(missing_ok=True)

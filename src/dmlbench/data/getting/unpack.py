@@ -137,7 +137,7 @@ def _check_zip_member(member: zipfile.ZipInfo, archive: Path, password: str | No
         )
     if member.flag_bits & _ENCRYPTED and password is None:
         raise DataError(
-            f"'{archive}' is encrypted; give the password that its publisher sent you (--password), or extract it "
+            f"'{archive}' is encrypted; give the password that its publisher sent you (password=<word>), or extract it "
             "by hand into a folder below your data folder"
         )
 

@@ -167,7 +167,7 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
 def _reason(error: DataError, name: str) -> str:
     cause = error.__cause__
     text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
-    return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "")
+    return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "").removeprefix(f"'{name}' ")
 
 
 def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import DataError
+from dmlbench.types import DataError, not_a_file
 
 _DIGEST_BYTES = 32
 
@@ -77,6 +77,8 @@ def cached_array(
 
 def _verified_digest(path: Path) -> str | None:
     """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
+    if what := not_a_file(path):
+        raise DataError(f"'{path}' is {what}, not a cached file; move it away")
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:

@@ -3,8 +3,14 @@
 Training would wait for the decoding of JPEGs. Transforms begin by resizing the short side; this step is the same in
 every epoch and every run, so it is done once. The cached images equal the decoded ones to the bit.
 
-The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, then the
-pixels of one image after the other as [H, W, 3] uint8. Images are in the order of their sorted names.
+The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, checksums
+[N] of the images' pixels as uint32, the checksum of these three, then the pixels of one image after the other as
+[H, W, 3] uint8. Images are in the order of their sorted names. Checksums are CRC-32.
+
+A process checks an image when it first reads it: 0.6 to 1.3 s for 6,033 images of 224 x 224 (908 MB, in the page cache;
+one thread of a busy Intel Xeon), a fifth of a millisecond each, and opening takes 1 ms. Checking the whole file when it
+is opened would take 1.2 to 2.0 s by CRC-32 and 4.8 to 7.0 s by BLAKE2b, at every start, however few images it reads.
+What is damaged is decoded again; a file of a former version, which has no checksums, is built again.
 """
 
 import contextlib
@@ -15,6 +21,7 @@ import logging
 import mmap
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +34,12 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from dmlbench.data.images.pixels import Kernel, read_image, resized_size, short_side_resized
+from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.images.threads import for_each
-from dmlbench.runtime import available_cores
-from dmlbench.types import DataError, ImageTable, IntArray
+from dmlbench.runtime import available_cores, whole_file
+from dmlbench.types import DataError, ImageTable, IntArray, not_a_file
 
-VERSION = 2  # increment it whenever the layout or the pixels change
+VERSION = 3  # increment it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
 _ALIGNMENT = 64
 _RELEASE_EVERY = 2**26  # bytes read between releases of the mapped pages
@@ -42,39 +50,68 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Layout:
-    """The position of each image in a cache: heights, widths [N] and byte offsets [N + 1] into the file."""
+    """Each image in a cache: heights, widths and checksums [N], and byte offsets [N + 1] into the file."""
 
     heights: NDArray[np.int32]
     widths: NDArray[np.int32]
+    checksums: NDArray[np.uint32]
     offsets: IntArray
 
     @classmethod
-    def after(cls, start: int, heights: NDArray[np.int32], widths: NDArray[np.int32]) -> "_Layout":
+    def after(
+        cls, head: int, heights: NDArray[np.int32], widths: NDArray[np.int32], checksums: NDArray[np.uint32]
+    ) -> "_Layout":
+        """The images of a file whose magic and JSON header take ``head`` bytes."""
+        start = head + _per_image(len(heights))
         sizes = heights.astype(np.int64) * widths * 3
-        return cls(heights, widths, start + -start % _ALIGNMENT + np.concatenate([[0], np.cumsum(sizes)]))
+        offsets = start + -start % _ALIGNMENT + np.concatenate([[0], np.cumsum(sizes)])
+        return cls(heights, widths, checksums, offsets)
+
+    def encoded(self) -> bytes:
+        """Heights, widths, checksums, and the checksum of these."""
+        parts = b"".join(part.tobytes() for part in (self.heights, self.widths, self.checksums))
+        return parts + zlib.crc32(parts).to_bytes(4, "little")
+
+
+def _per_image(count: int) -> int:
+    """Bytes of what ``_Layout.encoded`` returns."""
+    return 12 * count + 4
 
 
 class CachedImages:
     """Images of a table from its cache file, which is memory-mapped."""
 
-    def __init__(self, path: Path, layout: _Layout, position: IntArray) -> None:
+    def __init__(
+        self, path: Path, layout: _Layout, position: IntArray, decode: Callable[[int], NDArray[np.uint8]]
+    ) -> None:
         """
         Args:
             path: the cache file.
             layout: of that file.
             position: [N] place in the file of each row of the table.
+            decode: makes the image of a row again.
         """
         self.path = path
         self._layout = layout
         self._position = position
+        self._decode = decode
         self._map: mmap.mmap | None = None
         self._unreleased = 0
+        self._checked = np.zeros(len(position), dtype=np.bool_)
+        self._is_damaged = False
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] as a read-only view into the file."""
+        """[H, W, 3] as a read-only view into the file.
+
+        Pixels that are not those that were stored are decoded again and put back into the file; the log says so.
+
+        Raises:
+            DataError: they cannot be: the image is gone, or was edited.
+        """
         if self._map is None:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._status = os.fstat(file.fileno())
         k = self._position[row]
         height, width = int(self._layout.heights[k]), int(self._layout.widths[k])
         size = 3 * height * width
@@ -84,10 +121,35 @@ class CachedImages:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._unreleased = size
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=int(self._layout.offsets[k]))
+        if not self._checked[k]:
+            if zlib.crc32(pixels.data) != self._layout.checksums[k]:
+                return self._repaired(row, k)
+            self._checked[k] = True
         return pixels.reshape(height, width, 3)
 
+    def _repaired(self, row: int, k: int) -> NDArray[np.uint8]:
+        """Image ``k``, decoded again and put back into the file, where all that map it see it; its next read checks."""
+        if not self._is_damaged:
+            logger.warning("the image cache %s is damaged; what is wrong in it is decoded again", self.path)
+        self._is_damaged = True
+        image = np.ascontiguousarray(self._decode(row))
+        if zlib.crc32(image.data) != self._layout.checksums[k]:
+            raise DataError(
+                f"the image cache '{self.path}' is damaged, and the image of row {row} is not the one that was stored; "
+                "remove the cache, and it is made again"
+            )
+        try:
+            with open(self.path, "r+b") as file:
+                if os.path.samestat(os.fstat(file.fileno()), self._status):  # else another process has made a new one
+                    _write_all(file.fileno(), image, int(self._layout.offsets[k]))
+        except OSError as error:
+            logger.warning("%s cannot be repaired (%s)", self.path, error.strerror)
+        image.flags.writeable = False
+        return image
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_map": None}  # a worker that is not forked maps the file itself
+        # a worker that is not forked maps the file itself, and checks it
+        return self.__dict__ | {"_map": None, "_checked": np.zeros_like(self._checked)}
 
 
 def cached_images(
@@ -145,7 +207,7 @@ def cached_images(
                     layout = _build(path, header, names, num_threads, progress, check, table.name)
     except OSError as error:
         raise DataError(f"cannot build the image cache '{path}' ({error.strerror or error}); {_REMEDY}") from error
-    return CachedImages(path, layout, position)
+    return CachedImages(path, layout, position, DecodedImages(table, short_side=short_side, kernel=kernel).read)
 
 
 def _stamp(table: ImageTable) -> str:
@@ -169,15 +231,20 @@ def _encode(header: dict[str, Any]) -> bytes:
 
 def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
     """The layout of a complete cache file with this header; None if there is no such file."""
+    if what := not_a_file(path):
+        raise DataError(f"'{path}' is {what}, not an image cache; move it away")
     try:
         with open(path, "rb") as file:
             expected = _encode(header)
-            head = file.read(len(expected) + 8 * header["count"])
-            if not head.startswith(expected) or len(head) < len(expected) + 8 * header["count"]:
+            if file.read(len(expected)) != expected:
                 return None
-            heights, widths = np.frombuffer(head, dtype=np.int32, offset=len(expected)).reshape(2, -1)
-            layout = _Layout.after(len(head), heights, widths)
-            return layout if layout.offsets[-1] == os.fstat(file.fileno()).st_size else None
+            encoded = file.read(_per_image(header["count"]))
+            if len(encoded) < _per_image(header["count"]):
+                return None
+            heights, widths, checksums = np.frombuffer(encoded[:-4], dtype=np.int32).reshape(3, -1)
+            layout = _Layout.after(len(expected), heights, widths, checksums.view(np.uint32))
+            whole = layout.encoded() == encoded and layout.offsets[-1] == os.fstat(file.fileno()).st_size
+            return layout if whole else None
     except FileNotFoundError:
         return None
 
@@ -210,11 +277,9 @@ def _build(
     check: Callable[[], None],
     data_set: str,
 ) -> _Layout:
-    for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a process that was killed: we hold the lock
-        stale.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     short_side, kernel = header["short_side"], header["kernel"]
     sizes = np.zeros((len(names), 2), dtype=np.int32)
+    checksums = np.zeros(len(names), dtype=np.uint32)
 
     def each(work: Callable[[int], None], what: str) -> None:
         with tqdm(total=len(names), desc=f"{data_set}: {what}", unit="image", disable=not progress, leave=False) as bar:
@@ -225,8 +290,8 @@ def _build(
         sizes[k] = _size_on_disk(names[k], short_side)
 
     each(measure, "sizes")
-    head = _encode(header) + sizes.T.tobytes()
-    layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1])
+    head = _encode(header)
+    layout = _Layout.after(len(head), sizes[:, 0], sizes[:, 1], checksums)
     total = int(layout.offsets[-1])
     logger.info(
         "building the image cache of %s once: %d images, %.2f GB in %s", data_set, len(names), total / 1e9, path
@@ -236,31 +301,28 @@ def _build(
             f"the image cache of '{data_set}' takes {total / 1e9:.2f} GB, but '{path.parent}' has only "
             f"{free / 1e9:.2f} GB free; {_REMEDY}"
         )
-    try:
-        with open(temporary, "xb") as file:
-            _reserve(file.fileno(), total)
-            _write_all(file.fileno(), head, 0)
+    with whole_file(path) as file:
+        _reserve(file.fileno(), total)
 
-            def store(k: int) -> None:
-                image = short_side_resized(read_image(names[k]), short_side, kernel)
-                if image.shape[:2] != tuple(sizes[k]):
-                    raise DataError(
-                        f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]}, but its header says "
-                        f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
-                    )
-                _write_all(file.fileno(), np.ascontiguousarray(image), int(layout.offsets[k]))
+        def store(k: int) -> None:
+            image = np.ascontiguousarray(short_side_resized(read_image(names[k]), short_side, kernel))
+            if image.shape[:2] != tuple(sizes[k]):
+                raise DataError(
+                    f"image '{names[k]}' is {image.shape[1]} x {image.shape[0]}, but its header says "
+                    f"{sizes[k, 1]} x {sizes[k, 0]}; save it again or remove it from the data"
+                )
+            checksums[k] = zlib.crc32(image.data)
+            _write_all(file.fileno(), image, int(layout.offsets[k]))
 
-            each(store, "image cache")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        each(store, "image cache")
+        _write_all(file.fileno(), head + layout.encoded(), 0)
     return layout
 
 
 def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     """Height and width of a cached image, from the file's header alone."""
+    if not_a_file(name):
+        read_image(name)  # says what it is
     try:
         with Image.open(name) as image:
             width, height = image.size

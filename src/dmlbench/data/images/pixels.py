@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from dmlbench.types import DataError
+from dmlbench.types import DataError, not_a_file
 
 Kernel = Literal["pillow", "torch"]
 
@@ -21,6 +21,8 @@ def read_image(path: str | Path) -> Image.Image:
     Raises:
         DataError: the file is missing, truncated, not an image, or holds floating point pixels.
     """
+    if what := not_a_file(path):
+        raise DataError(f"image '{path}' is {what}, not a file; replace it")
     try:
         with Image.open(path) as file:
             file.load()

@@ -25,7 +25,7 @@ from dmlbench.data.readers.layouts import (
     resolve,
     subfolders,
 )
-from dmlbench.types import DataError, ImageTable, IntArray, Originals
+from dmlbench.types import DataError, ImageTable, IntArray, Originals, not_a_file
 
 NAMES = read_names("cars196")  # in published order, which is not the alphabetical one
 NUM_TRAIN_CLASSES = 98
@@ -226,6 +226,8 @@ def _check_names(file: Path) -> None:
 
 def _read(file: Path, variable: str) -> Any:
     """A variable of a .mat file as an array; reading it runs no code."""
+    if what := not_a_file(file):
+        raise DataError(f"Cars196's annotations '{file}' are {what}, not a file; put the original file there")
     try:
         return np.atleast_1d(loadmat(file, squeeze_me=True, variable_names=[variable])[variable])
     except _UNREADABLE as error:

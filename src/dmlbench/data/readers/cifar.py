@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from lzma import LZMAError
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, file_stamp, read_names, resolve
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.types import DataError, ImageTable
 
@@ -167,10 +168,27 @@ def _read(kind: _Kind, root: Path, cache_dir: str | Path, check_counts: bool) ->
         content=digest,
         super_labels=None if (coarse == _NO_SUPER_CLASS).any() else coarse,
         pixels=np.asarray(rows[:, :width]).reshape(-1, SIDE, SIDE, 3),
-        layout=layout.description,
+        layout=f"{layout.description}; its parts train and test, a split for classification, are merged",
         notes=differing_counts(labels, role, kind.published),
+        published_queries=kind.published.num_queries,
     )
 
+
+def _notes_of(kind: _Kind, root: str | Path) -> tuple[str, ...]:
+    """Whether there are fewer images than published, by the names and sizes of files; archives are not opened."""
+    folder, layout = kind.place.find(root)
+    total = kind.published.num_images
+    if layout.name in ("tree", "zip"):
+        count = sum(1 for _ in _listed(kind, folder if layout.name == "tree" else resolve(folder, kind.zips)))
+        return (f"a subset: {count:,} of {total:,} images",) if count < total else ()
+    place = {"folder": folder / kind.folder, "bare": folder}.get(layout.name)
+    if place is None:
+        return ()
+    most = sum((place / name).stat().st_size for name in kind.batches) // (3 * SIDE * SIDE)
+    return (f"a subset: at most {most:,} of {total:,} images",) if most < total else ()
+
+
+notes_of_10, notes_of_100 = partial(_notes_of, _CIFAR10), partial(_notes_of, _CIFAR100)
 
 _Rows = tuple[list[str], NDArray[np.uint8], str]  # paths, [N, pixels + label + super label], digest
 
@@ -288,11 +306,7 @@ def _listed(kind: _Kind, place: Path) -> Iterator[tuple[str, str, str]]:
                 for file in (place / part / name).glob("*"):
                     if _is_image(file.name):
                         path = f"{part}/{name}/{file.name}"
-                        try:
-                            status = file.stat()
-                        except OSError as error:
-                            raise DataError(f"'{file}' cannot be read ({error.strerror}); replace it") from error
-                        yield path, path, f"{status.st_size} {status.st_mtime_ns}"
+                        yield path, path, file_stamp(file)
         return
     try:
         with zipfile.ZipFile(place) as archive:

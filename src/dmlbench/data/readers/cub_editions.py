@@ -47,10 +47,6 @@ class Edition(DataFolder):
     name: str
     published: Published
 
-    @property
-    def num_images(self) -> int:
-        return sum(images for images, _ in self.published.by_role.values())
-
     def find(self, root: str | Path) -> tuple[Path, Layout]:
         """The folder and its layout, as for any data set.
 
@@ -76,7 +72,7 @@ class Edition(DataFolder):
             DataError: file names, or the number of images, are those of the other edition, there are images of both,
                 images are missing, or counts differ from the published ones and ``check_counts`` insists on these.
         """
-        self._check(listed.root, listed.paths)
+        is_known = self._check(listed.root, listed.paths) or layout.name == "lists"  # which only 2011 has
         ids = sorted(listed.names)
         listing = Listing(
             name=self.name,
@@ -87,10 +83,12 @@ class Edition(DataFolder):
             class_names=[listed.names[i] for i in ids],
             role=np.where(np.array(listed.class_of) <= NUM_TRAIN_CLASSES, "train", "test"),
             originals=listed.originals,
+            notes=() if is_known else ("of unknown edition, 2010 or 2011",),
         )
         return table_of_files(listing, published=self.published, check_counts=check_counts)
 
-    def _check(self, root: Path, paths: list[str]) -> None:
+    def _check(self, root: Path, paths: list[str]) -> bool:
+        """Refuse the other edition; whether the images are known to be of this one."""
         other = _other(self)
         of_year = {year: [path for path in paths if year_of(path) == year] for year in (self.year, other.year)}
         if all(of_year.values()):
@@ -98,8 +96,9 @@ class Edition(DataFolder):
             raise DataError(
                 f"'{root}' mixes images of {self.title} and {other.title}: {counts}; keep one edition there"
             )
-        if of_year[other.year] or (not of_year[self.year] and len(paths) == other.num_images):
+        if of_year[other.year] or (not of_year[self.year] and len(paths) == other.published.num_images):
             raise DataError(f"'{root}' holds {_confused(other, self)}")
+        return bool(of_year[self.year]) or len(paths) == self.published.num_images
 
 
 def listed_in_folders(folder: Path, layout: Layout, edition: Edition) -> Listed:
@@ -189,9 +188,10 @@ def _image_names(folder: Path) -> list[str]:
 
 
 def _confused(found: Edition, wanted: Edition) -> str:
+    counts = [edition.published.num_images for edition in (found, wanted)]
     return (
-        f"{found.title} ({found.num_images:,} images), not {wanted.title} ({wanted.num_images:,}), whose classes have "
-        f"the same names; choose dataset={found.name}, or {wanted.remedy}"
+        f"{found.title} ({counts[0]:,} images), not {wanted.title} ({counts[1]:,}), whose classes have the same names; "
+        f"choose dataset={found.name}, or {wanted.remedy}"
     )
 
 

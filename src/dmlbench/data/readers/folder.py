@@ -107,7 +107,10 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
 
     ``merge`` takes parts (train, val, test, ...) together, whose images then have no role.
     """
-    tops = {top: images for top in subfolders(root) if top != "__MACOSX" and (images := _images_below(root / top))}
+    below = {top: _images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
+    tops = {top: images for top, images in below.items() if images}
+    if tops and (empty := [top for top in below if top not in tops]):
+        logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
     parts = [top for top in tops if top.casefold() in _PART_FOLDERS]
     if not tops:
         raise DataError(

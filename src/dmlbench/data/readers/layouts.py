@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmlbench.types import DataError
+from dmlbench.types import DataError, not_a_file
 
 # Folders that mirrors' archives wrap a data set in.
 _WRAPPERS = ("archive", "data", "dataset")
@@ -136,7 +136,22 @@ def subfolders(folder: Path) -> list[str]:
     Raises:
         DataError: it cannot be read.
     """
-    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and entry.is_dir())
+    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and _is_folder(entry))
+
+
+def file_stamp(file: Path) -> str:
+    """Size and time of a file, which change when it does.
+
+    Raises:
+        DataError: it is gone or unreadable, or no file, so that reading it could wait without end.
+    """
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise DataError(f"'{file}' cannot be read ({error.strerror}); replace it") from error
+    if what := not_a_file(file):
+        raise DataError(f"'{file}' is {what}, not a file; replace it")
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def plain_name(name: str) -> str:
@@ -155,6 +170,11 @@ def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
         yield from level
         if depth < _DEPTH:
             level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # os.path.isdir knows that a link to itself is none
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.image_table import leaves_root
-from dmlbench.types import DataError, IntArray
+from dmlbench.types import DataError, IntArray, not_a_file
 
 _REMEDY = "correct it or put the original file there"
 
@@ -173,6 +173,8 @@ def read_text(file: Path, *, remedy: str = "put the original file there") -> str
     Raises:
         DataError: the file is missing or unreadable, or is not UTF-8.
     """
+    if what := not_a_file(file):
+        raise DataError(f"the list '{file}' is {what}, not a file; {remedy}")
     try:
         content = file.read_bytes()
     except FileNotFoundError:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, halved_roles, make_table
+from dmlbench.data.image_table import Published, differing_counts, halved_roles, make_table, shorten
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
-from dmlbench.types import ConfigError, DataError, ImageTable, closest
+from dmlbench.data.readers.layouts import DataFolder, Layout, file_stamp, images_in, subfolders
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, closest
 
 ARCHIVES = (
     "images_background.zip",
@@ -76,7 +76,8 @@ def omniglot(
     """Characters as classes, alphabets as super-classes, 20 drawings each; ink is white on black.
 
     With background and evaluation archives, background characters train and evaluation characters test, as published
-    (Lake et al. 2015). With one kind alone, the first half of its characters in sorted order trains, the rest tests.
+    (Lake et al. 2015). With one kind alone, the first half of its characters in sorted order trains, the rest tests;
+    the notes name an alphabet that this cuts.
 
     Args:
         root: folder that holds the archives or what was unpacked from them, or one that holds that folder under a
@@ -114,18 +115,37 @@ def omniglot(
     labels = np.array([class_of[d.character] for d in drawings], dtype=np.int64)
     evaluation = np.array([d.is_evaluation for d in drawings])
     both = bool(evaluation.any() and not evaluation.all())
+    role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
+    alphabet = np.array([alphabet_of[d.character.split("/")[0]] for d in drawings], dtype=np.int64)
     return make_table(
         "omniglot",
         "",
         paths=[d.path for d in drawings],
         labels=labels,
         class_names=characters,
-        role=np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters)),
+        role=role,
         content=cached.digest,
-        super_labels=np.array([alphabet_of[d.character.split("/")[0]] for d in drawings], dtype=np.int64),
+        super_labels=alphabet,
         pixels=cached.array,
         layout=layout.description,
+        notes=(*differing_counts(labels, role, PUBLISHED), *_cut_alphabets(alphabet, role, alphabets)),
+        published_queries=PUBLISHED.num_queries,
     )
+
+
+def notes_of(root: str | Path) -> tuple[str, ...]:
+    """Whether there are fewer drawings than published; none is read."""
+    count = len(_list_drawings(_find_places(FOLDER.find(root)[0], None), check_counts=False))
+    total = PUBLISHED.num_images
+    return (f"a subset: {count:,} of {total:,} images",) if count < total else ()
+
+
+def _cut_alphabets(alphabet: IntArray, role: NDArray[np.str_], names: Sequence[str]) -> tuple[str, ...]:
+    """A note on alphabets [N] of which some characters train and others test; published halves share none."""
+    shared = np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])
+    if not len(shared):
+        return ()
+    return (f"train and test half share {shorten([names[i] for i in shared])}: the split cuts an alphabet",)
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
@@ -219,9 +239,8 @@ def _drawings_of_folder(folder: Path) -> list[_Drawing]:
             if re.fullmatch(r"character\d+", name) is None:
                 raise DataError(f"'{folder / character}' is no character (such as character01); move it away")
             for image in images_in(folder / character):
-                status = (folder / character / image).stat()
                 path = f"{character}/{image}"
-                stamp = f"{status.st_size} {status.st_mtime_ns}"
+                stamp = file_stamp(folder / path)
                 found.append(_Drawing(folder, path, stamp, character, path, "evaluation" in folder.name))
     return found
 

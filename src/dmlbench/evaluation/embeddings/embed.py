@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.runtime import atomic_write
-from dmlbench.types import Batch, EmbeddingSet, RunError
+from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
 _TENSORS = ("rows", "labels", "ids", "role")
@@ -129,6 +129,8 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
         RunError: the file is missing, damaged, or of another distance.
     """
     path = Path(path)
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
         raise RunError(
             f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
@@ -137,6 +139,8 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             distance.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+    except PermissionError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except SafetensorError as error:
         raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
     except RuntimeError as error:
@@ -150,6 +154,8 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
         RunError: the file is missing, truncated, or not an embedding file.
     """
     path = Path(path)
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
         raise RunError(f"there is no embedding file {path}; run `dmlbench train` for this cell first")
     try:
@@ -159,6 +165,8 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
                 raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
             metadata = dict(file.metadata() or {})
+    except PermissionError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except SafetensorError as error:
         raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
     role = tensors["role"]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
-from dmlbench.types import EmbeddingSet, RunError
+from dmlbench.runtime import reason_of
+from dmlbench.types import EmbeddingSet, RunError, not_a_file
 
 ROWS, LABELS, IDS = ("rows", "embeddings", "features"), ("labels", "targets"), ("ids",)
 """Names under which a file may hold each part."""
@@ -108,6 +109,8 @@ def _read(path: str | Path) -> dict[str, Array]:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise RunError(f"{path} is of an unknown kind; known: {', '.join(SUFFIXES)}")
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file; name a file of embeddings")
     if not path.is_file():
         raise RunError(f"there is no file {path}")
     try:
@@ -125,13 +128,13 @@ def _read(path: str | Path) -> dict[str, Array]:
             f"{path} is damaged, or holds Python objects, which are never loaded; save tensors alone"
         ) from error
     except _DAMAGED as error:
-        raise RunError(f"{path} is truncated or damaged: {_first_line(error)}") from error
+        raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
     except ValueError as error:
         if "pickle" in str(error):
             raise RunError(
                 f"{path} holds Python objects or is no numpy file; objects are never loaded: save arrays of numbers"
             ) from error
-        raise RunError(f"{path} is truncated or damaged: {_first_line(error)}") from error
+        raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
 
 
 def _tensors(path: Path, loaded: Any) -> dict[str, Array]:
@@ -141,7 +144,3 @@ def _tensors(path: Path, loaded: Any) -> dict[str, Array]:
     if not isinstance(loaded, dict):
         raise RunError(f"{path} holds a {type(loaded).__name__}; save a tensor, or a dictionary of tensors")
     return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -108,7 +108,8 @@ def kmeans(rows: FloatRows, num_clusters: int, *, seed: int, on_gpu: bool = Fals
     """Cluster [N] of each row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
 
     All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
-    the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere.
+    the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere, for
+    the same rows.
     ``on_gpu`` lets faiss use the first GPU; that way is checked with a stand-in of faiss alone.
     """
     logger.info("k-means: %d clusters, %s%s, seed %d", num_clusters, kmeans_library(), " on a GPU" * on_gpu, seed)

@@ -1,0 +1,88 @@
+"""Which settings of a stored run its chosen options do not have: given by hand, or by an experiment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dmlbench.config import config_folder, flatten, register_schemas
+
+BY_HAND = "given by hand"
+_ABSENT = object()
+
+
+def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]:
+    """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
+
+    The option's value is that of its file or of the recipe that took part. Where there is none (a key that
+    was added, a component that is named by its ``_target_`` alone) the value is ``BY_HAND``. Of options that do not
+    come with the project, the command line says what was.
+
+    Args:
+        stored: the configuration of a run, resolved.
+        groups: such as ``pooling``.
+    """
+    register_schemas()  # ${epochs:3}
+    container: Any = OmegaConf.to_container(stored)
+    runtime = container.get("runtime") or {}
+    choices = {group: str(option) for group, option in (runtime.get("choices") or {}).items()}
+    if choices.get("backbone") == (container.get("backbone") or {}).get("name"):
+        choices["backbone"] = "timm"  # which is called by its model
+    given = runtime.get("given") or ()
+    recipe = runtime.get("recipe") or {}
+    of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
+    found: dict[str, str] = {}
+    for group in groups:
+        if not isinstance(container.get(group), dict):
+            continue
+        option = _option(group, choices.get(group, ""), choices)
+        own = OmegaConf.create({**container, group: option})
+        target = str(container[group].get("_target_"))
+        is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]
+        for key, value in flatten(container[group], group).items():
+            is_its_name = (key == f"{group}._target_" and not option) or key == "backbone.name"
+            if is_its_name or (is_of_the_user and not any(f"{key}.".startswith(f"{k}.") for k in given if k != group)):
+                continue
+            if key in of_recipe and key not in replaced:
+                continue
+            of_option = replaced[key] if key in replaced else _value(own, key)
+            if of_option != value:
+                found[key] = BY_HAND if of_option is _ABSENT else f"where the option has {of_option}"
+    return found
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """The value at ``key`` as plain data; ``_ABSENT`` where there is none or where it cannot be resolved."""
+    try:
+        value = OmegaConf.select(config, key, default=_ABSENT)
+    except OmegaConfBaseException:
+        return _ABSENT
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, Any]:
+    """The node of an option with those that it is built on; empty if there is no such option."""
+    content = _file(f"{group}/{option}") or {}
+    node: dict[str, Any] = {}
+    for entry in content.pop("defaults", ()):
+        if isinstance(entry, str):
+            node = node if entry == "_self_" else _merged(node, _option(group, entry, choices))
+            continue
+        ((key, base),) = entry.items()
+        if not key.startswith("override"):  # of another group
+            of_group, _, place = key.lstrip("/").partition("@")
+            base = choices.get(f"{of_group}@{group}.{place}", base)
+            node = _merged(node, {place: _option(of_group, str(base), choices)})
+    return _merged(node, content)
+
+
+def _file(name: str) -> Any:
+    """Content of a configuration file, not resolved; None if there is none."""
+    path = config_folder() / f"{name}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(dict(first), dict(second)))
+    return merged

@@ -1,0 +1,132 @@
+"""Sweeps that several processes may share: a run that another one has is come back to, and all failures are named."""
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, filter_overrides
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from dmlbench.types import RunInUse
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+"""Between looks at the runs of other processes."""
+
+Job = tuple[str, ...]
+"""The overrides of one run of a sweep."""
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep have failed; the others are done.
+
+    Attributes:
+        jobs: what tells each failed one from the others, and its error.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[str, Exception]], count: int) -> None:
+        super().__init__(f"{len(jobs)} of {count} runs failed: {'; '.join(name for name, _ in jobs)}")
+        self.jobs = tuple(jobs)
+
+
+class SharingLauncher(Launcher):
+    """Any of Hydra's launchers, but a failed job stops nothing, and jobs in use elsewhere wait for their end.
+
+    The waiting is done here, in the process of the sweep, so that jobs of launchers with processes of their own
+    (joblib, submitit) give their place to others meanwhile.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self.jobs: list[Job] = []
+        self.failed: list[tuple[Job, Exception]] = []
+        self.in_use: list[tuple[Job, RunInUse]] = []
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._launcher.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Launch jobs; returns those that are done."""
+        jobs = [tuple(overrides) for overrides in job_overrides]
+        self.jobs += jobs
+        return self._launch(jobs, initial_job_idx)
+
+    def _launch(self, jobs: Sequence[Job], first: int) -> list[JobReturn]:
+        done = []
+        for job, result in zip(jobs, self._launcher.launch(jobs, first), strict=True):
+            error = _error_of(result)
+            if error is None:
+                done.append(result)
+            elif isinstance(error, RunInUse):
+                self.in_use.append((job, error))
+            else:
+                self.failed.append((job, error))
+        return done
+
+    def finish(self) -> None:
+        """Wait for the runs of other processes: skip those that become complete, run those that are left.
+
+        Raises:
+            SweepFailed: jobs have failed.
+        """
+        from dmlbench.results.store import is_locked  # torch comes with it, which a mistake need not wait for
+
+        if self.in_use:
+            names = ", ".join(str(error.run_dir) for _, error in self.in_use)
+            log.info("waiting for runs of other processes: %s", names)
+        while self.in_use:
+            free = [job for job, error in self.in_use if not is_locked(error.run_dir)]
+            if free:
+                self.in_use = [(job, error) for job, error in self.in_use if job not in free]
+                self._launch(free, len(self.jobs))
+            else:
+                time.sleep(_PAUSE_S)
+        if self.failed:
+            raise SweepFailed([(self._name(job), error) for job, error in self.failed], len(self.jobs))
+
+    def _name(self, job: Job) -> str:
+        """The overrides that not all jobs have."""
+        own = [override for override in job if any(override not in other for other in self.jobs)]
+        return " ".join(filter_overrides(own or job))
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """What is swept over inside of this is launched by a ``SharingLauncher``, whatever launcher was chosen.
+
+    Hydra takes launchers from packages of its own alone, and calls nobody with all results: hence not a plugin.
+
+    Raises:
+        SweepFailed: jobs have failed.
+    """
+    made: list[SharingLauncher] = []
+    original = Plugins.instantiate_launcher
+
+    def instantiate(*arguments: Any, **named: Any) -> Launcher:
+        made.append(SharingLauncher(original(*arguments, **named)))
+        return made[-1]
+
+    Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
+    try:
+        yield
+        for launcher in made:
+            launcher.finish()
+    finally:
+        Plugins.instantiate_launcher = original  # type: ignore[method-assign]
+
+
+def _error_of(result: JobReturn) -> Exception | None:
+    """What a job failed of."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # Hydra repeats all overrides there
+            _ = result.return_value
+    except Exception as error:
+        return error
+    return None

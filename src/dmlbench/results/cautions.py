@@ -1,0 +1,50 @@
+"""What scores are not (complete, exact, of the published data), in words that go wherever the scores go."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PARTIAL = "PARTIAL: "
+
+
+def cautions(scored: Mapping[str, Any]) -> list[str]:
+    """What a reader must know of the scores of a run's result or a cell's summary; empty where there is nothing."""
+    found = []
+    if scored.get("missing"):
+        found.append(f"{PARTIAL}{scored['n_runs']} of {scored['n_runs_expected']} runs")
+    if count := scored.get("n_runs_not_started"):
+        found.append(f"NOT STARTED: in {count} runs the pooling's prototypes never started")
+    notes = list(scored.get("data_notes", ()))
+    if "n_query_published" in scored:
+        notes.append(queries(scored))
+    if notes:
+        found.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
+    if scored["val_is_test"]:
+        found.append("SELECTED ON TEST: the validation set is the test set")
+    if scored.get("scored_on") == "validation":
+        found.append("scored on the validation classes; the test half was not looked at")
+    elif scored["search"] != "exact":
+        found.append(f"APPROXIMATE SEARCH: {scored['search']} ranks a shortlist of each query")
+    return found
+
+
+def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """``cautions`` of summaries that stand side by side; where they are of different data, also which these are."""
+    data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]
+    differ = len(set(data)) > 1
+    return [
+        cautions(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ
+        for summary, digest in zip(summaries, data, strict=True)
+    ]
+
+
+def queries(scored: Mapping[str, Any]) -> str:
+    """How many queries there were, and of how many where the published test half has others."""
+    of = f" of {scored['n_query_published']:,}" if "n_query_published" in scored else ""
+    return f"{scored['n_query']:,}{of} queries"
+
+
+def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
+    """Facts of rows as lines: those of all rows once, then the others row by row."""
+    shared = [fact for fact in facts[0] if all(fact in own for own in facts)]
+    others = [[fact for fact in own if fact not in shared] for own in facts]
+    return shared + [f"{label}: {'; '.join(rest)}" for label, rest in zip(labels, others, strict=True) if rest]

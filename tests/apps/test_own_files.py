@@ -1,0 +1,110 @@
+"""Every command that reads a run's embeddings, distance or weights refuses those of another run, and damaged ones."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmlbench.apps.compare import compare_cells
+from dmlbench.apps.report import draw_report
+from dmlbench.apps.tables import Cell
+from dmlbench.apps.trained import load_run
+from dmlbench.cli.evaluate import task as evaluate_task
+from dmlbench.cli.front import compose
+from dmlbench.evaluation.embeddings.embed import save_embeddings
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.store import DISTANCE, EMBEDDINGS, find_runs, hashes_of, read_result, write_result
+from dmlbench.runtime import derive_seed
+from dmlbench.training.checkpoint import save_checkpoint
+from dmlbench.training.fit import BEST
+from dmlbench.types import EmbeddingSet, RunError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two cells of one run each."""
+    labels = torch.arange(4).repeat_interleave(3)
+    for number, cell in enumerate(("net-gap-1", "net-gsp-2")):
+        path = tmp_path / "glyphs/mlrc" / cell / "fold0_rep0"
+        path.mkdir(parents=True)
+        rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(number))
+        save_embeddings(path / EMBEDDINGS, EmbeddingSet(rows, labels, torch.arange(12)), None, {})
+        (path / DISTANCE).write_bytes(b"state %d" % number)
+        save_checkpoint(path / BEST, {"model": {"w": rows}})
+        (path / "config.yaml").write_text("backbone: {}\nfit: {keep: best}\n")
+        result = {
+            "cell_id": cell, "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
+            "aggregation": "collections", "num_folds": 1, "num_repeats": 1, "fold": 0, "repeat": 0, "base_seed": 0,
+            "seed": derive_seed(0, 0, 0), "choices": {"pooling": cell}, "val_is_test": False, "search": "exact",
+            "metrics": {"test": {"p_at_1": 0.5}}, "n_query": 12, "n_gallery": 12, "n_skipped_queries": 0, "steps": 1,
+            "wall_s": 1.0, "monitor": "p_at_1", **hashes_of(path, (EMBEDDINGS, DISTANCE, BEST)),
+        }  # fmt: skip
+        write_result(path, result)
+    return tmp_path
+
+
+def _run(root: Path, cell: str = "net-gap-1") -> Path:
+    return root / "glyphs/mlrc" / cell / "fold0_rep0"
+
+
+def _aggregate(root: Path) -> object:
+    return aggregate_cell(find_runs(root, "*gap*"), progress=False)
+
+
+def _compare(root: Path) -> object:
+    return compare_cells(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("ndcg_at_10",)))
+
+
+def _report(root: Path) -> object:
+    summary = {"scores": {"separated": {"p_at_1": {"mean": 0.5, "std": None}}}}
+    cell = Cell(_run(root).parent, tuple(find_runs(root, "*gap*")), summary, "gap")
+    return draw_report([cell], root / "x.png", title="x", metrics=["p_at_1"])
+
+
+def _evaluate(root: Path) -> object:
+    return evaluate_task(compose("evaluate", [f"run={_run(root)}"]))
+
+
+def _load(root: Path) -> object:
+    return load_run(_run(root), {}, device="cpu")
+
+
+READERS = {"aggregate": _aggregate, "table compare": _compare, "report": _report, "evaluate": _evaluate}
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 8
+    path.write_bytes(content)
+
+
+def _swap(path: Path) -> None:
+    shutil.copy(_run(path.parents[4], "net-gsp-2") / path.name, path)
+
+
+@pytest.mark.parametrize("damage", [_flip, _swap])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", [EMBEDDINGS, DISTANCE])
+def test_files_that_a_result_was_not_computed_from_are_refused(
+    root: Path, name: str, reader: str, damage: Callable[[Path], None]
+) -> None:
+    damage(_run(root) / name)
+    with pytest.raises(RunError, match=rf"gap-1/fold0_rep0/{name} \(SHA-256 .* is not the one that result.json names"):
+        READERS[reader](root)
+
+
+@pytest.mark.parametrize("damage", [_flip, _swap])
+def test_weights_of_another_run_or_damaged_ones_are_refused(root: Path, damage: Callable[[Path], None]) -> None:
+    damage(_run(root) / BEST)
+    with pytest.raises(RunError, match=rf"gap-1/fold0_rep0/{BEST} \(SHA-256 .* is not the one that result.json names"):
+        _load(root)
+
+
+def test_a_result_that_was_copied_into_another_run_is_not_compared(root: Path) -> None:
+    result = read_result(_run(root))
+    write_result(_run(root), result | {"fold": 1, "seed": derive_seed(0, 1, 0)})
+    with pytest.raises(RunError, match="fold0_rep0 holds the result of fold1_rep0"):
+        compare_cells(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1",)))

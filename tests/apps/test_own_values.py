@@ -1,0 +1,102 @@
+"""Settings that are not as the chosen options have them, against what Hydra composes."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.apps.own_values import BY_HAND, given_otherwise
+from dmlbench.apps.tables import _distinct
+from dmlbench.cli.main import main
+from dmlbench.results.tables import NAMING_GROUPS
+
+RUNTIME = {
+    "num_classes": 4, "num_channels": 64, "map_size": [7, 7], "embedding_size": 128, "image_size": [48, 48],
+    "steps_per_epoch": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The configuration that ``dmlbench train`` would store."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> DictConfig:
+        found = []
+        monkeypatch.setattr("dmlbench.run.run", lambda cfg: found.append(cfg.copy()))
+        with pytest.raises(SystemExit) as info:
+            main(["train", *arguments])
+        assert info.value.code == 0
+        found[0].runtime.update(RUNTIME)
+        container = OmegaConf.to_container(found[0], resolve=True)
+        return OmegaConf.create(container)
+
+    return command
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("pooling=gsp_small", "loss=arcface", "optim=sgd", "schedule=cosine"),
+        ("pooling=gsp_zsr", "loss=xbm", "loss@loss.loss=triplet", "dataset=glyphs", "fit.warmup_steps=${epochs:2}"),
+        ("head=avsl", "pooling=null", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
+        ("backbone=timm", "backbone.name=resnet10t.c3_in1k", "miner=semihard"),
+    ],
+    ids=["built_on_another", "wrapped", "levels", "timm"],
+)
+def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
+    assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
+
+
+def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:
+    by_hand = stored(
+        "recipe=small",
+        "pooling=gsp",
+        "loss=arcface",
+        "optim.lr_multipliers.loss=3",
+        "pooling.num_prototypes=7",
+        "+pooling.x=1",
+        "optim.lr=0.25",
+    )
+    found = given_otherwise(by_hand, NAMING_GROUPS)
+    assert found.pop("optim.lr").startswith("where the option has ")
+    assert found == {
+        "pooling.num_prototypes": "where the option has 64",
+        "pooling.x": BY_HAND,
+        "optim.lr_multipliers.loss": "where the option has 100.0",
+    }  # smoothing is the recipe's for a loss with proxies
+    assert by_hand.pooling.smoothing == 0.5
+    circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
+    assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
+    (tmp_path / "my_conf" / "pooling").mkdir(parents=True)
+    (tmp_path / "my_conf/pooling/mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
+    own = ("--config-dir=my_conf", "pooling=mine")
+    assert given_otherwise(stored(*own), NAMING_GROUPS) == {}
+    assert given_otherwise(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
+
+
+def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [
+        *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "fit.max_steps=0"),
+        *("dataset.table.image_size=24", "transform.train.padding=2", "fit.keep=none", "device=cpu", "num_workers=0"),
+        *("head.out_features=8", "paths.cache_dir=cache", "sampler.classes_per_batch=2", "sampler.images_per_class=2"),
+    ]
+    for command in (
+        ["train", *small, "pooling=gsp", "pooling.num_prototypes=7"],
+        ["train", *small, "pooling=gap"],
+        ["aggregate", "allow_partial=true"],
+        ["table", "allow_partial=true"],
+        ["table", "allow_partial=true", "compare=*-gap-*,*-gsp-*"],
+    ):
+        with pytest.raises(SystemExit) as info:
+            main(command)
+        assert info.value.code == 0
+        out = capsys.readouterr().out
+    for printed in (out, (tmp_path / "outputs/tables/glyphs-mlrc.md").read_text()):
+        assert "DIFFERENT SETTINGS: pooling.num_prototypes: 7 (gsp (untrained)), where the option has 64" in printed
+
+
+def test_labels_that_are_equal_get_the_hashes_of_their_cells() -> None:
+    cells = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
+    assert _distinct(["gap", "gap", "gsp"], cells) == ["gap [11111111]", "gap [22222222]", "gsp"]

@@ -1,0 +1,297 @@
+"""The papers' tables as data: whole, well-formed, and in agreement wherever a paper says a thing twice."""
+
+from collections.abc import Iterable
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from dmlbench import papers
+from dmlbench.evaluation.metrics import table as metrics
+from dmlbench.papers import PaperScore, describe_table, load_table, tables
+from dmlbench.types import DataError
+
+# Labels of rows and scores of each table, counted in the papers: lines x columns, less the dashes.
+SIZES = {
+    "gsp/table1": (4, 4 * 8), "gsp/table2": (25, 25 * 16), "gsp/table3": (12, 7 * 4 - 3 + 2 * 4 + 11 * 4 - 5 + 11),
+    "gsp/table4": (2, 2 * 16), "gsp/table5": (4, 4 * 3), "gsp/table6": (21, 21 * 4), "gsp/table7": (9, 9 * 2),
+    "gsp/figure8": (2, 2),
+    "xml/table1": (10, 7 * 8 + 4 * 4),
+    "proxynca_pp/table3": (8, 11 * 5 - 4), "proxynca_pp/table4": (8, 11 * 5 - 4),
+    "proxynca_pp/table5": (8, 11 * 4 - 5), "proxynca_pp/table6": (6, 9 * 5 - 2),
+    "proxynca_pp/table7": (7, 7 * 5), "proxynca_pp/table8": (7, 7 * 2), "proxynca_pp/table9": (10, 10 * 2),
+    "proxynca_pp/table10": (11, 11 * 2), "proxynca_pp/table11": (5, 6 * 2), "proxynca_pp/table12": (8, 8 * 5),
+    "proxynca_pp/table13": (8, 8 * 5), "proxynca_pp/table14": (2, 2 * 4), "proxynca_pp/table15": (2, 2 * 4),
+    "proxynca_pp/figure1": (2, 2),
+    "avsl/table1": (19, 19 * 11 - 2 - 3 - 3 - 2), "avsl/table2": (5, 5 * 4), "avsl/table3": (4, 4 * 4),
+    "avsl/table4": (3, 3 * 4), "avsl/figure5b": (1, 1),
+    "oodml/table1": (2, 6), "oodml/table_s1": (1, 9 + 8 + 8), "oodml/table_s2": (1, 8),
+    "oodml/table_s3": (8, 8 * 6), "oodml/table_s4": (8, 8 * 2 * 9), "oodml/table_s5": (8, 8 * 2 * 8),
+    "oodml/table_s6": (8, 8 * 2 * 8), "oodml/table_s7": (4, 4 * 2 * 2 * 2 * 9), "oodml/table_s8": (3, 3 * 8),
+}  # fmt: skip
+MISSING = tuple(f"oodml/table_s{number}" for number in range(3, 9))
+
+
+@pytest.fixture(params=sorted(SIZES))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def find(table: str, **wanted: object) -> dict[tuple[str, ...], Decimal]:
+    """Means of the scores whose fields are as wanted, by data set, kind and metric."""
+    scores = [s for s in load_table(table) if all(getattr(s, field) == value for field, value in wanted.items())]
+    found = {(s.dataset, s.kind, s.metric): s.mean for s in scores}
+    assert len(found) == len(scores) > 0, (table, wanted)
+    return found
+
+
+def one(table: str, **wanted: object) -> Decimal:
+    (value,) = find(table, **wanted).values()
+    return value
+
+
+def lists(scores: Iterable[PaperScore], *names: str) -> dict[tuple[object, ...], list[PaperScore]]:
+    """Scores that differ in nothing but what is not named."""
+    groups: dict[tuple[object, ...], list[PaperScore]] = {}
+    for score in scores:
+        groups.setdefault(tuple(getattr(score, each) for each in names), []).append(score)
+    return groups
+
+
+LINE = ("row", "setting", "dataset", "backbone", "embedding_size", "protocol")
+
+
+def test_every_table_is_listed_and_every_file_is_a_table() -> None:
+    assert set(tables()) == set(SIZES)
+    folder = Path(papers.__file__).parent
+    assert {str(file.relative_to(folder).with_suffix("")) for file in folder.glob("*/*.csv")} == set(SIZES)
+
+
+def test_a_table_has_the_labels_and_scores_of_the_paper(name: str) -> None:
+    scores = load_table(name)
+    assert (len({score.row for score in scores}), len(scores)) == SIZES[name]
+
+
+def test_no_score_stands_twice(name: str) -> None:
+    assert all(len(group) == 1 for group in lists(load_table(name), *LINE, "kind", "metric").values())
+
+
+def test_every_number_is_possible(name: str) -> None:
+    unit = describe_table(name).unit
+    assert unit in ("percent", "FID", "ms")
+    for score in load_table(name):
+        if name in MISSING:
+            assert score.mean is None and score.std is None and "missing" in score.note
+            continue
+        assert score.mean is not None and score.mean > 0
+        assert unit != "percent" or score.mean <= 100
+        assert score.std is None or 0 <= score.std < score.mean
+
+
+def test_every_word_is_one_of_the_project(name: str, repository: Path) -> None:
+    groups = {
+        group: {file.stem for file in (repository / "conf" / group).glob("*.yaml")} for group in ("dataset", "protocol")
+    }
+    backbones = {file.stem for file in (repository / "conf/backbone").glob("*.yaml")}
+    labels = {metric.label for metric in metrics.TABLE} | {
+        f"R@{k}" for k in (1, 2, 4, 8, 10, 20, 30, 40, 50, 100, 1000)
+    }
+    for score in load_table(name):
+        assert score.dataset in groups["dataset"] | {"cifar100_collage", "imagenet", ""}
+        assert score.protocol in groups["protocol"] | {"oodml", ""}
+        assert score.backbone in backbones | {"googlenet", "inception_v3", "resnet50_v2", "efficientnet_v2_b3", ""}
+        assert score.metric in labels | {"FID", "accuracy", "ms per image"}
+        assert score.kind in ("separated", "concatenated", "")
+        assert score.origin in ("own", "quoted", "unknown")
+
+
+def test_recall_never_falls_with_more_neighbors(name: str) -> None:
+    for scores in lists((s for s in load_table(name) if s.metric.startswith("R@") and s.mean), *LINE).values():
+        ordered = sorted(scores, key=lambda score: int(score.metric[2:]))
+        assert [s.mean for s in ordered] == sorted(s.mean for s in ordered)
+
+
+def test_joined_models_are_better_and_precision_is_above_map_at_r(name: str) -> None:
+    scores = [s for s in load_table(name) if s.kind]
+    for group in lists(scores, "row", "dataset", "metric").values():
+        by_kind = {s.kind: s.mean for s in group}
+        assert len(by_kind) == 1 or by_kind["concatenated"] > by_kind["separated"]
+    for group in lists([s for s in load_table(name) if s.metric in ("P@1", "R@1", "MAP@R")], *LINE, "kind").values():
+        by_metric = {s.metric: s.mean for s in group}
+        if len(by_metric) == 2:
+            assert by_metric.pop("MAP@R") < by_metric.popitem()[1]
+
+
+@pytest.mark.parametrize("row", ["C2+GAP", "C2+GSP"])
+def test_gsp_table_1_begins_and_ends_with_rows_of_table_2(row: str) -> None:
+    assert find("gsp/table1", row=row) == find("gsp/table2", row=row, metric="MAP@R")
+
+
+@pytest.mark.parametrize("pooling", ["DeLF [46]", "GeMean [71]", "GAP", "GMP", "GMP+GAP", "GSP"])
+@pytest.mark.parametrize(("loss", "prefix"), [("contrastive", "C2"), ("ProxyNCA++", "PNCA")])
+def test_gsp_table_6_has_the_birds_of_table_2(pooling: str, loss: str, prefix: str) -> None:
+    wanted = {"dataset": "cub200", "kind": "separated", "metric": "MAP@R"}
+    assert one("gsp/table6", row=pooling, setting=loss, dataset="cub200") == one(
+        "gsp/table2", row=f"{prefix}+{pooling.split()[0]}", **wanted
+    )
+
+
+@pytest.mark.parametrize(("row", "row_of_3"), [("LIBC+GSP", "LIBC+GSP"), ("XBM+GSP", "C1+XBM+GSP")])
+def test_gsp_table_4_begins_with_table_3(row: str, row_of_3: str) -> None:
+    assert find("gsp/table4", row=row, metric="R@1") == find(
+        "gsp/table3", row=row_of_3, backbone="resnet50", metric="R@1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "row_of_gsp"),
+    [("Triplet [2]", "Triplet+GAP"), ("MS [3]", "MS+GAP"), ("PNCA++ [8]", "PNCA+GAP"), ("Contrastive [1]", "C2+GAP"),
+     ("PAnchor [7]", "PAnchor+GAP")],
+)  # fmt: skip
+def test_the_baselines_of_xml_are_those_of_gsp_but_for_one_number(row: str, row_of_gsp: str) -> None:
+    ours, theirs = find("xml/table1", row=row, protocol="mlrc"), find("gsp/table2", row=row_of_gsp, metric="MAP@R")
+    different = {place: (ours[place], theirs[place]) for place in theirs if ours[place] != theirs[place]}
+    slip = {("inshop", "concatenated", "MAP@R"): (Decimal("57.58"), Decimal("57.43"))}
+    assert different == (slip if row == "PNCA++ [8]" else {})
+
+
+@pytest.mark.parametrize("row", ["MS+Metrix [6]", "LIBC [11]", "PAnchor [7]"])
+def test_xml_and_gsp_quote_the_same_scores(row: str) -> None:
+    row_of_gsp = {"LIBC [11]": "LIBC [24]", "PAnchor [7]": "ProxyAnchor [70]"}.get(row, row)
+    assert find("xml/table1", row=row, protocol="conventional") == find(
+        "gsp/table3", row=row_of_gsp, backbone="resnet50"
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "table_of_all"), [("table12", "table3"), ("table13", "table4"), ("table7", "table3")]
+)
+def test_proxynca_pp_has_one_score_in_all_of_its_tables(table: str, table_of_all: str) -> None:
+    label = "ProxyNCA++ (Emb: 2048)" if table == "table7" else "ProxyNCA++"
+    best = find(f"proxynca_pp/{table_of_all}", row="ProxyNCA++", embedding_size=2048)
+    assert find(f"proxynca_pp/{table}", row=label) == best
+    if table != "table7":
+        bare = find(f"proxynca_pp/{table_of_all}", row="ProxyNCA++ (-max, -fast)")
+        assert find(f"proxynca_pp/{table}", row="-max -fast") == bare
+
+
+def test_the_ablations_of_proxynca_pp_agree_wherever_they_train_the_same_parts() -> None:
+    switched = {"with prob": {"prob"}, "with scale": {"scale"}, "GMP": {"max"}}
+    everything = {"scale", "norm", "cbs", "max", "fast", "prob"}
+    seen: dict[frozenset[str], list[tuple[Decimal | None, Decimal | None]]] = {}
+    for number in (7, 8, 9, 10):
+        for score in load_table(f"proxynca_pp/table{number}"):
+            added = {word[1:] for word in score.row.split() if word.startswith("+")}
+            parts = added | switched.get(score.setting, set()) if number > 7 else everything - {score.row[1:]}
+            if score.metric == "R@1":
+                seen.setdefault(frozenset(parts), []).append((score.mean, score.std))
+    assert sum(len(values) > 1 for values in seen.values()) > 10
+    assert all(len(set(values)) == 1 for values in seen.values()), seen
+
+
+@pytest.mark.parametrize(
+    ("table", "position", "other"), [("table14", "HORDE [13]", "SOTA [13]"), ("table15", "MS [32]", "SOTA [32]")]
+)
+def test_tables_14_and_15_of_proxynca_pp_quote_r_at_1_of_tables_3_to_6(table: str, position: str, other: str) -> None:
+    quoted = find(f"proxynca_pp/{table}", row=other)
+    for number, dataset in ((3, "cub200"), (4, "cars196"), (5, "sop"), (6, "inshop")):
+        value = one(f"proxynca_pp/table{number}", row=position, metric="R@1")
+        if (table, dataset) == ("table15", "cars196"):
+            assert (quoted[dataset, "", "R@1"], value) == (Decimal("84.2"), Decimal("84.1"))
+        else:
+            assert quoted[dataset, "", "R@1"] == value
+        if table == "table14":
+            ours = find(f"proxynca_pp/table{number}", row="ProxyNCA++", embedding_size=512, metric="R@1")
+            assert ours[dataset, "", "R@1"] == find("proxynca_pp/table14", row="Ours")[dataset, "", "R@1"]
+
+
+def test_avsl_prints_its_model_and_its_baseline_alike_but_for_two_numbers() -> None:
+    baseline = find("avsl/table1", row="ProxyAnchor [13]", dataset="cars196")
+    whole = find("avsl/table1", row="ProxyAnchor-AVSL", dataset="cars196")
+    for number, label in ((2, "ProxyAnchor"), (3, "PA"), (4, "PA")):
+        assert find(f"avsl/table{number}", row=label) == baseline
+    assert find("avsl/table3", row="PA-AVSL (gamma=0.50)") == find("avsl/table4", row="PA-AVSL") == whole
+    of_2 = find("avsl/table2", row="ProxyAnchor + AVSL")
+    different = {
+        metric: (whole[d, k, metric], of_2[d, k, metric])
+        for d, k, metric in whole
+        if whole[d, k, metric] != of_2[d, k, metric]
+    }
+    assert different == {"R@2": (Decimal("95.0"), Decimal("94.8")), "R@4": (Decimal("97.0"), Decimal("96.9"))}
+
+
+def test_the_differences_that_the_texts_print_are_those_of_the_tables() -> None:
+    best, parts = (
+        "ProxyNCA++ (Emb: 2048)",
+        {"scale": "10.8", "max": "3.2", "norm": "2.6", "cbs": "2.6", "fast": "1.9", "prob": "1.1"},
+    )
+    of_7 = {part: one("proxynca_pp/table7", row=f"-{part}", metric="R@1") for part in parts}
+    whole = one("proxynca_pp/table7", row=best, metric="R@1")
+    assert {part: whole - value for part, value in of_7.items()} == {
+        part: Decimal(text) for part, text in parts.items()
+    }
+    assert one("avsl/table2", row="ProxyAnchor + M", metric="R@1") - one(
+        "avsl/table2", row="ProxyAnchor", metric="R@1"
+    ) == Decimal("2.0")
+    assert one("avsl/table2", row="ProxyAnchor + AVSL", metric="R@1") - one(
+        "avsl/table2", row="ProxyAnchor + M & R", metric="R@1"
+    ) == Decimal("1.6")
+    for number, gains in (
+        (12, {"+fast": "-0.6", "+max, +fast": "0.6"}),
+        (13, {"+fast": "0.3", "+max": "1.1", "+max, +fast": "1.0"}),
+    ):
+        plain = one(f"proxynca_pp/table{number}", row="NormSoftMax", metric="R@1")
+        for parts_added, gain in gains.items():
+            row = f"NormSoftMax ({parts_added})"
+            assert one(f"proxynca_pp/table{number}", row=row, metric="R@1") - plain == Decimal(gain)
+
+
+def test_the_averages_of_proxynca_pp_figure_1_are_those_of_tables_3_to_6() -> None:
+    over: dict[str, list[Decimal]] = {"own": [], "quoted": []}
+    for number in (3, 4, 5, 6):
+        scores = [s for s in load_table(f"proxynca_pp/table{number}") if s.metric == "R@1" and s.mean]
+        best = max(s.mean for s in scores if s.row == "ProxyNCA++")
+        over["own"].append(best - one(f"proxynca_pp/table{number}", row="ProxyNCA", metric="R@1"))
+        over["quoted"].append(best - max(s.mean for s in scores if s.origin == "quoted"))
+    printed = [s.mean for s in load_table("proxynca_pp/figure1")]
+    assert printed == [mean(over[origin]).quantize(Decimal("0.1"), ROUND_HALF_UP) for origin in ("own", "quoted")]
+
+
+def test_oodml_rounds_the_distances_of_the_usual_splits_to_three_of_its_own() -> None:
+    usual = find("oodml/table1", row="Default - different classes train/test")
+    splits = {(s.dataset, s.setting): s.mean for s in load_table("oodml/table_s1")}
+    for dataset, split in (("cub200", 3), ("cars196", 1), ("sop", 1)):
+        assert round(usual[dataset, "", "FID"], 1) == splits[dataset, f"split {split}"]
+
+
+def test_oodml_orders_its_splits_by_distance() -> None:
+    for scores in lists(load_table("oodml/table_s1"), "dataset").values():
+        assert [s.setting for s in scores] == [f"split {number}" for number in range(1, len(scores) + 1)]
+        assert [s.mean for s in scores] == sorted({s.mean for s in scores})
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "said"),
+    [("gsp/table2", "45.53", "slip"), ("gsp/table2", "57.43", "57.58"), ("xml/table1", "57.58", "57.43"),
+     ("avsl/table1", "95.0", "94.8"), ("avsl/table1", "97.0", "96.9"), ("avsl/table2", "94.8", "95.0"),
+     ("avsl/table2", "96.9", "97.0"), ("proxynca_pp/table15", "84.2", "84.1"), ("proxynca_pp/table12", "67.6", "2.2")],
+)  # fmt: skip
+def test_a_known_slip_is_kept_as_printed_and_marked(name: str, printed: str, said: str) -> None:
+    assert any(str(score.mean) == printed and said in score.note for score in load_table(name))
+
+
+def test_numbers_keep_the_printed_digits_and_never_mix_with_fractions() -> None:
+    score = next(s for s in load_table("gsp/table2") if s.row == "C2+GMP+GSP")
+    assert (str(score.mean), str(score.std)) == ("75.08", "0.1")
+    with pytest.raises(TypeError):
+        score.mean - 0.75  # type: ignore[operator]
+
+
+def test_an_unknown_table_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        DataError, match=r"'gsp/tabel2'; did you mean 'gsp/table2'\? known: avsl/figure5b, .*xml/table1"
+    ):
+        load_table("gsp/tabel2")
+    with pytest.raises(DataError, match="known: "):
+        describe_table("resnet")
