@@ -65,7 +65,9 @@ def ratio(times: dict[str, tuple[float, float]], name: str, base: str) -> str:
 
 
 def build_loss(option: str, size: int, num_classes: int) -> nn.Module:
-    cfg = compose("train", [f"loss={option}", *(["loss.start_step=0"] if option.startswith("xbm") else [])])
+    cfg = compose(
+        "train", [f"loss={option}", "recipe=small", *(["loss.start_step=0"] if option.startswith("xbm") else [])]
+    )
     OmegaConf.update(cfg, "runtime.num_classes", num_classes)
     OmegaConf.update(cfg, "runtime.embedding_size", size)
     torch.manual_seed(0)

@@ -73,7 +73,7 @@ BASES = {
     "margin": ("loss=margin", "miner=distance_weighted"),
     "multi_similarity": ("loss=multi_similarity", "miner=multi_similarity", "pooling=gem"),
 }
-_FREE = ("paths.", "runtime.", "hydra.", "tuned.", "logger")  # any text is a path, or is filled in by the program
+_FREE = ("paths.", "runtime.", "hydra.", "logger")  # any text is a path, or is filled in by the program
 _ANY = {
     "base_seed": "every whole number is a seed",
     "dataset.table.seed": "every whole number is a seed",

@@ -16,6 +16,7 @@ from omegaconf.errors import InterpolationResolutionError
 from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.config import TrainConfig
 from dmlbench.data.batches.loaders import TrainBatches
@@ -42,13 +43,13 @@ _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 
 
 def check(cfg: DictConfig) -> None:
-    """``check_values``, with a hint where papers' settings took part, which the user may not know of."""
+    """``check_values``, with a hint where a recipe took part, which an experiment may have chosen."""
     try:
         check_values(cfg)
     except ConfigError as error:
-        groups = " ".join(f"~{name.rpartition('/')[0]}" for name in cfg.runtime.tuned)
+        name = cfg.runtime.recipe.get("name")
         raise ConfigError(
-            f"{error} (papers' settings took part: {groups} leaves them out)" if groups else str(error)
+            f"{error} (recipe={name} took part: recipe=none leaves it out)" if name else str(error)
         ) from None
 
 
@@ -109,7 +110,7 @@ def check_values(cfg: DictConfig) -> None:
             f"{closest(cfg.fit.monitor, known_scores)}"
         )
     protocol = component(cfg.protocol)
-    plateau = cfg.schedule is None or cfg.schedule._target_.endswith(".ReduceLROnPlateau")
+    plateau = cfg.schedule is None or issubclass(imported(cfg.schedule._target_, "schedule"), ReduceLROnPlateau)
     if (protocol.leaves_plan or protocol.planned_by) and not plateau:
         raise ConfigError(
             f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "

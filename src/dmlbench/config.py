@@ -4,9 +4,11 @@ Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build
 signature of the target. Everything here works without torch, so that a misspelt key fails at once.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
-from dmlbench.types import ConfigError, RunError, not_a_file
+from dmlbench.recipes import register_recipes, settle_recipe
+from dmlbench.types import ConfigError, RunError, flatten, not_a_file
 
 
 @dataclass
@@ -40,7 +43,8 @@ class RuntimeConfig:
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
     steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
-    tuned: list[str] = field(default_factory=list)  # files of papers' settings that took part
+    # of the recipe that took part: its name and side, where its values stand, and which of them something replaced
+    recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     given: list[str] = field(default_factory=list)  # keys of the command line
 
@@ -205,17 +209,30 @@ def config_folder() -> Path:
 
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The configuration ``name`` with overrides, outside of its command: for notebooks, labels and tests."""
-    register_schemas()
+    with composing():
+        renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
+        cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
+    if name == "train":
+        settle_recipe(cfg)
+    return cfg
+
+
+@contextlib.contextmanager
+def composing(folder: Path | None = None) -> Iterator[None]:
+    """Hydra made ready to compose, with the user's own configuration folder if there is one."""
+    register_schemas(folder)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        return hydra.compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
+        yield
 
 
-def register_schemas() -> None:
-    """Make the schemas known to Hydra; each primary YAML names its own (``schema/train``) first in its defaults.
+def register_schemas(folder: Path | None = None) -> None:
+    """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
 
-    Also makes ``${epochs:3}`` known, the optimizer steps of so many epochs.
+    Each primary YAML names its schema (``schema/train``) first in its defaults. Recipes of the user's own configuration
+    ``folder`` come before others of their name.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
+    register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(group="schema", name=name, node=schema, package="_global_")
@@ -247,12 +264,12 @@ NOT_PART_OF_A_RUN = (
 
 # Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,
 # so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
-_SAME_AS_ABSENT: dict[str, Any] = {"optim.lr_multipliers.distance": 1.0}
+_SAME_AS_ABSENT: dict[str, Any] = {"optim.lr_multipliers.distance": 1.0, "fit.clip_form": "plain"}
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
 # once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.
 _EVALUATION_IN_NAMES = {"_target_": "dmlbench.evaluation.evaluate.EvaluationSpec", "recall_at": [1, 2, 4, 8]}
-_OF_CLUSTERS = ("nmi", "ami")
+_OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 
 
 def load_config(path: Path) -> DictConfig:
@@ -314,7 +331,9 @@ def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any
         cfg: a configuration before its data are read.
         stored: the resolved one of a finished or interrupted run; what only the data say is taken from it.
     """
-    known = OmegaConf.merge(cfg, {"runtime": stored.runtime, "paths": stored.paths})
+    # what the data said; what else a run notes under runtime, or once did, is none of it
+    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
+    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
     containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
     old, new = (flatten(_identity(container, NOT_PART_OF_A_RUN)) for container in containers)
     return {
@@ -344,13 +363,3 @@ def cell_sha256(cfg: DictConfig) -> str:
 def config_sha256(cfg: DictConfig) -> str:
     """Hash of everything that decides a run's numbers: its cell, its coordinates and the base seed."""
     return _digest(cfg, NOT_PART_OF_A_RUN)
-
-
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    result: dict[str, Any] = {}
-    for key, value in node.items():
-        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return result

@@ -120,6 +120,7 @@ class Experiment:
         objective, optimizer, schedule, loggers: of the training; no schedule is None.
         num_classes: classes to train on.
         steps_per_epoch: optimizer steps of the sampler's epoch.
+        recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
         configuration: all settings with every value resolved, as YAML.
     """
 
@@ -139,6 +140,7 @@ class Experiment:
     loggers: list[Logger]
     num_classes: int
     steps_per_epoch: int
+    recipe: dict[str, Any]
     configuration: str
 
 
@@ -206,6 +208,7 @@ def make_experiment(
     objective = build.build_objective(cfg, setup.model).to(device)
     setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
     optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
+    recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     return Experiment(
         setup=setup,
         protocol=component(cfg.protocol),
@@ -223,5 +226,6 @@ def make_experiment(
         loggers=build.build_loggers(cfg, run_dir),
         num_classes=cfg.runtime.num_classes,
         steps_per_epoch=cfg.runtime.steps_per_epoch,
+        recipe=recipe,
         configuration=OmegaConf.to_yaml(cfg, resolve=True),
     )

@@ -257,6 +257,7 @@ def _result(
         "num_repeats": protocol.num_repeats,
         **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "config_sha256")},
         "choices": setup.choices,
+        **({"recipe": {k: experiment.recipe[k] for k in ("name", "side", "overridden")}} if experiment.recipe else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),

@@ -249,3 +249,13 @@ def not_a_file(path: str | os.PathLike[str]) -> str:
         return ""
     kinds = {stat.S_IFREG: "", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
+    if not isinstance(node, dict):
+        return {prefix: node}
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return result

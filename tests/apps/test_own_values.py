@@ -49,13 +49,22 @@ def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
 
 
 def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:
-    by_hand = stored("pooling=gsp", "loss=arcface", "pooling.num_prototypes=7", "+pooling.x=1", "optim.lr=0.25")
+    by_hand = stored(
+        "recipe=small",
+        "pooling=gsp",
+        "loss=arcface",
+        "optim.lr_multipliers.loss=3",
+        "pooling.num_prototypes=7",
+        "+pooling.x=1",
+        "optim.lr=0.25",
+    )
     found = given_otherwise(by_hand, NAMING_GROUPS)
     assert found.pop("optim.lr").startswith("where the option has ")
     assert found == {
         "pooling.num_prototypes": "where the option has 64",
         "pooling.x": BY_HAND,
-    }  # smoothing is tuned for a loss with proxies
+        "optim.lr_multipliers.loss": "where the option has 100.0",
+    }  # smoothing is the recipe's for a loss with proxies
     assert by_hand.pooling.smoothing == 0.5
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}

@@ -43,7 +43,8 @@ def test_the_released_recipe_has_the_values_of_the_public_code(dataset: str) -> 
 @pytest.mark.parametrize("dataset", RELEASED)
 @pytest.mark.parametrize("experiment", ["paper", "margin"])
 def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, experiment: str) -> None:
-    cfg = with_epochs_of_ten_steps(f"experiment=avsl/{experiment}", f"dataset={dataset}")
+    side = ["recipe.side=paper", "sampler=proxy_anchor_balanced"] if experiment == "margin" else []
+    cfg = with_epochs_of_ten_steps(f"experiment=avsl/{experiment}", f"dataset={dataset}", *side)
     assert (cfg.optim.lr, set(cfg.optim.lr_multipliers.values()), cfg.optim.weight_decay) == (1e-4, {1.0}, 1e-4)
     assert cfg.optim.optimizer._target_ == "torch.optim.AdamW"
     assert (cfg.schedule, cfg.fit.warmup_steps, cfg.backbone.batch_norm) == (None, 0, "all")
@@ -55,6 +56,15 @@ def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, experimen
         assert (cfg.loss.alpha, cfg.loss.pos_margin, cfg.loss.neg_margin) == (16, 1.8, 2.2)
     else:  # section A.1; section 4.2 swaps the two
         assert (cfg.loss.loss.beta, cfg.loss.loss.margin) == (1.2, 0.2)
+
+
+def test_the_public_code_has_hard_triplets_of_four_images_a_class_for_the_margin_loss() -> None:
+    cfg = with_epochs_of_ten_steps("experiment=avsl/margin", "dataset=cub200")
+    factors = cfg.optim.lr_multipliers
+    rates = [cfg.optim.lr * factors[group] for group in ("backbone", "head", "distance", "loss")]
+    assert rates == pytest.approx([1e-5, 1e-4, 1e-4, 1e-2], rel=1e-12)
+    assert (cfg.sampler.classes_per_batch, cfg.sampler.images_per_class) == (45, 4)
+    assert (cfg.loss.miner.type_of_triplets, cfg.loss.loss.beta, cfg.schedule.step_size) == ("hard", 1.2, 100)
 
 
 def test_the_baseline_trains_proxies_as_the_public_code_does() -> None:

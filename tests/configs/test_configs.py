@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
-from dmlbench.config import cell_id, compose, config_folder, config_sha256, flatten
+from dmlbench.config import cell_id, compose, config_folder, config_sha256
 from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -41,11 +41,10 @@ def choose(group: str, option: str) -> list[str]:
 
 
 ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
-SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "enhancement", "hydra")]
+SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "enhancement", "hydra", "recipe")]
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF / "experiment").with_suffix("")) for path in (CONF / "experiment").rglob("*.yaml")
 )
-TUNED = sorted(str(path.relative_to(CONF).with_suffix("")) for path in (CONF / "tuned").rglob("*.yaml"))
 
 OURS = [(g, o) for g, o in SINGLE if "_target_: dmlbench." in (CONF / g / f"{o}.yaml").read_text()]
 
@@ -153,78 +152,6 @@ def _split(values: str) -> list[str]:
     return re.split(r",(?![^\[]*\])", values)
 
 
-@pytest.mark.parametrize("name", TUNED)
-def test_every_tuned_file_names_its_source_and_fits_its_choices(name: str) -> None:
-    _, folder, file = name.split("/")
-    groups = folder.removeprefix("by_").split("_")
-    values = file.split("-")
-    assert len(groups) == len(values)
-    text = (CONF / f"{name}.yaml").read_text()
-    assert re.search("supplement|section|table|figure|code|No paper", text)
-    choices = dict(zip(groups, values, strict=True))
-    if ("loss", choices.get("loss")) in OF_LEVELS:
-        choices = LEVELS | choices
-    cfg = compose("train", [f"{group}={value}" for group, value in choices.items()])
-    build.check(cfg)
-    composed = flatten(OmegaConf.to_container(cfg, resolve=False))
-    wanted = flatten(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False))
-    assert wanted.items() <= composed.items()
-
-
-# As printed: GSP supplement 1.6.7 (of CUB, Cars196, In-shop, SOP), ProxyNCA++ table 1 (CUB, Cars196, SOP, In-shop).
-PRINTED = {
-    ("contrastive", "loss.pos_margin"): (0.0, 0.2652, 0.2858, 0.2858),
-    ("contrastive", "loss.neg_margin"): (0.3841, 0.5409, 0.5130, 0.5130),
-    ("contrastive_c1", "loss.neg_margin"): (0.5, 0.5, 0.5, 0.5),
-    ("triplet", "loss.margin"): (0.0961, 0.1190, 0.0451, 0.0451),
-    ("multi_similarity", "loss.alpha"): (2, 14.35, 8.49, 2),
-    ("multi_similarity", "loss.beta"): (40, 75.83, 57.38, 40),
-    ("multi_similarity", "loss.base"): (0.5, 0.66, 0.41, 0.5),
-    ("proxy_anchor", "loss.margin"): (0.1, 0.1, 0.1, 0.1),
-    ("proxy_anchor", "loss.alpha"): (32, 32, 32, 32),
-    ("proxy_anchor", "optim.lr"): (1e-5, 1e-5, 1e-5, 5e-6),
-    ("proxy_anchor", "optim.lr_multipliers.loss"): (100, 100, 100, 100),
-    ("proxy_anchor", "sampler.classes_per_batch"): (32, 32, 32, 32),
-    ("proxy_anchor", "sampler.images_per_class"): (1, 1, 1, 1),
-    ("proxy_anchor", "pooling.num_prototypes"): (64, 64, 128, 128),
-    ("proxy_anchor", "pooling.smoothing"): (0.5, 0.5, 0.5, 0.5),
-    ("triplet", "pooling.smoothing"): (5.0, 5.0, 5.0, 5.0),
-    ("triplet", "sampler.classes_per_batch"): (8, 8, 8, 8),
-    ("triplet", "sampler.images_per_class"): (4, 4, 4, 4),
-    ("proxy_nca_gsp", "loss.temperature"): (0.11, 0.11, 0.11, 0.11),
-    ("xbm_contrastive", "loss.memory_size"): (25 * 32, 25 * 32, 400 * 32, 1400 * 32),
-    ("xbm_contrastive", "loss.start_step"): (1000, 1000, 1000, 1000),
-    ("proxy_nca_pp", "optim.lr"): (4e-3, 4e-3, 2.4e-2, 2.4e-2),
-    ("proxy_nca_pp", "loss.softmax_scale"): (9, 9, 9, 9),
-    ("proxy_nca_pp", "sampler.images_per_class"): (4, 4, 3, 3),
-    ("proxy_nca_pp", "batch"): (32, 32, 192, 192),
-    ("proxy_nca_pp", "proxy rate"): (4e2, 4e2, 2.4e3, 2.4e2),
-}
-
-
-@pytest.mark.parametrize("loss", sorted({loss for loss, _ in PRINTED}))
-def test_the_fair_setting_has_the_printed_values(loss: str) -> None:
-    for i, dataset in enumerate(("cub200", "cars196", "inshop", "sop")):
-        cfg = compose("train", ["experiment=gsp_fair", f"dataset={dataset}", f"loss={loss}", "pooling=gsp"])
-        sampler, optim = cfg.sampler, cfg.optim
-        derived = {
-            "batch": sampler.classes_per_batch * sampler.images_per_class,
-            "proxy rate": optim.lr * optim.lr_multipliers.loss,
-        }
-        for (name, key), values in PRINTED.items():
-            if name == loss:
-                value = derived[key] if key in derived else OmegaConf.select(cfg, key)
-                assert value == pytest.approx(values[i], rel=1e-12), (dataset, key)
-
-
-def test_the_conventional_setting_has_the_printed_values() -> None:
-    for dataset, lr in (("cub200", 1e-5), ("cars196", 1e-4), ("sop", 1e-4), ("inshop", 1e-4)):
-        cfg = compose("train", ["experiment=gsp_conventional", f"dataset={dataset}", "loss=proxy_anchor"])
-        sampler = cfg.sampler
-        assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.head.out_features) == (lr, 4e-4, 512)
-        assert (sampler.classes_per_batch, sampler.images_per_class, cfg.fit.validate_every) == (28, 4, 25)
-
-
 def test_epochs_count_optimizer_steps_of_the_run(tmp_path) -> None:
     def steps(*overrides: str) -> list[int]:
         small = ("dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32")
@@ -237,22 +164,6 @@ def test_epochs_count_optimizer_steps_of_the_run(tmp_path) -> None:
     assert steps(*balanced, *epochs) == [18, 3]  # 6 classes x 8 images in batches of 8
     assert steps(*balanced, *epochs, "fit.accumulate=2") == [9, 2]
     assert steps(*balanced, "fit.max_steps=${epochs:0}") == [0, 100]
-
-
-def test_tuned_values_leave_the_length_of_the_training_alone() -> None:
-    for name in TUNED:
-        loaded = OmegaConf.load(CONF / f"{name}.yaml")
-        assert set(loaded.get("fit", {})) <= {"warmup_steps"}, name
-
-
-def test_tuned_values_stand_between_an_option_and_the_command_line() -> None:
-    assert compose("train", ["loss=triplet", "dataset=cars196"]).loss.margin == 0.119
-    assert compose("train", ["loss=triplet", "dataset=cars196", "loss.margin=0.3"]).loss.margin == 0.3
-    assert compose("train", ["loss=triplet", "dataset=cars196", "~tuned/by_loss_dataset"]).loss.margin == 0.0961
-    assert compose("train", ["loss=triplet", "dataset=glyphs"]).loss.margin == 0.0961
-    gsp = compose("train", ["experiment=gsp_fair", "dataset=sop", "loss=proxy_anchor", "pooling=gsp"])
-    assert (gsp.sampler.classes_per_batch, gsp.sampler.images_per_class, gsp.optim.lr) == (32, 1, 5e-6)
-    assert (gsp.pooling.num_prototypes, gsp.pooling.smoothing, gsp.optim.lr_multipliers.loss) == (128, 0.5, 100.0)
 
 
 def test_enhancements_add_up_in_any_combination() -> None:
@@ -373,9 +284,12 @@ MISTAKES = [
     (["fit.max_steps=${epochs:many}"], "epochs:many. needs a number"),
     (["protocol=two_stage", "schedule=cosine"], "depends on the length of the training.*schedule=plateau"),
     (
-        ["dataset=sop", "loss=proxy_anchor", "fit.max_steps=3", "fit.validate_every=3"],
-        "papers' settings took part.*~tuned",
+        ["experiment=gsp_fair", "loss=proxy_anchor", "fit.max_steps=3", "hydra.mode=RUN"],
+        r"warmup_steps \(100\).*recipe=gsp took part: recipe=none leaves it out",
     ),
+    (["recipe=gsp"], "recipe=gsp has nothing for dataset=glyphs_collage; with .* it has dataset=cub200"),
+    (["recipe=gps"], "recipe=gps is unknown: did you mean 'gsp'"),
+    (["recipe.side=papr"], "recipe/side=papr is unknown: did you mean 'paper'"),
     (["fit.monitor=mapr"], "fit.monitor \\(mapr\\).*did you mean 'map_at_r'"),
     (["device=tpu"], "device 'tpu'"),
     (["transform=mlcr"], "transform=mlcr is unknown: did you mean 'mlrc'"),
@@ -384,8 +298,8 @@ MISTAKES = [
     (["sampler=random", "sampler.batch_size=0"], "sampler.batch_size \\(0\\)"),
     (["sampler.images_per_clas=2"], "did you mean 'images_per_class'"),
     (
-        ["loss=proxy_anchor", "dataset=sop", "sampler=random"],
-        "classes_per_batch is not an argument.*~tuned/by_loss_dataset",
+        ["experiment=gsp_fair", "loss=proxy_anchor", "sampler=random", "hydra.mode=RUN"],
+        "classes_per_batch is not an argument.*recipe=gsp took part",
     ),
     (["evaluation.rerank=10"], "rerank \\(10\\) needs a distance with cheap rows"),
     ([*AVSL, "loss=arcface"], "ArcFace as loss does not compare by a distance.*loss=layered"),
@@ -467,12 +381,12 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
     arguments = [
         "schedule=null",
         "regularizer=null,zsr",
-        "tuned/by_loss=null",
+        "logger=null",
         "pooling.width=null",
         "experiment=null",
     ]
     assert hydra_takes("-m", *arguments) == [
-        "schedule=none", "regularizer=none,zsr", "~tuned/by_loss", "pooling.width=null", "~experiment"
+        "schedule=none", "regularizer=none,zsr", "logger=none", "pooling.width=null", "~experiment"
     ]  # fmt: skip
     assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 

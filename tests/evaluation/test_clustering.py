@@ -10,6 +10,7 @@ import torch
 from dmlbench.evaluation.metrics.clustering import (
     WholeSet,
     class_distances,
+    first_hits,
     kmeans,
     kmeans_library,
     mutual_information,
@@ -43,6 +44,40 @@ def test_scores_equal_recorded_values_of_other_code(golden_dir: Path) -> None:
             assert intra == pytest.approx(float(golden[f"{case}_oodml_dists_intra"]), abs=1e-12)
             compared += 1
     assert compared == 2
+
+
+def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """golden/metrics.npz: R@K of euwern/proxynca_pp, which divides by all queries; NMI of recorded clusters."""
+    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
+    for case in (c["case"] for c in json.loads(str(golden["meta"]))["cases"] if c["self_excluded"]):
+        rows, labels = (torch.from_numpy(golden[f"{case}_{name}"]) for name in ("query", "query_labels"))
+        recorded = golden[f"{case}_kmeans_labels"]
+        monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans", lambda *_, found=recorded, **__: found)
+        queries = EmbeddingSet(rows.float(), labels, torch.arange(len(rows)))
+        whole = WholeSet(queries, None, kmeans_seed=0)
+        scores = set_scores(whole, asked_scores(["raw_nmi", "raw_recall_at_k"], [1, 2, 4, 8]))
+        assert scores["raw_nmi"] == pytest.approx(float(golden[f"{case}_nmi_geometric"]), abs=1e-12)
+        for k in (1, 2, 4, 8):
+            of_all = scores[f"raw_recall_at_{k}"] * len(whole.raw_first_hits) / len(rows)
+            assert of_all == pytest.approx(float(golden[f"{case}_euwern_recall_at_{k}"]), abs=1e-12), case
+
+
+def test_raw_recall_counts_what_is_nearer_by_rows_of_any_length() -> None:
+    rng = np.random.default_rng(3)
+    rows, labels = rng.normal(size=(30, 4)) * rng.uniform(0.1, 5, (30, 1)), rng.integers(0, 6, 30)
+    rows[7] = rows[3]  # a tie
+    part = {
+        name: EmbeddingSet(torch.from_numpy(rows[a:b]).float(), torch.from_numpy(labels[a:b]), torch.arange(a, b))
+        for name, a, b in (("queries", 0, 20), ("gallery", 10, 30))
+    }
+    given = torch.from_numpy(rows).float().double().numpy()
+    expected = []
+    for i in range(20):
+        others = [j for j in range(10, 30) if j != i]
+        order = sorted(others, key=lambda j: (((given[i] - given[j]) ** 2).sum(), j))
+        hits = [rank for rank, j in enumerate(order) if labels[j] == labels[i]]
+        expected += hits[:1]
+    assert first_hits(part["queries"], part["gallery"]).tolist() == expected
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])

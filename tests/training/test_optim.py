@@ -8,9 +8,11 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from dmlbench.training.optim import (
+    HarmonicPlateau,
     OptimizerSettings,
     WarmupCosine,
     clip_gradients,
+    decay_added,
     frozen,
     make_optimizer,
     parameter_groups,
@@ -202,7 +204,60 @@ def test_an_untrained_model_takes_any_schedule() -> None:
 def test_clipping_limits_values_first_and_then_the_norm() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.tensor([30.0, -30.0, 3.0, 0.0])
-    norm = clip_gradients([parameter], norm=10.0, value=10.0)
+    norm = clip_gradients(torch.optim.SGD([parameter], lr=1.0), norm=10.0, value=10.0)
     clipped_by_value = torch.tensor([10.0, -10.0, 3.0, 0.0])
     assert norm == pytest.approx(float(clipped_by_value.norm()))
     torch.testing.assert_close(parameter.grad, clipped_by_value * 10 / clipped_by_value.norm())
+
+
+def test_decayed_gradients_are_clipped_by_norm_and_then_by_value() -> None:
+    parameter = nn.Parameter(torch.tensor([100.0, 0.0, 1.0]))
+    parameter.grad = torch.tensor([30.0, -40.0, 0.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0, weight_decay=0.5)
+    decayed = torch.tensor([80.0, -40.0, 0.5])
+    expected = (decayed * 10 / decayed.norm()).clamp(-8, 8)
+    with decay_added(optimizer, "decayed"):
+        norm = clip_gradients(optimizer, norm=10.0, value=8.0, form="decayed")
+        optimizer.step()
+    assert norm == pytest.approx(float(decayed.norm()))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    torch.testing.assert_close(parameter.detach(), torch.tensor([100.0, 0.0, 1.0]) - expected)
+
+
+def test_without_clipping_decayed_gradients_are_the_optimizers_own() -> None:
+    after = []
+    for form in ("plain", "decayed"):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))]
+        optimizer = torch.optim.Adam([{"params": [parameters[0]], "weight_decay": 0.1}, {"params": [parameters[1]]}])
+        parameters[0].grad, parameters[1].grad = torch.randn(3), None  # the second one is frozen
+        with decay_added(optimizer, form):
+            clip_gradients(optimizer, norm=None, value=None, form=form)
+            optimizer.step()
+        after.append([p.detach().clone() for p in parameters])
+    for plain, decayed in zip(*after, strict=True):
+        torch.testing.assert_close(plain, decayed, rtol=0, atol=0)
+
+
+def test_decoupled_decay_is_not_clipped() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    with (
+        pytest.raises(ConfigError, match="AdamW applies apart; set fit"),
+        decay_added(optimizer, "decayed"),
+    ):
+        pass
+
+
+def test_a_harmonic_plateau_waits_for_the_mean_of_the_score_and_one() -> None:
+    def rates(kind: type[lr_scheduler.ReduceLROnPlateau], scores: list[float]) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = kind(optimizer, mode="max", factor=0.1, patience=0, threshold=0.01, threshold_mode="rel")
+        found = []
+        for score in scores:
+            schedule.step(score)
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    scores = [0.5, 0.5075, 0.6]  # + 1.5 % of R is 0.99 % of 2R / (1 + R)
+    assert rates(lr_scheduler.ReduceLROnPlateau, scores) == [1.0, 1.0, 1.0]
+    assert rates(HarmonicPlateau, scores) == pytest.approx([1.0, 0.1, 0.1])

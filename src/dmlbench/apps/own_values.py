@@ -15,7 +15,7 @@ _ABSENT = object()
 def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]:
     """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
-    The option's value is that of its file and of the papers' settings that took part. Where there is none (a key that
+    The option's value is that of its file or of the recipe that took part. Where there is none (a key that
     was added, a component that is named by its ``_target_`` alone) the value is ``BY_HAND``. Of options that do not
     come with the project, the command line says what was.
 
@@ -30,13 +30,13 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     if choices.get("backbone") == (container.get("backbone") or {}).get("name"):
         choices["backbone"] = "timm"  # which is called by its model
     given = runtime.get("given") or ()
+    recipe = runtime.get("recipe") or {}
+    of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
     found: dict[str, str] = {}
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
         option = _option(group, choices.get(group, ""), choices)
-        for name in runtime.get("tuned") or ():
-            option = _merged(option, (_file(name) or {}).get(group) or {})
         own = OmegaConf.create({**container, group: option})
         target = str(container[group].get("_target_"))
         is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]
@@ -44,7 +44,9 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
             is_its_name = (key == f"{group}._target_" and not option) or key == "backbone.name"
             if is_its_name or (is_of_the_user and not any(f"{key}.".startswith(f"{k}.") for k in given if k != group)):
                 continue
-            of_option = _value(own, key)
+            if key in of_recipe and key not in replaced:
+                continue
+            of_option = replaced[key] if key in replaced else _value(own, key)
             if of_option != value:
                 found[key] = BY_HAND if of_option is _ABSENT else f"where the option has {of_option}"
     return found

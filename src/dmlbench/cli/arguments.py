@@ -36,7 +36,11 @@ _NAMES = (
     *("password", "paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"),
 )
 """Keys whose values are names of files or patterns of them, with whatever letters these have."""
-_IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at"}
+_IN_TRAIN = {
+    "metrics": "evaluation.metrics",
+    "recall_at": "evaluation.recall_at",
+    "recipe.side": "recipe/side",
+}
 _SWEPT_BY = re.compile(r"(glob|choice|sort|shuffle)\(.*\)")
 
 
@@ -83,7 +87,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
                 folders.append(value)
             else:
                 options += [option, value]
-        elif option in _ALONE:
+        elif option in _ALONE or (argument == "--why" and name == "train"):
             options.append(argument)
         else:
             raise ConfigError(_unknown(name, option.lstrip("-").replace("-", "_"), argument))
@@ -144,7 +148,7 @@ def _without_spaces(argument: str) -> str:
 
 
 def _renamed(argument: str) -> str:
-    """What other commands call ``metrics`` and ``recall_at`` is part of the evaluation of a run."""
+    """What other commands call ``metrics`` is part of a run's evaluation, and a recipe's side is a group to Hydra."""
     key, equals, value = argument.partition("=")
     return f"{_IN_TRAIN.get(key, key)}{equals}{value}"
 

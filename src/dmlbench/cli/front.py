@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,6 +23,7 @@ from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.sweeps import SweepFailed, shared
 from dmlbench.config import compose as compose  # where scripts and notebooks look for it
 from dmlbench.config import config_folder, register_schemas
+from dmlbench.recipes import settle_recipe
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
@@ -41,7 +43,6 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -
     folder = line.config_dir
     options = [*line.options, *(["--config-dir", str(folder)] if folder else [])]
     sys.argv = [f"dmlbench {name}", *options, *for_hydra(name, line)]
-    modules = [str(folder.absolute().parent)] if folder else []
     # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
@@ -49,27 +50,30 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -
 
     @functools.wraps(task)
     def prepared(cfg: DictConfig) -> Any:
-        _prepare_process(modules)  # once more where a launcher starts processes of its own
+        _prepare_process(folder)  # once more where a launcher starts processes of its own
         try:
             if "paths" in cfg and not str(cfg.paths.output_dir).strip():
                 raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+            if name == "train":
+                settle_recipe(cfg)
             return task(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise
             caught.append(error)  # Hydra would print all overrides before the error
 
-    _prepare_process(modules)
+    _prepare_process(folder)
     with shared():
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(prepared)()
     if caught:
         raise caught[0]
 
 
-def _prepare_process(modules: Sequence[str]) -> None:
-    """Make schemas and the modules next to the user's configuration folder known, after all that is installed."""
-    register_schemas()
-    sys.path.extend(folder for folder in modules if folder not in sys.path)
+def _prepare_process(folder: Path | None) -> None:
+    """Make schemas, recipes and the modules next to the user's configuration folder known, after what is installed."""
+    register_schemas(folder)
+    if folder and str(folder.absolute().parent) not in sys.path:
+        sys.path.append(str(folder.absolute().parent))
 
 
 def guarded(action: Callable[[], None]) -> int:
@@ -158,9 +162,7 @@ def explain(error: Exception) -> str:
 
 def groups() -> list[str]:
     """Names of the configuration groups that ship with the project."""
-    return sorted(
-        path.name for path in config_folder().iterdir() if path.is_dir() and path.name not in ("hydra", "tuned")
-    )
+    return sorted(path.name for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
 
 
 def _root(error: BaseException) -> BaseException:

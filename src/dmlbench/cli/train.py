@@ -8,11 +8,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.cli.arguments import key_of
+from dmlbench.cli.arguments import CommandLine, key_of
+from dmlbench.cli.front import run_hydra
 from dmlbench.cli.targets import settle_targets
+from dmlbench.cli.why import print_reasons
 from dmlbench.types import RunInUse
 
 log = logging.getLogger(__name__)
+
+
+def main(line: CommandLine) -> None:
+    """One run or a sweep; with ``--why`` a list of all values and where they come from instead."""
+    if "--why" in line.options:
+        print_reasons(line)
+    else:
+        run_hydra("train", task, line)
 
 
 def task(cfg: DictConfig) -> str:
@@ -23,23 +33,18 @@ def task(cfg: DictConfig) -> str:
     """
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
-    # Which option of each group was chosen (a cell's name is made of it), and which tuned files took part.
+    # Which option of each group was chosen: a cell's name is made of it.
     hydra = HydraConfig.get()
     runtime = hydra.runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
     given: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    choices |= cfg.runtime.recipe.get("chosen", {})
     choices |= settle_targets(cfg, given, choices, folders)
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
-    # Optional defaults are chosen whether there is such a file or not.
-    wanted = [f"{group}/{option}" for group, option in runtime.choices.items() if group.startswith("tuned/")]
-    tuned = [name for name in wanted if any((folder / f"{name}.yaml").is_file() for folder in folders)]
-    OmegaConf.update(cfg, "runtime.tuned", tuned)
-    if tuned:
-        log.info("settings of papers: %s", ", ".join(tuned))
     try:
         return str(run(cfg))
     except RunInUse as error:

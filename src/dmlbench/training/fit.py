@@ -23,7 +23,16 @@ from dmlbench.runtime import Precision, autocast, random_state, restore_random_s
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.large_batch import accumulate_gradients, require_finite
 from dmlbench.training.log import History, Logger
-from dmlbench.training.optim import GROUPS, check_schedule, check_warmup, clip_gradients, frozen, step_schedule
+from dmlbench.training.optim import (
+    GROUPS,
+    ClipForm,
+    check_schedule,
+    check_warmup,
+    clip_gradients,
+    decay_added,
+    frozen,
+    step_schedule,
+)
 from dmlbench.training.signals import StopSignal
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
 
@@ -59,6 +68,7 @@ class FitSettings:
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
             The gradient is that of the whole batch but for batch norms that are training (see there).
         clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
+        clip_form: "plain" or "decayed", see ``training.optim.clip_gradients``.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
         channels_last: memory format of the images and the network.
         checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
@@ -77,6 +87,7 @@ class FitSettings:
     forward_batch: int | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
+    clip_form: ClipForm = "plain"
     precision: Precision = "float32"
     channels_last: bool = False
     checkpoint_every: int | None = None
@@ -160,7 +171,6 @@ def fit(
         parts_of_state["schedule"] = schedule
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     history = History(run_dir / HISTORY, resume_step=state.step)
-    trainable = [p for group in optimizer.param_groups for p in group["params"]]
     logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
 
@@ -187,9 +197,12 @@ def fit(
                     model, objective, next_batch, step=step, forward=forward,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch,
                 )  # fmt: skip
-                norm = clip_gradients(trainable, norm=settings.clip_norm, value=settings.clip_value)
-                require_finite({"gradient norm": norm}, step)
-                optimizer.step()
+                with decay_added(optimizer, settings.clip_form):
+                    norm = clip_gradients(
+                        optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
+                    )
+                    require_finite({"gradient norm": norm}, step)
+                    optimizer.step()
             step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from dmlbench.types import ConfigError, closest
 
 # Every parameter that is trained belongs to one.
 GROUPS = ("backbone", "pooling", "head", "distance", "loss", "regularizer")
+
+ClipForm = Literal["plain", "decayed"]
 
 NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
@@ -186,6 +188,17 @@ class WarmupCosine:
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * share)) / 2
 
 
+class HarmonicPlateau(ReduceLROnPlateau):
+    """``ReduceLROnPlateau`` of 2R / (1 + R) where R is the monitored score.
+
+    This is the harmonic mean of R@1 and NMI with NMI = 1, by which the code of ProxyNCA++ lowers rates in its first
+    stage (euwern/proxynca_pp, train.py). It rises with R, so it differs in what a relative threshold asks for.
+    """
+
+    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as its base's
+        super().step(2 * metrics / (1 + metrics), epoch)
+
+
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
     """
     Raises:
@@ -207,11 +220,45 @@ def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: fl
         schedule.step()
 
 
-def clip_gradients(parameters: list[Parameter], *, norm: float | None, value: float | None) -> float:
-    """Clip by value, then by total norm; returns the total norm before its clipping (None: no limit).
+def clip_gradients(optimizer: Optimizer, *, norm: float | None, value: float | None, form: ClipForm = "plain") -> float:
+    """Clip the gradients of an optimizer's parameters; returns their total norm before its clipping (None: no limit).
 
-    The order is that of the GSP framework, whose code sets both to 10.
+    "plain" clips by value, then by total norm; weight decay is the optimizer's, which adds it afterwards. "decayed" is
+    what the code of the GSP study does (gradient_transformers.py): decay is added to the gradient (for ``decay_added``,
+    within which the optimizer steps), then it is clipped by norm, then by value.
     """
-    if value is not None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if value is not None and form == "plain":
         torch.nn.utils.clip_grad_value_(parameters, value)
-    return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if norm is None else norm))
+    total = float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if norm is None else norm))
+    if value is not None and form == "decayed":
+        torch.nn.utils.clip_grad_value_(parameters, value)
+    return total
+
+
+@contextlib.contextmanager
+def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
+    """Within, L2 decay is in the gradients already and not the optimizer's; of the form "plain" nothing changes.
+
+    Raises:
+        ConfigError: the optimizer's decay is no part of the gradient.
+    """
+    if form == "plain":
+        yield
+        return
+    if any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"fit.clip_form=decayed clips gradients with the decay, which {type(optimizer).__name__} applies apart; "
+            "set fit.clip_form=plain, or choose optim=adam"
+        )
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        for p in group["params"]:
+            if p.grad is not None and decay:
+                p.grad.add_(p.detach(), alpha=decay)
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay

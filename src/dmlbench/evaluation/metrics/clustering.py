@@ -15,6 +15,7 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 KMEANS_STEPS = 25  # faiss's own number; scikit-learn gets the same
 _CHUNK_ROWS = 4096  # unit rows held in float64 at once
+_RAW_QUERIES = 256  # whose distances to the whole gallery are held in float64 at once
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class WholeSet:
 
     Attributes:
         rows: unit rows [N, D].
+        raw_rows: the same as they were given, float32.
         labels: [N].
         kmeans_seed: decides where clusters begin.
         on_gpu: whether faiss looks for them on a GPU.
@@ -42,6 +44,8 @@ class WholeSet:
             rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
             self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
         self.rows = unit_rows(rows)
+        self.raw_rows: FloatRows = rows.detach().to("cpu", torch.float32).numpy()
+        self._searched = queries, gallery
 
     @cached_property
     def mutual_information(self) -> dict[str, float]:
@@ -50,9 +54,49 @@ class WholeSet:
         return mutual_information(self.labels, clusters)
 
     @cached_property
+    def raw_nmi(self) -> float:
+        """nmi by the geometric mean of the entropies, with clusters of rows that are not normalized."""
+        from sklearn.metrics import normalized_mutual_info_score
+
+        clusters = kmeans(self.raw_rows, len(np.unique(self.labels)), seed=self.kmeans_seed, on_gpu=self.on_gpu)
+        return float(normalized_mutual_info_score(self.labels, clusters, average_method="geometric"))
+
+    @cached_property
+    def raw_first_hits(self) -> IntArray:
+        """Of the queries that have a positive: how many items are nearer than the nearest, by rows not normalized."""
+        return first_hits(*self._searched)
+
+    @cached_property
     def class_distances(self) -> tuple[float, float]:
         """(intra, inter), see the function of this name."""
         return class_distances(self.rows, self.labels)
+
+
+def first_hits(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> IntArray:
+    """How many gallery items are nearer than a query's nearest positive, by the Euclidean distance of the rows given.
+
+    Float64 products of float32 rows decide, ties by gallery index; no query finds itself.
+
+    Returns:
+        [Q'] of the queries that have a positive.
+    """
+    reference = queries if gallery is None else gallery
+    own = torch.from_numpy(self_columns(ids_of(queries), ids_of(reference)))
+    items, item_labels = reference.rows.double(), reference.labels.to(reference.rows.device)
+    squares = (items * items).sum(1)
+    found = []
+    for part in torch.arange(len(queries)).split(_RAW_QUERIES):
+        rows, columns = queries.rows[part].to(items), own[part]
+        distances = squares - 2 * rows @ items.T  # less the query's own square, which orders nothing
+        hides = torch.nonzero(columns >= 0)[:, 0]
+        distances[hides, columns[hides]] = torch.inf
+        positive = queries.labels[part].to(item_labels)[:, None] == item_labels
+        positive[hides, columns[hides]] = False
+        nearest, first = distances.where(positive, torch.inf).min(1, keepdim=True)
+        before = torch.arange(len(items), device=items.device) < first
+        nearer = (distances < nearest) | ((distances == nearest) & before)
+        found.append(nearer.sum(1)[positive.any(1)].cpu().numpy())
+    return np.concatenate(found)
 
 
 def kmeans_library() -> str:
@@ -61,7 +105,7 @@ def kmeans_library() -> str:
 
 
 def kmeans(rows: FloatRows, num_clusters: int, *, seed: int, on_gpu: bool = False) -> IntArray:
-    """Cluster [N] of each unit row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
+    """Cluster [N] of each row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
 
     All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
     the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere, for

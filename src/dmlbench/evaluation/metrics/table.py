@@ -21,6 +21,7 @@ from dmlbench.types import ConfigError, IntArray, closest
 
 Reads = Literal["nearest", "ranking", "clusters", "distances"]
 MUSGRAVE = "Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2"
+TEH = "code of Teh et al., ProxyNCA++, ECCV 2020 (euwern/proxynca_pp, folder evaluation, at commit 217233d2)"
 ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML 2020"
 
 
@@ -123,6 +124,16 @@ TABLE: tuple[Metric, ...] = (
         "ami", "AMI", "adjusted mutual information of classes and k-means clusters (may fall below 0)",
         "Vinh et al., Information Theoretic Measures for Clusterings Comparison, JMLR 2010", "clusters",
         lambda whole, _: whole.mutual_information["ami"],
+    ),
+    Metric(
+        "raw_nmi", "NMI (raw, geometric)",
+        "mutual information of classes and k-means clusters of rows that are not normalized, by the geometric mean of "
+        "their entropies", TEH, "clusters", lambda whole, _: whole.raw_nmi,
+    ),
+    Metric(
+        "raw_recall_at_k", "R@{k} (raw)",
+        "whether any of the K items nearest by the Euclidean distance of rows that are not normalized is relevant", TEH,
+        "distances", lambda whole, k: (whole.raw_first_hits < k).mean(),
     ),
     Metric(
         "intra_class_distance", "intra-class distance", "mean cosine distance within classes, in [0, 2]", ROTH,
@@ -255,4 +266,4 @@ def query_scores(
 
 def set_scores(whole: WholeSet, scores: Sequence[Score]) -> dict[str, float]:
     """Those of ``scores`` that belong to the whole set of embeddings."""
-    return {score.name: float(score.metric.score(whole, 0)) for score in scores if not score.metric.is_of_queries}
+    return {score.name: float(score.metric.score(whole, score.k)) for score in scores if not score.metric.is_of_queries}

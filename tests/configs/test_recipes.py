@@ -1,0 +1,363 @@
+"""Recipes: papers' settings as printed or as in their code, between an option's own values and those that are given."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench import build
+from dmlbench.cli.main import main
+from dmlbench.config import cell_id, compose, config_folder
+from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
+from dmlbench.types import ConfigError
+
+CONF = config_folder()
+PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "fixtures" / "published_cells.json").read_text())
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml") if path.stem != "none")
+SOME = [20, pytest.param(1, marks=pytest.mark.slow)]
+
+
+def value(cfg: DictConfig, key: str) -> Any:
+    if key == "batch":
+        return cfg.sampler.classes_per_batch * cfg.sampler.images_per_class
+    if key == "rate of proxies":
+        return cfg.optim.lr * cfg.optim.lr_multipliers.loss
+    found = OmegaConf.select(cfg, key)
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+
+
+@pytest.mark.parametrize("every", SOME)
+@pytest.mark.parametrize("folder", PUBLISHED)
+def test_commands_behind_published_results_compose_to_their_former_cells(folder: str, every: int) -> None:
+    for overrides, digest in list(PUBLISHED[folder].items())[::every]:
+        assert cell_id(compose("train", overrides.split())).rpartition("-")[2] == digest, overrides
+
+
+def test_the_birds_of_2010_keep_the_names_of_their_cells() -> None:
+    table = (CONF.parent / "outputs/published/cub200_2010/runs.csv").read_text().splitlines()[1:]
+    assert {row.split(",")[3].rpartition("-")[2] for row in table} == set(PUBLISHED["cub200_2010"].values())
+
+
+def combinations(recipe: str) -> list[dict[str, str | None]]:
+    """What a recipe covers, group by group."""
+    covers = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{recipe}.yaml")).get("covers", [])
+    listed = [{group: o if isinstance(o, list) else [o] for group, o in block.items()} for block in covers]
+    return [
+        dict(zip(block, options, strict=True)) for block in listed for options in itertools.product(*block.values())
+    ]
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name) and name != "xml"])
+def test_every_entry_of_a_recipe_holds_for_something_that_it_covers(recipe: str) -> None:
+    unused = list(entries_of([CONF], recipe))
+    for chosen, side in itertools.product(combinations(recipe), SIDES):
+        options = dict.fromkeys(GROUPS) | chosen | {"side": side}
+        if not chosen.get("sampler"):  # the recipe's own, or any that fits the loss
+            unused = [e for e in unused if not applies(without_sampler(e["when"]), options)]
+        unused = [e for e in unused if not applies(e["when"], options)]
+    assert unused == []
+
+
+def without_sampler(when: dict[str, Any]) -> dict[str, Any]:
+    return {group: wanted for group, wanted in when.items() if group != "sampler"}
+
+
+@pytest.mark.parametrize("every", [407, pytest.param(37, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name)])
+def test_what_a_recipe_covers_composes_to_its_values(recipe: str, every: int) -> None:
+    for i, chosen in list(enumerate(combinations(recipe)))[::every]:
+        overrides = [f"{group}={option}" for group, option in chosen.items() if option]
+        cfg = compose("train", [f"recipe={recipe}", f"recipe.side={SIDES[i % 2]}", *overrides, *levels(chosen)])
+        build.check(cfg)
+        assert not cfg.runtime.recipe.overridden
+
+
+def levels(chosen: dict[str, str | None]) -> list[str]:
+    return ["pooling=none"] if chosen.get("head") == "avsl" else []
+
+
+# As printed: GSP supplement 1.6.7 (of CUB, Cars196, In-shop, SOP), ProxyNCA++ table 1.
+DATASETS = ("cub200", "cars196", "inshop", "sop")
+FAIR = {
+    "contrastive": {
+        "loss.pos_margin": (0.0, 0.2652, 0.2858, 0.2858),
+        "loss.neg_margin": (0.3841, 0.5409, 0.5130, 0.5130),
+    },
+    "contrastive_c1": {"loss.neg_margin": (0.5,) * 4},
+    "triplet": {"loss.margin": (0.0961, 0.1190, 0.0451, 0.0451), "pooling.smoothing": (5.0,) * 4, "batch": (32,) * 4},
+    "multi_similarity": {
+        "loss.alpha": (2, 14.35, 8.49, 2),
+        "loss.beta": (40, 75.83, 57.38, 40),
+        "loss.base": (0.5, 0.66, 0.41, 0.5),
+        "sampler.images_per_class": (4,) * 4,
+    },
+    "proxy_anchor": {
+        "loss.margin": (0.1,) * 4,
+        "loss.alpha": (32,) * 4,
+        "optim.lr": (1e-5, 1e-5, 1e-5, 5e-6),
+        "optim.lr_multipliers.loss": (100,) * 4,
+        "sampler.classes_per_batch": (32,) * 4,
+        "sampler.images_per_class": (1,) * 4,
+        "pooling.num_prototypes": (64, 64, 128, 128),
+        "pooling.smoothing": (0.5,) * 4,
+        "fit.warmup_steps": (100, 100, 1000, 1000),
+        "fit.patience": (15, 15, 10, 10),
+    },
+    "proxy_nca_gsp": {"loss.temperature": (0.11,) * 4, "optim.lr_multipliers.loss": (100,) * 4},
+    "xbm_contrastive": {
+        "loss.memory_size": (25 * 32, 25 * 32, 400 * 32, 1400 * 32),
+        "loss.start_step": (1000,) * 4,
+        "regularizer.zsr.weight": (0.1,) * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", FAIR)
+def test_the_fair_setting_has_the_printed_values(loss: str, every: int) -> None:
+    for i, dataset in list(enumerate(DATASETS))[every - 1 :: every]:
+        given = ["experiment=gsp_fair", "recipe.side=paper", f"dataset={dataset}", f"loss={loss}", "pooling=gsp"]
+        cfg = compose("train", given)
+        for key, values in FAIR[loss].items():
+            assert value(cfg, key) == pytest.approx(values[i], rel=1e-12), (dataset, key)
+
+
+WHOLE = {  # ProxyNCA++ table 1; epochs of its configurations; tables 3 to 6
+    "optim.lr": (4e-3, 4e-3, 2.4e-2, 2.4e-2),
+    "rate of proxies": (4e2, 4e2, 2.4e3, 2.4e2),
+    "batch": (32, 32, 192, 192),
+    "sampler.images_per_class": (4, 4, 3, 3),
+    "loss.softmax_scale": (9, 9, 9, 9),
+    "backbone.batch_norm": ("none",) * 4,
+    "head.bias": (True,) * 4,
+    "head.layer_norm": (True,) * 4,
+    "fit.max_steps": (450, 450, 850, 850),
+    "fit.warmup_steps": (50,) * 4,
+    "schedule.threshold": (1e-4,) * 4,
+    "schedule.threshold_mode": ("rel",) * 4,
+    "evaluation.recall_at": ([1, 2, 4, 8], [1, 2, 4, 8], [1, 10, 20, 30, 40], [1, 10, 100, 1000]),
+}
+
+
+def test_proxynca_pp_has_the_values_of_its_table_and_code() -> None:
+    for i, dataset in enumerate(DATASETS):
+        cfg = compose("train", ["experiment=proxynca_pp/whole", f"dataset={dataset}", "pooling=gmp"])
+        build.check(cfg)
+        OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
+        for key, values in WHOLE.items():
+            assert value(cfg, key) == values[i] or value(cfg, key) == pytest.approx(values[i]), (dataset, key)
+
+
+def test_baselines_of_proxynca_pp_have_its_batches_and_slow_proxies() -> None:
+    for dataset, batch in (("cub200", 32), ("sop", 192), ("inshop", 192)):
+        cfg = compose("train", ["experiment=proxynca_pp/table7", f"dataset={dataset}"])
+        assert (cfg.sampler.batch_size, cfg.optim.lr_multipliers.loss, cfg.head.layer_norm) == (batch, 1.0, False)
+    fast = [
+        compose("train", ["experiment=proxynca_pp/figure6", f"enhancement=[{name}]"])
+        for name in ("fast", "fast_norm_softmax")
+    ]
+    assert [cfg.optim.lr * cfg.optim.lr_multipliers.loss for cfg in fast] == pytest.approx([4e2, 4e-1])
+
+
+def test_the_plateau_of_proxynca_pp_is_one_of_the_harmonic_mean_in_its_code_alone() -> None:
+    targets = [
+        compose("train", ["experiment=proxynca_pp/whole", f"recipe.side={side}"]).schedule._target_
+        for side in ("code", "paper")
+    ]
+    assert targets == ["dmlbench.training.optim.HarmonicPlateau", "torch.optim.lr_scheduler.ReduceLROnPlateau"]
+
+
+def test_inshop_without_a_first_stage_keeps_its_rate_and_its_last_weights() -> None:
+    cfg = compose("train", ["experiment=proxynca_pp/inshop"])
+    OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
+    assert (cfg.schedule, cfg.fit.max_steps, cfg.fit.validate_every) == (None, 850, 850)
+
+
+@pytest.mark.parametrize(
+    ("side", "given", "expected"),
+    [
+        ("paper", ["dataset=cub200"], {"optim.lr": 1e-5, "loss.memory_size": 25 * 112, "loss.start_step": 1000}),
+        ("code", ["dataset=cub200"], {"optim.lr": 1e-5, "loss.memory_size": 25 * 112, "loss.start_step": 100}),
+        ("paper", ["dataset=cars196"], {"optim.lr": 1e-4, "optim.weight_decay": 4e-4, "pooling.combine": None}),
+        ("code", ["dataset=cars196"], {"optim.lr": 1e-5, "optim.weight_decay": 4e-4, "pooling.combine": "gem"}),
+        ("code", ["dataset=cars196", "backbone=bn_inception"],
+         {"loss.memory_size": 50 * 128, "loss.start_step": 1000, "pooling.combine": "gmp", "optim.weight_decay": 1e-4}),
+        ("paper", ["dataset=cars196", "backbone=bn_inception"], {"loss.memory_size": 25 * 128, "batch": 128}),
+        ("code", ["dataset=sop"], {"loss.memory_size": 1400 * 112, "optim.lr": 1e-4, "schedule.patience": 3,
+                                   "fit.validate_every": 250, "fit.patience": 10, "pooling.combine": "gmp"}),
+        ("paper", ["dataset=inshop"], {"loss.memory_size": 400 * 112, "schedule.patience": 4, "loss.start_step": 1000}),
+    ],
+)  # fmt: skip
+def test_the_conventional_setting_of_gsp_has_the_values_of_each_side(side, given, expected) -> None:
+    base = ["experiment=gsp_conventional", "loss=xbm_contrastive", "pooling=gsp", f"recipe.side={side}"]
+    cfg = compose("train", [*base, *given])
+    assert {key: value(cfg, key) for key in expected} == expected
+    assert (cfg.head.out_features, cfg.fit.monitor, cfg.regularizer.zsr.weight) == (512, "recall_at_1", 0.1)
+
+
+def test_every_row_with_gsp_has_the_zero_shot_loss_unless_it_is_left_out() -> None:
+    def composed(*given: str) -> DictConfig:
+        return compose("train", ["experiment=gsp_fair", *given])
+
+    assert composed("pooling=gap").regularizer is None
+    assert composed("pooling=gsp").regularizer.zsr.weight == 0.1
+    assert composed("pooling=gsp", "regularizer.zsr.weight=0.3").regularizer.zsr.weight == 0.3
+    assert composed("pooling=gsp", "regularizer=none").regularizer is None
+    assert composed("pooling=gsp", "~regularizer").regularizer is None
+    both = composed("pooling=gsp", "regularizer=[zsr,xml]", "regularizer.zsr.weight=0.2").regularizer
+    assert (both.zsr.weight, set(both)) == (0.2, {"mixing", "zsr", "xml"})
+    assert composed("pooling=gsp").regularizer == composed("pooling=gsp_zsr").regularizer
+
+
+def test_a_schedule_that_somebody_chose_or_left_out_stays_so() -> None:
+    for given in ("schedule=none", "~schedule"):
+        assert compose("train", ["experiment=gsp_conventional", "dataset=sop", given]).schedule is None
+    assert compose("train", ["experiment=gsp_conventional", "schedule=cosine"]).schedule.eta_min == 0.0
+
+
+def test_losses_with_proxies_have_small_classes_in_the_search_for_hyperparameters() -> None:
+    cfg = compose("train", ["experiment=gsp_fair", "protocol=hpo", "loss=proxy_anchor", "dataset=sop"])
+    assert (cfg.sampler.classes_per_batch, cfg.sampler.images_per_class) == (32, 1)
+    assert (cfg.fit.warmup_steps, cfg.fit.patience) == (1000, 7)
+
+
+def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
+    base = ["recipe=oodml", "loss=margin_oodml", "backbone=resnet50"]
+    for dataset, beta, rho in (("cub200", 0.6, 0.4), ("cars196", 0.6, 0.35), ("sop", 0.9, 0.15)):
+        cfg = compose("train", [*base, f"dataset={dataset}"])
+        assert (cfg.loss.beta, cfg.miner._target_.rpartition(".")[2]) == (1.2, "DistanceWeightedMiner")
+        cfg = compose("train", [*base, f"dataset={dataset}", "miner=rho_distance_weighted"])
+        assert (cfg.loss.beta, cfg.miner.switch_probability) == (beta, rho)
+        assert (value(cfg, "batch"), cfg.head.out_features, cfg.backbone.batch_norm) == (112, 512, "all")
+
+
+def test_the_first_reality_check_has_one_rate_for_all() -> None:
+    for loss in ("triplet", "proxy_nca", "soft_triple"):
+        cfg = compose("train", ["experiment=mlrc_musgrave", f"loss={loss}"])
+        assert (cfg.optim.lr, set(cfg.optim.lr_multipliers.values()), cfg.fit.validate_every) == (1e-6, {1.0}, 200)
+
+
+def test_xml_has_its_regularizer_over_the_settings_of_gsp() -> None:
+    base = ["recipe=xml", "backbone=bn_inception", "loss=contrastive", "dataset=inshop"]
+    cfg = compose("train", [*base, "pooling=gap_histogram"])
+    assert (cfg.regularizer.xml.weight, cfg.regularizer.xml.ridge, cfg.pooling.num_prototypes) == (0.01, 0.05, 128)
+    assert (cfg.pooling.variant, cfg.pooling.smoothing, cfg.loss.neg_margin) == ("official", 10.0, 0.5130)
+    assert compose("train", [*base, "pooling=gap_histogram", "recipe.side=paper"]).pooling.variant == "paper"
+    assert compose("train", [*base, "pooling=gap"]).regularizer is None
+
+
+def test_without_a_recipe_nothing_but_the_options_own_values_applies() -> None:
+    for loss in ("contrastive", "margin_oodml", "proxy_anchor", "triplet"):
+        plain, chosen = (compose("train", [f"loss={loss}", f"dataset={dataset}"]) for dataset in ("glyphs", "cub200"))
+        for key in ("head", "optim", "sampler", "loss"):
+            assert plain[key] == chosen[key], (loss, key)
+        assert set(plain.optim.lr_multipliers.values()) == {1.0}
+        assert plain.runtime.recipe == {}
+
+
+def test_a_value_that_is_given_wins_and_is_named() -> None:
+    given = ["recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"]
+    assert compose("train", given).loss.margin == 0.119
+    cfg = compose("train", [*given, "loss.margin=0.3"])
+    assert cfg.loss.margin == 0.3
+    assert cfg.runtime.recipe.overridden == {"loss.margin": 0.119}
+    assert (cfg.runtime.recipe.name, cfg.runtime.recipe.side) == ("gsp", "code")
+    assert cfg.runtime.recipe.places["loss.margin"] == "1.6.7 Triplet"
+    experiment = compose(
+        "train", ["experiment=cub200_2010", "recipe=small", "loss=proxy_anchor", "optim.lr_multipliers.loss=7"]
+    )
+    assert experiment.runtime.recipe.overridden == {"optim.lr_multipliers.loss": 100.0}
+
+
+def test_cells_are_told_apart_by_their_values_and_not_by_their_recipe() -> None:
+    values = [f"loss.{key}" for key in ("alpha=2", "beta=40", "base=0.5")]
+    given = ["loss=multi_similarity", "dataset=glyphs"]
+    assert cell_id(compose("train", ["recipe=small", *given])) == cell_id(compose("train", [*given, *values]))
+
+
+def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None:
+    with pytest.raises(
+        ConfigError, match=r"recipe=gsp has nothing for loss=proxy_nca_pp; .* it has loss=contrastive\|"
+    ):
+        compose("train", ["experiment=gsp_fair", "loss=proxy_nca_pp"])
+    with pytest.raises(ConfigError, match=r"nothing for protocol=mlrc; .*protocol=two_stage"):
+        compose("train", ["experiment=proxynca_pp/whole", "protocol=mlrc"])
+
+
+def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch) -> None:
+    jobs: list[DictConfig] = []
+    monkeypatch.setattr("dmlbench.run.run", jobs.append)
+    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path))
+    arguments = ["recipe=gsp", "recipe.side=paper,code", "dataset=cars196,sop", "loss=triplet", "backbone=resnet50"]
+    with pytest.raises(SystemExit) as info:
+        main(["train", "-m", *arguments, "protocol=conventional", "schedule.patience=9"])
+    assert info.value.code == 0
+    found = [(cfg.dataset.name, cfg.runtime.recipe.side, cfg.optim.lr, cfg.loss.margin) for cfg in jobs]
+    assert found == [
+        *(("cars196", "paper", 1e-4, 0.1190), ("sop", "paper", 1e-4, 0.0451)),
+        *(("cars196", "code", 1e-5, 0.2), ("sop", "code", 1e-4, 0.2)),
+    ]
+    assert all(cfg.schedule.patience == 9 and "schedule.patience" in cfg.runtime.recipe.overridden for cfg in jobs)
+    assert jobs[0].runtime.choices["schedule"] == "plateau"
+
+
+def test_a_folder_of_the_user_adds_recipes(tmp_path, capsys) -> None:
+    (tmp_path / "recipe").mkdir()
+    entry = "{when: {loss: triplet}, choose: {schedule: cosine}, set: {loss.margin: 0.77}, source: my notes}"
+    text = f"extends: gsp\ndefaults:\n  - override /optim: sgd\nsettings:\n  - {entry}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "recipe=mine", "loss=triplet", "--cfg", "job"])
+    assert info.value.code == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert (shown.loss.margin, shown.optim.optimizer._target_) == (0.77, "torch.optim.SGD")
+    assert (shown.fit.clip_form, shown.schedule.eta_min) == ("decayed", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows: []", "'rows', which is no part of a recipe"),
+        ("settings:\n  - {set: {loss.margin: 1}}", "names no source"),
+        ("settings:\n  - {put: {loss.margin: 1}, source: x}", "an entry of settings has 'put'"),
+        ("settings:\n  - {when: {los: triplet}, source: x}", "when names the group 'los': did you mean 'loss'"),
+        (
+            "settings:\n  - {choose: {schedule: none_such}, source: x}",
+            "a recipe names schedule=none_such, which is unknown",
+        ),
+        ("settings:\n  - {choose: {pooling: gsp}, source: x}", "entries choose of miner, regularizer, schedule only"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_one_message(tmp_path, capsys, text: str, message: str) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "recipe=mine"])
+    assert info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_why_names_the_place_of_every_value(capsys) -> None:
+    given = ["experiment=gsp_conventional", "dataset=sop", "loss=triplet", "pooling=gsp", "fit.patience=2"]
+    with pytest.raises(SystemExit) as info:
+        main(["train", *given, "--why"])
+    assert info.value.code == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    for key, place in {
+        "loss.margin": "recipe gsp: conventional_*_default.yaml; code",
+        "loss.swap": "conf/loss/triplet.yaml",
+        "schedule.mode": "recipe gsp: conf/schedule/plateau.yaml for 1.6.4",
+        "fit.patience": "command line",
+        "fold": "conf/train.yaml",
+        "regularizer.zsr.weight": "recipe gsp: 1.6.7 GSP",
+    }.items():
+        assert rows[key].rstrip().endswith(place) or place in rows[key], rows[key]
+    assert "unknown" not in shown
+    assert "replaced: fit.patience, which it has as 10 (1.6.4)" in shown
+    with pytest.raises(SystemExit) as info:
+        main(["train", "experiment=demo", "--why"])
+    assert "conf/experiment/demo.yaml" in capsys.readouterr().out
