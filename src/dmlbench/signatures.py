@@ -43,6 +43,8 @@ def check_components(node: Any, path: str = "") -> None:
 def _check_signature(node: Mapping[str, Any], path: str) -> None:
     target = imported(node["_target_"], path)
     parameters, annotations = parameters_of(target)
+    if not isinstance(node.get("_partial_", False), bool):
+        raise ConfigError(f"{path}._partial_ is {node['_partial_']!r}; it is true or false")
     for key, value in node.items():
         if key in _PROVIDED:
             continue

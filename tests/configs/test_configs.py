@@ -230,6 +230,7 @@ MISTAKES = [
     (["fit.max_step=1"], "did you mean 'max_steps'"),
     (["=3"], "'=3' names no key"),
     (["loss.alpha={}"], "loss.alpha is {} .dict., but .*MultiSimilarityLoss wants float"),
+    (["optim.optimizer._partial_=maybe"], "optim.optimizer._partial_ is 'maybe'; it is true or false"),
     (["loss._target_="], "loss._target_ is '', which is no importable name"),
     (["loss._target_=torch"], "loss._target_ is 'torch', which is no importable name"),
     (["optim.lr=1e300"], "optim.lr .1e.300. must be positive, and small enough"),
