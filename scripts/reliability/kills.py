@@ -301,11 +301,11 @@ def main() -> None:
                     tally.wrong.append(f"{kind} {kills}: {wrong}")
                     tqdm.write(f"{name}: {tally.wrong[-1]}")
             tally.seconds = time.monotonic() - started
-    text = report(tallies)
+            text = report({name: tally for name, tally in tallies.items() if tally.seconds})
+            if options.output:  # after every command, so that nothing is lost
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(text)
     print(text)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
     sys.exit(any(tally.wrong for tally in tallies.values()))
 
 
