@@ -68,6 +68,7 @@ class TrainConfig:
     fit: Any = MISSING
     evaluation: Any = MISSING
     logger: Any = None
+    reproduce: Any = None  # of an experiment that is a paper's table: which row is which command; no run reads it
     fold: int = 0
     repeat: int = 0
     base_seed: int = 0
@@ -256,6 +257,7 @@ NOT_PART_OF_A_RUN = (
     "paths",
     "runtime",
     "logger",
+    "reproduce",
     "fit.checkpoint_every",
     "fit.log_every",
     "fit.keep",
