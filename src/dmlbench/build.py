@@ -39,6 +39,7 @@ from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest, is_file_name
 
+_MOST_WORKERS = 256
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 
 
@@ -82,10 +83,10 @@ def check_values(cfg: DictConfig) -> None:
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
     if not is_file_name(str(cfg.dataset.name)):
         raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
-    if (cfg.num_workers or 0) < 0 or cfg.eval_batch_size < 1:
-        raise ConfigError(
-            f"num_workers ({cfg.num_workers}) must be >= 0 and eval_batch_size ({cfg.eval_batch_size}) >= 1"
-        )
+    if not 0 <= (cfg.num_workers or 0) <= _MOST_WORKERS:
+        raise ConfigError(f"num_workers ({cfg.num_workers}) must lie in [0, {_MOST_WORKERS}]; null chooses")
+    if cfg.eval_batch_size < 1:
+        raise ConfigError(f"eval_batch_size ({cfg.eval_batch_size}) must be at least 1")
     # What is cheap to make is made: its constructor knows the ranges of its values.
     for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
         if node is not None and not _waits_for_data(node):

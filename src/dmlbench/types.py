@@ -69,12 +69,14 @@ class Originals:
         boxes: [N, 4] published boxes: left, top, right and bottom edge in pixels of the whole photograph, NaN where an
             image has none; None where there are no boxes at all.
         boxes_from: name of the list that has them.
+        full_color: whether most of their JPEGs keep colors at full resolution (4:4:4); encoders rarely do unasked.
     """
 
     format: str = "JPEG"
     size: tuple[int, int] | None = None
     boxes: NDArray[np.float64] | None = None
     boxes_from: str = ""
+    full_color: bool = False
 
 
 @dataclass(frozen=True)

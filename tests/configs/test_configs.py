@@ -416,3 +416,9 @@ def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> 
     ):
         with pytest.raises(ConfigError, match=message):
             build.check(compose("train", overrides))
+
+
+@pytest.mark.parametrize("value", [-1, 257, 1_000_000])
+def test_a_number_of_workers_that_no_machine_has_is_refused(value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"num_workers \({value}\) must lie in \[0, 256\]"):
+        build.check(compose("train", [f"num_workers={value}"]))

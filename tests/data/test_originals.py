@@ -114,6 +114,19 @@ def test_another_format_was_reencoded() -> None:
     )
 
 
+def test_jpegs_of_coarser_colors_than_the_published_ones_were_reencoded(tmp_path: Path) -> None:
+    published = Originals(full_color=True)
+    for i, (width, height) in enumerate(SIZES):
+        Image.new("RGB", (width, height)).save(tmp_path / f"{i}.jpg", subsampling="4:2:0" if i < 25 else "4:4:4")
+    headers = [read_header(tmp_path / f"{i}.jpg") for i in range(NUM)]
+    rows = np.arange(NUM)
+    note = "images re-encoded: colors of 25 of 40 are subsampled, of few published ones are"
+    assert deviations(headers, published, rows) == (note,)
+    assert deviations(headers[10:], published, rows[10:]) == ()  # 15 of 30
+    assert deviations(headers[:15], published, rows[:15]) == ()  # too few
+    assert deviations(headers, Originals(), rows) == ()
+
+
 def save(root: Path, sizes: Sequence[Size]) -> list[str]:
     """Images of two classes, half of them in each."""
     paths = [f"{'ab'[2 * i // len(sizes)]}/{i:03}.jpg" for i in range(len(sizes))]
@@ -134,7 +147,7 @@ def test_files_that_are_no_images_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / paths[0]).write_text("no image")
     assert read_header(tmp_path / paths[0]) is None
     assert read_header(tmp_path / "nothing.jpg") is None
-    assert read_header(tmp_path / paths[1]) == Header(*BOX_SIZES[1], "JPEG")
+    assert read_header(tmp_path / paths[1]) == Header(*BOX_SIZES[1], "JPEG", coarse_colors=True)
     assert deviations_of_sample(tmp_path, paths, LISTED) == ("images cut to their boxes",)
     assert deviations_of_sample(tmp_path, ["nothing.jpg"], Originals()) == ()
 

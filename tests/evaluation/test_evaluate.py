@@ -337,6 +337,9 @@ def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         EvaluationSpec(tile_bytes=10)
     with pytest.raises(ConfigError, match="recall_at"):
         EvaluationSpec(recall_at=(4, 2))
+    with pytest.raises(ConfigError, match="recall_at is empty, and metrics asks for recall_at_k"):
+        EvaluationSpec(recall_at=())
+    assert EvaluationSpec(recall_at=(), metrics=("map_at_r",)).score_names == ("map_at_r",)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
         evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))

@@ -7,10 +7,11 @@ number. Scores on such images are not comparable with those of papers. Headers a
   the size of its box, it was cut to it; if it has the shape of its box, it was cut and rescaled.
 - Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled. So were
   those of a set that was published in one size, where they have another.
-- Files of another format were re-encoded.
+- Files of another format were re-encoded; so were JPEGs of coarser colors than the published ones, where these keep
+  all of them (CUB-200-2011). Of the other sets it is not known how their JPEGs were written.
 
-They do not show whether images of one size were cut before they were rescaled, nor whether JPEGs of the published size
-were re-encoded; images that were enlarged, or whose boxes were adapted to them, are not detected.
+They do not show whether images of one size were cut before they were rescaled; images that were enlarged, or whose
+boxes were adapted to them, are not detected, nor JPEGs of the published size that were re-encoded in the published way.
 """
 
 import os
@@ -26,24 +27,34 @@ from dmlbench.types import IntArray, Originals
 SAMPLE = 64
 _SHARE = 0.1  # of the images: some published boxes of CUB-200-2011 lie outside, up to 32 pixels
 _FEWEST_AT_FAULT = 3  # one odd image of a small subset proves nothing
-_FEWEST_OF_ONE_SIZE = 16
+_FEWEST_ALIKE = 16
 _ROUNDING = 1.0  # pixels
 
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file: width and height in pixels, before EXIF rotation, and Pillow's format name."""
+    """Header of an image file.
+
+    Attributes:
+        width: in pixels, before EXIF rotation, as the height.
+        height: in pixels.
+        format: Pillow's name of it.
+        coarse_colors: of a JPEG: whether its colors have a lower resolution than its brightness.
+    """
 
     width: int
     height: int
     format: str
+    coarse_colors: bool = False
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
     """None if the file is no image; reading its pixels explains why."""
     try:
         with Image.open(path) as image:
-            return Header(image.width, image.height, image.format or "")
+            layers = getattr(image, "layer", [])  # of a JPEG: (id, horizontal and vertical sampling, table)
+            coarse = len({tuple(layer[1:3]) for layer in layers}) > 1
+            return Header(image.width, image.height, image.format or "", coarse)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
 
@@ -71,6 +82,9 @@ def deviations(headers: Sequence[Header | None], originals: Originals, rows: Int
     others = [name for name in formats if name != originals.format]
     if _are_many(len(others), len(formats)):
         found += [f"images re-encoded as {', '.join(sorted(set(others)))}"]
+    coarse = sum(header.coarse_colors for header, _ in seen)
+    if originals.full_color and len(seen) >= _FEWEST_ALIKE and 2 * coarse > len(seen):
+        found += [f"images re-encoded: colors of {coarse:,} of {len(seen):,} are subsampled, of few published ones are"]
     return tuple(found)
 
 
@@ -88,13 +102,13 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
     is_published = np.all(sizes == (originals.size or np.nan), axis=1)
     if originals.size and not _are_many(int((~is_published).sum()), len(sizes)):
         return [f"boxes of other images: {misfit}"] if misfit else []
-    if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(sizes == sizes[0]):
+    if len(sizes) >= _FEWEST_ALIKE and np.all(sizes == sizes[0]):
         width, height = sizes[0].astype(int)
         return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
     if _are_most(outside, shaped * np.max(outside / shaped, axis=1, keepdims=True)):
         return ["images cut to their boxes and rescaled"]
     short = sizes.min(axis=1)
-    if len(sizes) >= _FEWEST_OF_ONE_SIZE and np.all(short == short[0]):
+    if len(sizes) >= _FEWEST_ALIKE and np.all(short == short[0]):
         return [f"images rescaled to a short side of {int(short[0])} pixels"]
     if originals.size:
         return [f"images of other sizes than the published {originals.size[0]} x {originals.size[1]} pixels"]

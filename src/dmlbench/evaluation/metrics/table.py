@@ -204,12 +204,12 @@ def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECA
         raise ConfigError(f"metrics is empty; name at least one of {', '.join(METRICS)}")
     if len(set(metrics)) < len(metrics):
         raise ConfigError(f"metrics ({', '.join(metrics)}) names one twice; name each once")
+    if not values and (of_k := [name for name in metrics if name in METRICS and METRICS[name].takes_k]):
+        raise ConfigError(f"recall_at is empty, and metrics asks for {', '.join(of_k)}; name a K, or leave it out")
     found: set[Score] = set()
     for name in metrics:
         metric = METRICS.get(name)
         found |= {Score(metric, k) for k in values} if metric and metric.takes_k else {score_named(name)}
-    if not found:
-        raise ConfigError(f"recall_at is empty, and metrics ({', '.join(metrics)}) are of nothing else; name a K")
     return tuple(sorted(found, key=_order))
 
 
