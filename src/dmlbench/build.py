@@ -119,10 +119,28 @@ def check_values(cfg: DictConfig) -> None:
         )
     if container["fit"]["max_steps"] != 0:
         _check_periods(container["schedule"], "schedule")
+    for group in ("loss", "miner"):
+        _check_distances(container[group], group)
     for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
         if value < 0 or (limit is not None and value >= limit):
             possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
             raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+
+
+def _check_distances(node: Any, path: str) -> None:
+    """Exponents of PML's distances, which PML leaves to torch to refuse, or to turn near into far.
+
+    Raises:
+        ConfigError: one is not positive.
+    """
+    if not isinstance(node, dict):
+        return
+    if str(node.get("_target_", "")).startswith("pytorch_metric_learning.distances."):
+        for key in ("p", "power"):
+            if isinstance(value := node.get(key, 1), int | float) and value <= 0:
+                raise ConfigError(f"{path}.{key} ({value}) must be positive")
+    for key, value in node.items():
+        _check_distances(value, f"{path}.{key}")
 
 
 def _check_periods(node: Any, path: str) -> None:

@@ -422,3 +422,9 @@ def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> 
 def test_a_number_of_workers_that_no_machine_has_is_refused(value: int) -> None:
     with pytest.raises(ConfigError, match=rf"num_workers \({value}\) must lie in \[0, 256\]"):
         build.check(compose("train", [f"num_workers={value}"]))
+
+
+@pytest.mark.parametrize("change", ["p=-7", "p=0", "power=-1"])
+def test_exponents_of_distances_must_be_positive(change: str) -> None:
+    with pytest.raises(ConfigError, match=rf"loss[.]distance[.]{change[0]}\w* \(-?\d\) must be positive"):
+        build.check(compose("train", ["loss=margin", f"loss.distance.{change}"]))
