@@ -32,7 +32,7 @@ def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
     search = unit_search(queries, None)
 
     def finish(part: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
     plan = ScanPlan(rows, columns, threads, by_half=True)
     found = [

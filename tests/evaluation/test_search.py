@@ -36,7 +36,7 @@ def embedding_set(rows: np.ndarray, start: int = 0) -> EmbeddingSet:
 
 def nearest_columns(search: UnitSearch, k: int) -> np.ndarray:
     def finish(part: IntArray, keys: Keys) -> IntArray:
-        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
     return np.concatenate([found for _, found in search.ranked(k, finish, wanted=np.arange(len(search.query)))])
 

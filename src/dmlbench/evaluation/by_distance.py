@@ -18,7 +18,7 @@ from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.pairwise_search import pairwise_search
 from dmlbench.evaluation.search.rerank import reranked
-from dmlbench.evaluation.search.top_k import Keys, settle
+from dmlbench.evaluation.search.top_k import Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors
@@ -67,7 +67,7 @@ def nearest_by_distance(
     search = pairwise_search(queries, gallery, distance, tile_bytes=tile_bytes)
 
     def finish(part: IntArray, keys: Keys) -> IntArray:
-        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
     index = np.concatenate([column for _, column in search.ranked(k, finish, wanted=np.arange(len(queries)))])
     value = search.exact(np.arange(len(queries)))(np.repeat(np.arange(len(queries)), k), index.reshape(-1))

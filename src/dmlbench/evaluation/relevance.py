@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
 from dmlbench.evaluation.metrics.ranking import positives_per_query
 from dmlbench.evaluation.metrics.table import Score, depth
-from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, settle
+from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, marked, settle
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 
@@ -53,9 +53,8 @@ class Relevance:
             slack: float32 values further apart than this are in the right order.
         """
         found = self.relevant(queries, column_of(keys))
-        _, relevant = settle(keys, exact, k=self.k, slack=slack, relevant=found)
-        assert relevant is not None  # it was passed
-        return fit_width(relevant, min(self.k, len(self.gallery_labels)))
+        ordered = settle(keys | found, exact, k=self.k, slack=slack, by_mark=True)
+        return fit_width(marked(ordered), min(self.k, len(self.gallery_labels)))
 
 
 def relevance_of(

@@ -24,7 +24,7 @@ from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
 from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
-from dmlbench.evaluation.search.top_k import PADDING, column_of, entries_above, floor_below, kth_bound, settle
+from dmlbench.evaluation.search.top_k import column_of, entries_above, floor_below, kth_bound, marked, settle
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
@@ -269,7 +269,7 @@ def plain_rank(
     """
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
     for total, chosen, reach, out in zip(_totals(near.value, sums), sums, near.reach.T, ranked, strict=True):
-        keys = entries_above(total, floor_below(reach[:, None], slack)).padded()
+        keys = entries_above(total, floor_below(reach[:, None], slack), marks=relevant).padded()
 
         def exact(row: IntArray, place: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
             similarity = np.zeros(len(row))
@@ -277,8 +277,6 @@ def plain_rank(
                 similarity += models[model].exact(part)(row, near.column[row, place])
             return similarity
 
-        found = np.take_along_axis(relevant, column_of(keys), axis=1) & (keys < PADDING)
-        marks = settle(keys, exact, k=k, slack=slack, relevant=found)[1]
-        assert marks is not None  # relevance was passed
-        out[:, : marks.shape[1]] = marks[:, :k]
+        marks = marked(settle(keys, exact, k=k, slack=slack, by_mark=True)[:, :k])
+        out[:, : marks.shape[1]] = marks
     return ranked

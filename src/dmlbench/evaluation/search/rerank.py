@@ -12,7 +12,7 @@ from dmlbench.evaluation.search.pairwise_search import PairwiseSearch
 from dmlbench.evaluation.search.parallel import over_threads
 from dmlbench.evaluation.search.scan import ScanState
 from dmlbench.evaluation.search.similarity import strict_float32_products
-from dmlbench.evaluation.search.top_k import PADDING, Keys, settle
+from dmlbench.evaluation.search.top_k import PADDING, Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
@@ -73,7 +73,7 @@ def reranked(
     size = min(num_items, search.num_gallery)
 
     def shortlist(part: IntArray, keys: Keys) -> IntArray:
-        return settle(keys, short.exact(part), k=size, slack=short.slack)[0][:, :size]
+        return column_of(settle(keys, short.exact(part), k=size, slack=short.slack)[:, :size])
 
     def work(item: tuple[int, IntArray]) -> Keys:
         query, columns = item

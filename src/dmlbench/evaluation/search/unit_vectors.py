@@ -44,6 +44,7 @@ from dmlbench.evaluation.search.top_k import (
     ExactSimilarity,
     Keys,
     TopK,
+    column_of,
     settle,
 )
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
@@ -285,7 +286,7 @@ def nearest(
     similarity = np.empty((len(search.query), k))
 
     def finish(part: IntArray, keys: Keys) -> IntArray:
-        return settle(keys, search.exact(part), k=k, slack=search.slack)[0][:, :k]
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
     for part, column in search.ranked(k, finish, wanted=np.arange(len(search.query))):
         index[part] = column
