@@ -223,6 +223,8 @@ DAMAGE = {
     "no scores": lambda folder: (folder / "per_query.npy").unlink(),
     "empty scores": lambda folder: (folder / "per_query.npy").write_bytes(b""),
     "half of the scores": lambda folder: os.truncate(folder / "per_query.npy", 300),
+    "another score": lambda folder: _change_score(folder, lambda score: score + 0.5),
+    "a missing score": lambda folder: _change_score(folder, lambda score: np.nan),
     "scores of another shape": lambda folder: np.save(folder / "per_query.npy", np.zeros((2, 3))),
 }
 
@@ -233,6 +235,12 @@ def _claim_too_much(folder: Path) -> None:
     np.save(folder / "per_query.npy", np.full_like(np.load(folder / "per_query.npy"), np.nan))
 
 
+def _change_score(folder: Path, change: Callable[[float], float]) -> None:
+    scores = np.load(folder / "per_query.npy")
+    scores[1, 0, 7] = change(scores[1, 0, 7])
+    np.save(folder / "per_query.npy", scores)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_partial_scores_are_computed_anew(damage: str, tmp_path: Path) -> None:
     members = runs(folds=2, repeats=2, size=30)
@@ -241,16 +249,6 @@ def test_damaged_partial_scores_are_computed_anew(damage: str, tmp_path: Path) -
     DAMAGE[damage](tmp_path)
     found, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
     assert [found[choice].scores for choice in found] == [expected[choice].scores for choice in expected]
-
-
-def test_partial_scores_that_are_missing_are_no_mean_of_the_others(tmp_path: Path) -> None:
-    members = runs(folds=2, repeats=2, size=30)
-    concatenated_scores(members, spec=EvaluationSpec((1,)), partial=tmp_path)
-    scores = np.load(tmp_path / "per_query.npy")
-    scores[1, 0, 7] = np.nan
-    np.save(tmp_path / "per_query.npy", scores)
-    with pytest.raises(RunError, match="remove that folder"):
-        concatenated_scores(members, spec=EvaluationSpec((1,)), partial=tmp_path)
 
 
 def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def evaluate(
                 known.values, query_scores(relevant, relevance.positives[part], spec.scores).values(), strict=True
             ):
                 values[part] = scores
-            known.advance()
+            known.advance(part)
         known.flush()
     per_query = {name: np.array(values) for name, values in zip(names, known.values, strict=True)}
     if relevance.n_skipped_queries:

@@ -1,11 +1,13 @@
 """Scores of single queries that outlive an interruption: of a search by distance, and of many collections."""
 
+import functools
 import hashlib
 import io
 import logging
 import shutil
 import time
 import zipfile
+import zlib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -17,11 +19,12 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.search.scan import ScanState, Waiting
 from dmlbench.runtime import atomic_write
-from dmlbench.types import RunError
+from dmlbench.types import IntArray, RunError
 
-_FORMAT = 2  # raise it when scores of the same embeddings change, or the files
+_FORMAT = 3  # raise it when scores of the same embeddings change, or the files
 _SAVE_SECONDS = 30.0
 _VALUES, _PROGRESS = "per_query.npy", "progress.npz"
+_HELD = ("fingerprint", "done", "queries", "checksum", "counts", "rows", "keys")
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class PartialScores:
         """
         self._folder, self._fingerprint = folder, fingerprint
         self._saved = time.monotonic()
+        self._done = np.zeros(shape[-1], dtype=bool)  # queries whose scores are known
         self.state = ScanState()
         if folder is None:
             self.values: NDArray[np.float64] = np.full(shape, np.nan)
@@ -53,7 +57,7 @@ class PartialScores:
         known = _known(folder, fingerprint, shape) if (folder / _PROGRESS).exists() else None
         if known is not None:
             logger.info("continuing with what %s holds", folder)
-            self.state = known
+            self.state, self._done = known
             self.values = np.lib.format.open_memmap(folder / _VALUES, mode="r+")
             return
         _make_room(folder, shape)
@@ -61,8 +65,9 @@ class PartialScores:
         for scores in self.values:
             scores[...] = np.nan
 
-    def advance(self) -> None:
-        """More scores are known, and the state is that behind them; every half a minute they are made safe."""
+    def advance(self, queries: IntArray) -> None:
+        """The scores of ``queries`` are known, the state is that behind them; every half a minute both are made safe."""
+        self._done[queries] = True
         if time.monotonic() - self._saved >= _SAVE_SECONDS:
             self.flush()
 
@@ -75,6 +80,8 @@ class PartialScores:
             arrays: dict[str, NDArray] = {
                 "fingerprint": np.array(self._fingerprint),
                 "done": np.array(self.state.done),
+                "queries": np.flatnonzero(self._done),
+                "checksum": np.array(_checksum(self.values, self._done)),
                 "counts": np.array([len(block) for block in waiting], dtype=np.int64),
                 "rows": _joined([part for block in waiting for part in block.rows], np.int64),
                 "keys": _joined([part for block in waiting for part in block.keys], np.uint64),
@@ -83,6 +90,11 @@ class PartialScores:
             np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its signature takes names for options
             atomic_write(self._folder / _PROGRESS, buffer.getvalue())
         self._saved = time.monotonic()
+
+
+def _checksum(values: NDArray[np.float64], done: NDArray[np.bool_]) -> int:
+    """CRC-32 of the scores of the queries that are known; others may be written at any time."""
+    return functools.reduce(lambda crc, scores: zlib.crc32(scores[done].data, crc), values.reshape(-1, len(done)), 0)
 
 
 def _joined(parts: list[NDArray], dtype: type) -> NDArray:
@@ -108,11 +120,14 @@ def _make_room(folder: Path, shape: tuple[int, ...]) -> None:
         )
 
 
-def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> ScanState | None:
-    """How far the files in ``folder`` are with these scores; None, with a line in the log, where that is useless."""
+def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> tuple[ScanState, NDArray[np.bool_]] | None:
+    """How far the files in ``folder`` are with these scores, and the queries [Q] that have theirs.
+
+    None, with a line in the log, where that is useless.
+    """
     try:
         with np.load(folder / _PROGRESS, allow_pickle=False) as file:
-            held = {name: file[name] for name in ("fingerprint", "done", "counts", "rows", "keys")}
+            held = {name: file[name] for name in _HELD}
         if str(held["fingerprint"]) != fingerprint:
             logger.info("%s is of other embeddings or scores; starting again", folder)
             return None
@@ -120,12 +135,16 @@ def _known(folder: Path, fingerprint: str, shape: tuple[int, ...]) -> ScanState 
         found = np.load(folder / _VALUES, mmap_mode="r")  # "r+" would fill up a truncated file with zeros
         if found.shape != shape or not 0 <= done <= shape[-1]:
             raise ValueError(f"{done} queries of scores {found.shape} instead of {shape}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        known = np.zeros(shape[-1], dtype=bool)
+        known[held["queries"]] = True
+        if _checksum(found, known) != held["checksum"]:
+            raise ValueError("scores that are not those that were written")
+    except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         logger.warning("%s is damaged (%s); starting again", folder, error)
         return None
     ends = np.cumsum(held["counts"])[:-1]
     parts = zip(np.split(held["rows"], ends), np.split(held["keys"], ends), strict=True)
-    return ScanState(done, [Waiting([rows], [keys]) for rows, keys in parts] if len(held["counts"]) else [])
+    return ScanState(done, [Waiting([rows], [keys]) for rows, keys in parts] if len(held["counts"]) else []), known
 
 
 def forget(folder: Path) -> None:

@@ -27,7 +27,7 @@ from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_prod
 from dmlbench.evaluation.search.top_k import column_of, entries_above, floor_below, kth_bound, marked, settle
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import IntArray, RunError
+from dmlbench.types import IntArray
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
@@ -78,7 +78,7 @@ def concatenated_scores(
         ``own``.
 
     Raises:
-        RunError: no query has a positive, a set cannot be searched, or ``partial`` lacks scores that it claims to hold.
+        RunError: no query has a positive, or a set cannot be searched.
     """
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
@@ -96,8 +96,6 @@ def concatenated_scores(
     _score(models, rankings, relevance, store, spec, progress=progress)
     found = []
     for scores in store.values:
-        if np.isnan(scores[:, relevance.valid]).any():  # a mean would pass over them
-            raise RunError(f"scores of queries are missing in {partial}; remove that folder and start again")
         values = dict(zip(names, scores, strict=True))
         found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
     joined, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
@@ -175,7 +173,7 @@ def _score(
     with bar, single_threaded_products(), single_threaded_torch(), strict_float32_products():
         for part in over_threads(work, tiles, threads=threads):
             store.state.done += len(part)
-            store.advance()
+            store.advance(part)
             bar.update(len(part))
     store.flush()
 
