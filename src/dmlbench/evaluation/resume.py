@@ -66,7 +66,7 @@ class PartialScores:
             scores[...] = np.nan
 
     def advance(self, queries: IntArray) -> None:
-        """The scores of ``queries`` are known, the state is that behind them; every half a minute both are made safe."""
+        """The scores of ``queries`` are known, and the state behind them; each half a minute both are made safe."""
         self._done[queries] = True
         if time.monotonic() - self._saved >= _SAVE_SECONDS:
             self.flush()
