@@ -94,7 +94,7 @@ def test_a_pipe_in_a_run_or_cell_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(DmlbenchError, match=r"embeddings\.safetensors is a pipe"):
         store.hashes_of(tmp_path)
-    assert stored_collections(tmp_path, 1) is None
+    assert stored_collections(tmp_path, {"n_collections": 1}) is None
 
 
 def test_a_pipe_in_the_place_of_a_cached_array_or_download_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,19 @@ def test_json_results_hold_finite_numbers_when_written_and_when_read(tmp_path, v
         runtime.read_json(path)
 
 
+def test_a_changed_digit_in_a_json_file_is_noticed(tmp_path) -> None:
+    path = tmp_path / "result.json"
+    content = {"scores": {"p_at_1": 0.1234, "steps": 10**20, "ä": [None, True, 1e-300]}}
+    runtime.write_json(path, content | {7: "a key that is no text", 10: (1, 2)})
+    assert runtime.read_json(path) == content | {"7": "a key that is no text", "10": [1, 2]}
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text), sort_keys=True))  # other blanks and another order
+    assert runtime.read_json(path)["scores"] == content["scores"]
+    path.write_text(text.replace("0.1234", "0.1334"))
+    with pytest.raises(ValueError, match="not those that were written"):
+        runtime.read_json(path)
+
+
 def test_a_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path) -> None:
     path = tmp_path / "table.md"
     killed = tmp_path / ".table.md.0badcafe.tmp"

@@ -179,15 +179,20 @@ def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) ->
                 leftover.unlink(missing_ok=True)
 
 
+_CHECKSUM = "checksum"
+"""Key of the SHA-256 of a file's other values, in a canonical form."""
+
+
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically.
+    """Write a JSON object atomically, with a checksum of its values, so that later changes are noticed.
 
     Raises:
         RunError: it holds NaN or infinity, which are no numbers of JSON; an older file of that name is untouched.
         OSError: as ``atomic_write``.
     """
     try:
-        text = json.dumps(content, indent=1, allow_nan=False)
+        read_back = json.loads(json.dumps(content, allow_nan=False))  # keys as text
+        text = json.dumps({**content, _CHECKSUM: _checksum(read_back)}, indent=1)
     except ValueError as error:
         raise RunError(
             f"{path} would hold NaN or infinity, which are no scores: look at the embeddings, which may have collapsed"
@@ -200,7 +205,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON object, holds NaN or infinity, or cannot be read.
+        ValueError: it is no JSON object, holds NaN or infinity, has other values than were written, or cannot be read.
     """
 
     def number(text: str) -> float:
@@ -218,7 +223,14 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(error.strerror or str(error)) from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
+    if content.pop(_CHECKSUM, None) not in (None, _checksum(content)):  # earlier versions wrote none
+        raise ValueError("its values are not those that were written")
     return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def reason_of(error: Exception) -> str:

@@ -346,7 +346,7 @@ def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
     assert not any(file.exists() for file in left)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut off", "no table"])
+@pytest.mark.parametrize("damage", ["missing", "cut off", "no table", "another digit"])
 def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage: str) -> None:
     _write_runs(tmp_path, ALL[:4], folds=2)
     runs = find_runs(tmp_path)
@@ -356,6 +356,8 @@ def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage
     if damage == "missing":
         file.unlink()
     else:
-        file.write_bytes(whole[:-30] if damage == "cut off" else b"\xff\x00")
+        last = str(9 - int(whole[-2:-1])).encode()
+        others = {"cut off": whole[:-30], "no table": b"\xff\x00", "another digit": whole[:-2] + last + whole[-1:]}
+        file.write_bytes(others[damage])
     aggregate_cell(runs, progress=False, allow_partial=True)
     assert file.read_bytes() == whole

@@ -81,7 +81,7 @@ def aggregate_cell(
     known = None if force else read_aggregate(cell)
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
         known = None
-    if known and known["n_collections"] and stored_collections(cell, known["n_collections"]) is None:
+    if known and known["n_collections"] and stored_collections(cell, known) is None:
         log.warning("%s is missing or damaged; it is made again", cell / COLLECTIONS)
         known = None
     if known:  # what was asked for before stays

@@ -4,10 +4,11 @@ To add one: an object with the members of ``AggregationRule``, in ``RULES`` or i
 (``collections``, or ``my_module.my_rule``) the protocol's ``aggregation`` calls it.
 """
 
+import hashlib
 import importlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,7 +101,8 @@ class Collections:
         with locked(cell.path):  # two processes must not write into the same partial scores
             tested = cell.tested(spec)
             frame, dimension = self._frame(cell, spec, tested)
-            atomic_write(cell.path / COLLECTIONS, frame.to_csv(index=False).encode())
+            text = frame.to_csv(index=False).encode()
+            atomic_write(cell.path / COLLECTIONS, text)
         folds = sorted({fold for fold, _ in tested})
         scores: dict[str, dict[str, Any]] = {"separated": {}, "concatenated": {}}
         for column, value in summarize(frame).items():
@@ -115,6 +117,7 @@ class Collections:
         return {
             "scores": scores,
             "n_collections": len(frame),
+            "collections_sha256": hashlib.sha256(text).hexdigest(),
             **({} if spec.search == "exact" else {"concatenated_search": "exact"}),
             "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
             "interval_95": intervals,
@@ -127,8 +130,7 @@ class Collections:
         """The scores of all collections, what was ranked before included, and the embeddings' width."""
         keys = [[key for key in tested if key[0] == fold] for fold in sorted({fold for fold, _ in tested})]
         loaded = [[load_embeddings(cell.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
-        count = prod(len(fold) for fold in keys)
-        known = None if cell.force or cell.known is None else stored_collections(cell.path, count)
+        known = None if cell.force or cell.known is None else stored_collections(cell.path, cell.known)
         ranked = pd.DataFrame() if known is None else known.filter(regex=f"^{_JOINED}")
         asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked]
         frame = collections(
@@ -207,15 +209,18 @@ def rule_named(name: str) -> AggregationRule:
         raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
 
 
-def stored_collections(cell: Path, count: int) -> pd.DataFrame | None:
-    """The scores of all ``count`` collections of a cell; None where their file is missing, cut off or damaged."""
+def stored_collections(cell: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
+    """The scores of all collections that a cell's summary is of; None where their file is missing or another."""
     if not_a_file(cell / COLLECTIONS):
         return None
     try:
-        frame = pd.read_csv(cell / COLLECTIONS, dtype=str).astype(float)
+        text = (cell / COLLECTIONS).read_bytes()
+        frame = pd.read_csv(io.BytesIO(text), dtype=str).astype(float)
     except (OSError, ValueError):
         return None
-    return frame if len(frame) == count and not frame.isna().any(axis=None) else None
+    if summary.get("collections_sha256", found := hashlib.sha256(text).hexdigest()) != found:  # earlier ones have none
+        return None
+    return frame if len(frame) == summary["n_collections"] and not frame.isna().any(axis=None) else None
 
 
 def _name(key: Coordinates) -> str:
