@@ -68,7 +68,7 @@ class TrainConfig:
     fit: Any = MISSING
     evaluation: Any = MISSING
     logger: Any = None
-    reproduce: Any = None  # of an experiment that is a paper's table: which row is which command; no run reads it
+    reproduce: Any = None  # of an experiment that is a paper's table: which row is which command, or what is missing
     fold: int = 0
     repeat: int = 0
     base_seed: int = 0

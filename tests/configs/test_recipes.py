@@ -144,7 +144,7 @@ WHOLE = {  # ProxyNCA++ table 1; epochs of its configurations; tables 3 to 6
 
 def test_proxynca_pp_has_the_values_of_its_table_and_code() -> None:
     for i, dataset in enumerate(DATASETS):
-        cfg = compose("train", ["experiment=proxynca_pp/whole", f"dataset={dataset}", "pooling=gmp"])
+        cfg = compose("train", ["experiment=proxynca_pp/table14", f"dataset={dataset}"])
         build.check(cfg)
         OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
         for key, values in WHOLE.items():
@@ -153,10 +153,10 @@ def test_proxynca_pp_has_the_values_of_its_table_and_code() -> None:
 
 def test_baselines_of_proxynca_pp_have_its_batches_and_slow_proxies() -> None:
     for dataset, batch in (("cub200", 32), ("sop", 192), ("inshop", 192)):
-        cfg = compose("train", ["experiment=proxynca_pp/table7", f"dataset={dataset}"])
+        cfg = compose("train", ["experiment=proxynca_pp/table8", f"dataset={dataset}"])
         assert (cfg.sampler.batch_size, cfg.optim.lr_multipliers.loss, cfg.head.layer_norm) == (batch, 1.0, False)
     fast = [
-        compose("train", ["experiment=proxynca_pp/figure6", f"enhancement=[{name}]"])
+        compose("train", ["experiment=proxynca_pp/figure6", f"+enhancement=[{name}]"])
         for name in ("fast", "fast_norm_softmax")
     ]
     assert [cfg.optim.lr * cfg.optim.lr_multipliers.loss for cfg in fast] == pytest.approx([4e2, 4e-1])
@@ -164,14 +164,14 @@ def test_baselines_of_proxynca_pp_have_its_batches_and_slow_proxies() -> None:
 
 def test_the_plateau_of_proxynca_pp_is_one_of_the_harmonic_mean_in_its_code_alone() -> None:
     targets = [
-        compose("train", ["experiment=proxynca_pp/whole", f"recipe.side={side}"]).schedule._target_
+        compose("train", ["experiment=proxynca_pp/table3", f"recipe.side={side}"]).schedule._target_
         for side in ("code", "paper")
     ]
     assert targets == ["dmlbench.training.optim.HarmonicPlateau", "torch.optim.lr_scheduler.ReduceLROnPlateau"]
 
 
 def test_inshop_without_a_first_stage_keeps_its_rate_and_its_last_weights() -> None:
-    cfg = compose("train", ["experiment=proxynca_pp/inshop"])
+    cfg = compose("train", ["experiment=proxynca_pp/table6"])
     OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
     assert (cfg.schedule, cfg.fit.max_steps, cfg.fit.validate_every) == (None, 850, 850)
 
@@ -284,7 +284,7 @@ def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None
     ):
         compose("train", ["experiment=gsp_fair", "loss=proxy_nca_pp"])
     with pytest.raises(ConfigError, match=r"nothing for protocol=mlrc; .*protocol=two_stage"):
-        compose("train", ["experiment=proxynca_pp/whole", "protocol=mlrc"])
+        compose("train", ["experiment=proxynca_pp/table3", "protocol=mlrc"])
 
 
 def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch) -> None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
-from scipy.io import savemat
+from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, write_photo, write_sop
 
 from dmlbench import build
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.data.readers.cars196 import NAMES as CLASS_NAMES
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.models.bninception import BNInception
 
@@ -38,12 +37,6 @@ def commands(text: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def _photo(path: Path, color: int, *, side: int | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(color).integers(0, 256, (side or 48, side or 56, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-
-
 def _drawings(file: Path) -> None:
     """Characters in the layout of Omniglot's archives."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,64 +50,27 @@ def _drawings(file: Path) -> None:
                 archive.writestr(name, buffer.getvalue())
 
 
-def _role(label: int, image: int) -> str:
-    return "train" if label < 8 else ("query", "gallery")[image % 2]
-
-
-def _products(root: Path) -> None:
-    """Items in the layout of Stanford Online Products."""
-    for part, labels in (("train", range(1, 9)), ("test", range(9, 17))):
-        lines = ["image_id class_id super_class_id path"]
-        for label in labels:
-            for i in range(4):
-                name = f"bicycle_final/{label}_{i}.JPG"
-                _photo(root / name, label)
-                lines.append(f"{label * 4 + i - 3} {label} 1 {name}")
-        (root / f"Ebay_{part}.txt").write_text("\n".join(lines) + "\n")
-
-
-def _garments(root: Path) -> None:
-    """Items in the layout of In-shop Clothes Retrieval."""
-    lines = ["64", "image_name item_id evaluation_status"]
-    for label in range(16):
-        for i in range(4):
-            name = f"img/WOMEN/Dresses/id_{label + 1:08d}/{i + 1:02d}_1_front.jpg"
-            _photo(root / name, label)
-            lines.append(f"{name} id_{label + 1:08d} {_role(label, i)}")
-    (root / "list_eval_partition.txt").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture
 def data(tmp_path) -> Path:
     """Sixteen classes of four images in the published layout of every data set that the README names."""
     root = tmp_path / "data"
     for part in ("background", "evaluation"):
         _drawings(root / "omniglot" / f"images_{part}.zip")
-    classes = [*range(1, 9), *range(99, 107)]
-    rows = [(f"car_ims/{label:03d}{i}.jpg", label) for label in classes for i in range(4)]
-    for name, label in rows:
-        _photo(root / "cars196" / name, label)
-    fields = [("relative_im_path", object), ("class", object)]
-    annotations = np.array([(name, label) for name, label in rows], dtype=fields)
-    names = np.array(CLASS_NAMES, dtype=object)
-    savemat(root / "cars196" / "cars_annos.mat", {"annotations": annotations, "class_names": names})
-
-    for label in [*range(1, 9), *range(101, 109)]:
-        for i in range(4):
-            _photo(root / "CUB_200_2011" / "images" / f"{label:03d}.Bird_{label}" / f"{i}.jpg", label)
-    _products(root / "Stanford_Online_Products")
-    _garments(root / "In-shop")
+    write_cars196(root / "cars196")
+    write_cub200(root / "CUB_200_2011")
+    write_sop(root / "Stanford_Online_Products")
+    write_inshop(root / "In-shop")
     for label in range(16):
         for i in range(4):
-            _photo(root / "mine" / f"class_{label:02d}" / f"{i}.jpg", label)
-            _photo(root / "shop" / f"{label}_{i}.jpg", label)
+            write_photo(root / "mine" / f"class_{label:02d}" / f"{i}.jpg", label)
+            write_photo(root / "shop" / f"{label}_{i}.jpg", label)
     for name, labels in (("to_train.txt", range(8)), ("to_test.txt", range(8, 16))):
         (root / "mine" / name).write_text("".join(f"class_{label:02d}\n" for label in labels))
-    lines = [f"{label}_{i}.jpg,{label},{_role(label, i)}\n" for label in range(16) for i in range(4)]
+    lines = [f"{label}_{i}.jpg,{label},{role_of(label, i)}\n" for label in range(16) for i in range(4)]
     (root / "shop" / "list.csv").write_text("path,label,role\n" + "".join(lines))
     for label, name in enumerate(CLASSES_100[::6]):
         for i in range(4):
-            _photo(root / "cifar100" / ("train", "test")[i % 2] / name / f"{i}.png", label, side=32)
+            write_photo(root / "cifar100" / ("train", "test")[i % 2] / name / f"{i}.png", label, side=32)
     for part in ("train", "test"):  # by these folders the data set is recognized
         (root / "cifar100" / part / CLASSES_100[0]).mkdir(exist_ok=True)
 
@@ -162,11 +118,11 @@ def test_every_command_of_the_readme_runs(repository, data, tmp_path, monkeypatc
         if command == "train":
             smaller += SMALLER
             name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
-            if name in ("cub200", "cars196", "gsp_fair", "sop", "inshop", "folder"):
+            if name in ("cub200", "cars196", "gsp_fair", "gsp/table2", "sop", "inshop", "folder"):
                 smaller += PHOTOS
                 if not any("weights_file" in a or "pretrained" in a or "resnet20" in a for a in arguments):
                     smaller += ["backbone.pretrained=false"]
-                if name == "gsp_fair":
+                if name.startswith("gsp"):
                     smaller += ["fold=0", "repeat=0"]
             else:
                 smaller += ["sampler.classes_per_batch=4", "sampler.images_per_class=4"]

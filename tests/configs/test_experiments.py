@@ -1,0 +1,87 @@
+"""The papers' tables and figures as experiments: all are there, and each own row is a command or says what lacks."""
+
+from collections import Counter
+
+import pytest
+from commands_of_tables import CONF, command_of, commands, reproduce_of
+
+from dmlbench import build
+from dmlbench.config import compose
+from dmlbench.papers import load_table, tables
+from dmlbench.types import ConfigError
+
+# Figures with results, by what each paper shows; others are sketches, samples and pictures of single images.
+FIGURES = {
+    "gsp": ("3a", "3b", "5", "6", "7a", "7b", "8", "9", "10a", "10b"),
+    "xml": ("3", "4"),
+    "proxynca_pp": ("1", "4a", "4b", "4c", "5", "6", "7"),
+    "avsl": ("5a", "5b", "9", "10"),
+    "oodml": ("1", "2", "3", "4", "5", "6", "7", "_s1", "_s3", "_s4", "_s5", "_s6", "_s7", "_s8"),
+}
+OF_PAPERS = {*tables(), *(f"{paper}/figure{number}" for paper, numbers in FIGURES.items() for number in numbers)}
+OTHERS = {"avsl/base", "avsl/glyphs", "avsl/glyphs_baseline", "avsl/omniglot", "avsl/omniglot_baseline"}
+OTHERS |= {"proxynca_pp/base"}
+
+
+def test_every_table_and_figure_with_results_has_a_file_of_its_name() -> None:
+    files = {str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml")}
+    assert files == OF_PAPERS | OTHERS
+    assert all(isinstance(reproduce_of(name), dict) for name in OF_PAPERS)
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_own_row_is_a_command_or_names_what_is_missing(name: str) -> None:
+    node, scores = reproduce_of(name), load_table(name)
+    if "needs" in node:
+        assert set(node) == {"needs"}
+        return
+    assert {score.row for score in scores if score.origin == "own"} <= node["rows"].keys()
+    for score in scores:
+        if score.origin == "own":
+            assert command_of(name, score), score
+            assert score.setting in node.get("settings", {""})
+    # what is said of no score is a slip of the pen
+    assert node["rows"].keys() <= {score.row for score in scores if score.origin != "quoted"}
+    assert node.get("settings", {}).keys() <= {score.setting for score in scores}
+    assert node.get("datasets", {}).keys() <= {score.dataset for score in scores}
+    assert node.get("embedding_sizes", {}).keys() <= {score.embedding_size for score in scores}
+
+
+@pytest.mark.parametrize("name", sorted(OF_PAPERS))
+def test_every_file_says_what_it_is_and_how_long_a_run_takes(name: str) -> None:
+    number = name.split("/")[1].replace("table_s", "table s").replace("figure_s", "figure s").replace("table", "table ")
+    number = (
+        number.replace("figure", "figure ").replace("  ", " ").removesuffix("a").removesuffix("b").removesuffix("c")
+    )
+    head = [line for line in (CONF / f"{name}.yaml").read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    assert head[1].lower().startswith(f"# {number} "[:-1]), head[1]
+    node = reproduce_of(name)
+    if "needs" in node:
+        return
+    assert f"experiment={name} " in "\n".join(head)
+    hours = node["hours_per_run"]
+    assert "an image" in hours["measured"] and "Xeon" in hours["device"] and isinstance(hours["upper_bound"], bool)
+    by_dataset = hours.get("backbones", {"": hours})
+    numbers = [{k: v for k, v in each.items() if not isinstance(v, str | bool)} for each in by_dataset.values()]
+    datasets = {c.score.dataset for c in commands() if c.table == name and c.score.dataset}
+    assert all(datasets <= each.keys() and min(each.values()) > 0 for each in numbers)
+
+
+def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
+    with pytest.raises(ConfigError, match=r"can be run: it needs protocol=oodml, the paper's train-test splits"):
+        build.check(compose("train", ["experiment=oodml/table_s4"]))
+
+
+def test_there_are_as_many_cells_as_the_papers_have_numbers_for() -> None:
+    count = Counter(command.table for command in commands())
+    wanted = {  # rows x data sets, less those that need something
+        "gsp/table1": 2 * 4, "gsp/table2": 25 * 4, "gsp/table3": 2 * 2 * 4, "gsp/table4": 4,
+        "gsp/table6": 21 * 2, "gsp/table7": 9 * 2, "xml/table1": 7 * 4,
+        # ProxyNCA, ProxyNCA++ without max and fast, and ProxyNCA++ at three sizes
+        "proxynca_pp/table3": 5, "proxynca_pp/table4": 5, "proxynca_pp/table5": 5, "proxynca_pp/table6": 5,
+        "proxynca_pp/table7": 7, "proxynca_pp/table8": 7 * 2, "proxynca_pp/table9": 10 * 2,
+        "proxynca_pp/table10": 11 * 2, "proxynca_pp/table12": 8, "proxynca_pp/table13": 8,
+        "proxynca_pp/table14": 4, "proxynca_pp/table15": 4,
+        "avsl/table1": 3 * 3, "avsl/table2": 5, "avsl/table3": 4, "avsl/table4": 3, "avsl/figure5b": 1,
+    }  # fmt: skip
+    assert {table: number for table, number in count.items() if table in tables()} == wanted
