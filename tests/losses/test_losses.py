@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import composed
 from omegaconf import OmegaConf
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import regularizers
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench import build
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.config import config_folder
 from dmlbench.losses.arcface import ArcFace
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.margin_oodml import MarginOodml
@@ -42,7 +43,7 @@ CLASSES, SIZE = 6, 16
 
 
 def configured(overrides: list[str], num_classes: int = CLASSES, size: int = SIZE) -> Objective:
-    cfg = compose("train", overrides)
+    cfg = composed(*overrides)
     OmegaConf.update(cfg, "runtime.num_classes", num_classes)
     OmegaConf.update(cfg, "runtime.embedding_size", size)
     torch.manual_seed(0)
