@@ -45,7 +45,7 @@ PHOTOGRAPHS = (
     "fit.max_steps=2", "fit.log_every=1", "head.out_features=16",
 )  # fmt: skip
 # Of a run, what differs between two that are alike: times, memory, dates.
-_OF_THE_DAY = {"wall_s", "peak_memory_bytes", "finished", "hours"}
+_OF_THE_DAY = {"wall_s", "peak_memory_bytes", "finished", "hours", "time", "checksum"}
 _TEMPORARY = (".tmp", ".partial", ".lock")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dmlbench.evaluation.embeddings.embed import embed, load_embeddings, save_embeddings
@@ -61,6 +62,19 @@ def test_embed_refuses_no_images_wrong_counts_and_training_mode() -> None:
 def example(start: int, size: int) -> EmbeddingSet:
     ids = torch.arange(start, start + size)
     return EmbeddingSet(torch.randn(size, 4, generator=torch.Generator().manual_seed(start)), ids % 3, ids)
+
+
+def test_equal_sets_give_equal_files(tmp_path: Path) -> None:
+    for k in range(10):
+        save_embeddings(tmp_path / str(k), example(0, 6), None, {name: name for name in "abcdef"})
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_files_of_earlier_versions_keep_what_they_say(tmp_path: Path) -> None:
+    save_embeddings(tmp_path / "now", example(0, 6), None, {})
+    tensors = load_file(tmp_path / "now")
+    save_file(tensors, tmp_path / "then", metadata={"cell": "a", "dataset": "b"})
+    assert load_embeddings(tmp_path / "then").metadata == {"cell": "a", "dataset": "b"}
 
 
 @pytest.mark.parametrize("with_gallery", [False, True])

@@ -1,5 +1,6 @@
 """Embeddings of images: computing them batch by batch, and keeping them in one file."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
 _TENSORS = ("rows", "labels", "ids", "role")
+_ABOUT = "about"
+"""The one entry of a file's own metadata."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,9 @@ def save_embeddings(
         "ids": torch.cat([part.ids.to("cpu", torch.int64) for part in sets]),
         "role": torch.cat([torch.full((len(p),), c, dtype=torch.uint8) for p, c in zip(sets, codes, strict=True)]),
     }
-    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=dict(metadata))
+    # safetensors writes several entries in an order that differs from file to file: equal sets shall give equal files
+    about = {_ABOUT: json.dumps(dict(metadata), sort_keys=True)}
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=about)
     atomic_write(path, data)
 
 
@@ -164,7 +169,9 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
             if missing:
                 raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
-            metadata = dict(file.metadata() or {})
+            metadata = dict(file.metadata() or {})  # in earlier files as it is
+            if _ABOUT in metadata:
+                metadata = json.loads(metadata[_ABOUT])
     except PermissionError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except SafetensorError as error:
