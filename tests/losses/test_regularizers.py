@@ -442,7 +442,9 @@ def test_label_embeddings_start_he_normal_over_the_classes() -> None:
 
 
 def test_label_embeddings_train_at_a_rate_of_their_own() -> None:
-    cfg = compose("train", ["recipe=small", "loss=proxy_anchor", "regularizer=zsr", "pooling=gsp", "head.out_features=8"])
+    cfg = compose(
+        "train", ["recipe=small", "loss=proxy_anchor", "regularizer=zsr", "pooling=gsp", "head.out_features=8"]
+    )
     OmegaConf.update(cfg, "runtime.num_classes", 3)
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)

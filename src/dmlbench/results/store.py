@@ -55,6 +55,15 @@ def preferred(cells: Sequence[Path]) -> Path:
     return min(cells, key=lambda cell: (-len(list(cell.glob(f"fold*_rep*/{RESULT}"))), cell.name))
 
 
+def folder_of_run(cells: Sequence[Path], run: str) -> Path:
+    """Which of the folders of one cell, that of its name last, a run lies in or is to be made in."""
+    *former, named = cells
+    if not former:
+        return named
+    existing = [*former, *([named] if named.exists() else [])]
+    return preferred([cell for cell in existing if (cell / run / RESULT).exists()] or existing)
+
+
 def make_directory(path: Path) -> None:
     """Create a run directory.
 
