@@ -195,9 +195,11 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
         "dimension": {"separated": 8},
     }
     assert others(score, summary | changed) == [
-        "data set glyphs instead of cub200", "protocol hpo instead of mlrc", "backbone resnet20 instead of bn_inception",
+        "data set glyphs instead of cub200",
+        "protocol hpo instead of mlrc",
+        "backbone resnet20 instead of bn_inception",
         "8 dimensions instead of 128",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_file_of_known_cells_is_json(tmp_path: Path) -> None:
