@@ -23,7 +23,7 @@ def _left_by(folder: Path, holder: str, silent_s: float) -> None:
 def test_a_lock_that_another_machine_still_touches_is_alive_and_a_silent_one_is_stale(tmp_path: Path) -> None:
     _left_by(tmp_path, "12 on elsewhere", SILENT_S - 30)
     assert is_locked(tmp_path)
-    with pytest.raises(RunInUse, match="in use by process 12 on elsewhere.*free after 90 seconds"), locked(tmp_path):
+    with pytest.raises(RunInUse, match=r"in use by process 12 on elsewhere.*free after 90 seconds"), locked(tmp_path):
         pass
     _left_by(tmp_path, "12 on elsewhere", SILENT_S + 1)
     assert not is_locked(tmp_path)
@@ -56,5 +56,5 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RunError, match="has no locks .*choose a paths.output_dir on one that has"), locked(tmp_path):
+    with pytest.raises(RunError, match="has no locks"), locked(tmp_path):
         pass

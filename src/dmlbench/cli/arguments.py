@@ -112,7 +112,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
         elif (key := _DASHED.get(name, {}).get(option)) is not None:
             if key.endswith("="):
                 value = value if equals else next(waiting, "")
-                if not value:
+                if not value or value.startswith("-"):
                     raise ConfigError(f"{option} needs a value; see dmlbench {name} --help")
                 key += value
             rest.append(key)

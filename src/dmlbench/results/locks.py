@@ -55,7 +55,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             raise RunError(
-                f"the file system of {run_dir} has no locks ({error.strerror}); choose a paths.output_dir on one that has"
+                f"the file system of {run_dir} has no locks ({error.strerror}); choose another paths.output_dir"
             ) from error
         if not is_open_at(run_dir / LOCK, file.fileno()):
             raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
