@@ -39,6 +39,10 @@ Compose = Callable[[Sequence[str]], DictConfig]
 """A run's configuration from overrides, as ``dmlbench train`` makes it."""
 
 
+_KEPT_EVERY = 50
+"""Cells after which those composed so far are written, so that an interrupted plan goes on from there."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What planning needs to know of a cell.
@@ -107,14 +111,13 @@ class CellCache:
     config_folders: Sequence[Path]
     compose: Compose
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    path: Path = field(init=False)
 
     def __post_init__(self) -> None:
+        # once: what is composed from now on follows from the code that this process has
+        self.path = self.folder / f"{self.name.replace('/', '-')}-{_fingerprint(self.config_folders)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is made again
             self.known = read_json(self.path)
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.name.replace('/', '-')}-{_fingerprint(self.config_folders)}.json"
 
     def cells(self, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], Cell | str]:
         """A cell for each of the overrides, or why they cannot be composed."""
@@ -122,13 +125,13 @@ class CellCache:
         missing = [overrides for overrides in wanted if _key(overrides) not in self.known]
         failures: dict[tuple[str, ...], str] = {}
         bar = tqdm(missing, "composing cells", unit="cell", disable=not sys.stderr.isatty() or len(missing) < 3)
-        for overrides in bar:
+        for number, overrides in enumerate(bar, start=1):
             try:
                 self.known[_key(overrides)] = _facts(self.compose(overrides))
             except DmlbenchError as error:
                 failures[overrides] = str(error)
-        if len(missing) > len(failures):
-            self._write()
+            if number % _KEPT_EVERY == 0 or number == len(missing):
+                self._write()
         return {
             overrides: failures[overrides] if overrides in failures else _cell(overrides, self.known[_key(overrides)])
             for overrides in wanted

@@ -17,7 +17,7 @@ from dmlbench import __version__
 from dmlbench.apps.experiment_tables import NARROWING, QUOTED, Line
 from dmlbench.apps.plan import Cell, Plan, Run
 from dmlbench.apps.tables import Found, build_tables, named_cells
-from dmlbench.apps.trained import distance_of_run
+from dmlbench.apps.trained import distances_by_cell
 from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -97,7 +97,7 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
         if is_current and has_scores(known, spec_of_run(spec, {"search": known["search"]})):
             return known
     return aggregate_cell(
-        runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty()
+        runs, spec, allow_partial=True, distance_of=distances_by_cell(), progress=sys.stderr.isatty()
     )  # fmt: skip
 
 
