@@ -198,6 +198,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
         (["gsp/table2", "fold=x"], "fold (x) is a number from 0"),
         (["gsp/table2", "gsp/table3"], "name the table once"),
         (["gsp/table2", "--dryrun"], "unknown option --dryrun"),
+        (["-m", "gsp/table2"], "leave -m out"),
         (["mine", "rows=a"], "mine has no rows by name"),
         (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'max_steps'"),
     ],

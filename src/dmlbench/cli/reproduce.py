@@ -42,6 +42,14 @@ _OWN = tuple(ReproduceConfig.__dataclass_fields__)
 
 
 def main(line: CommandLine) -> None:
+    """Plan, run, compare.
+
+    Raises:
+        ConfigError: the table, its rows or values of one's own are wrong; runs are of different code or data.
+        SweepFailed: runs have failed; the others are done, and the table is written.
+    """
+    if line.is_sweep:
+        raise ConfigError("-m: reproduce runs all that is missing of a table by itself; leave -m out")
     own, given, launching = _parts(line)
     if line.options:
         run_hydra("reproduce", lambda cfg: None, own)
