@@ -98,12 +98,13 @@ def _reproduce(
     log.info("planning %s", name)
     table = asked_table(cfg, name, folders, given, searching)
     cache = CellCache(Path(cfg.paths.cache_dir) / "plans", name, folders, compose)
-    cells = cache.cells(table.wanted)
-    known = [cell for cell in cells.values() if not isinstance(cell, str)]
-    failures = [cell for cell in cells.values() if isinstance(cell, str)]
-    if failures and not known:
-        raise ConfigError(failures[0])
-    plan = make_plan(known, cache, cfg.paths.output_dir, table.coordinates)
+    with _quiet("dmlbench.recipes"):  # each run says what its recipe did, when it is run
+        cells = cache.cells(table.wanted)
+        known = [cell for cell in cells.values() if not isinstance(cell, str)]
+        failures = [cell for cell in cells.values() if isinstance(cell, str)]
+        if failures and not known:
+            raise ConfigError(failures[0])
+        plan = make_plan(known, cache, cfg.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
     seconds = _print_plan(plan, table, waves, failures)
     mixed = mixtures(plan.runs, to_do=any(waves) and cfg.max_hours != 0)
@@ -124,6 +125,18 @@ def _reproduce(
     _print_problems(plan)
     if failed:
         raise SweepFailed(failed, sum(map(len, waves)))
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A logger says no more than warnings."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
