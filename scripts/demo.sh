@@ -3,9 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
-dmlbench train experiment=demo pooling=gap fit=untrained
-dmlbench train experiment=demo
-dmlbench aggregate 'cells=glyphs_collage/mlrc/*'
-dmlbench table 'cells=glyphs_collage/mlrc/*'
+dmlbench reproduce demo
 dmlbench report 'glyphs_collage/mlrc/*'
 echo "demo: $((SECONDS - started)) seconds; look at the picture that was written last"

@@ -15,7 +15,7 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -153,6 +153,24 @@ class ReportConfig(CellsConfig):
 
 
 @dataclass
+class ReproduceConfig:
+    """Top level of ``dmlbench reproduce``: a paper's table from its runs, with the paper's numbers beside ours."""
+
+    table: str | None = None
+    rows: Any = None
+    fold: Any = None
+    repeat: Any = None
+    list: bool = False
+    dry_run: bool = False
+    max_hours: float | None = None
+    shard: str | None = None
+    allow_mixed: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
 class StatusConfig:
     """Top level of ``dmlbench status``: what became of runs."""
 
@@ -193,6 +211,7 @@ SCHEMAS = {
     "aggregate": AggregateConfig,
     "table": TableConfig,
     "report": ReportConfig,
+    "reproduce": ReproduceConfig,
     "status": StatusConfig,
     "clean": CleanConfig,
     "data": DataConfig,
@@ -214,8 +233,19 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
         renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
         cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
     if name == "train":
-        settle_recipe(cfg)
+        settle(cfg)
     return cfg
+
+
+def settle(cfg: DictConfig) -> None:
+    """Make a run's configuration of what Hydra composed: what a recipe did is said, a table's rows are left out.
+
+    Raises:
+        ConfigError: the recipe has nothing for what was chosen.
+    """
+    settle_recipe(cfg)
+    with open_dict(cfg):
+        cfg.pop("reproduce", None)
 
 
 @contextlib.contextmanager
@@ -235,8 +265,9 @@ def register_schemas(folder: Path | None = None) -> None:
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     store = ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(group="schema", name=name, node=schema, package="_global_")
+    if "schema" not in store.repo:  # making them takes a tenth of composing a configuration
+        for name, schema in SCHEMAS.items():
+            store.store(group="schema", name=name, node=schema, package="_global_")
 
 
 def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:

@@ -5,6 +5,7 @@ import datetime
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,26 +96,35 @@ def directory_of(cfg: DictConfig) -> Path:
     """
     name, protocol = cell_id(cfg), component(cfg.protocol).name
     named = store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, name, cfg.fold, cfg.repeat)
-    same = [cell for cell in store.former_names(named.parents[1], name) if _is_same_cell(cfg, cell)]
-    if not same:
-        return named
-    cells = [*same, *([named.parent] if named.parent.exists() else [])]
-    complete = [cell for cell in cells if (cell / named.name / store.RESULT).exists()]
-    used = store.preferred(complete or cells)
-    log.info("%s is the cell of these settings; %s is used", " and ".join(cell.name for cell in same), used)
+    cells = folders_of_cell(named.parent, lambda: cell_sha256(cfg), lambda: cfg)
+    used = store.folder_of_run(cells, named.name)
+    if len(cells) > 1:
+        same = " and ".join(cell.name for cell in cells if cell != named.parent)
+        log.info("%s is the cell of these settings; %s is used", same, used)
     return used / named.name
 
 
-def _is_same_cell(cfg: DictConfig, cell: Path) -> bool:
-    """Whether a stored cell has the settings of ``cfg``, by its first run that can say so."""
+def folders_of_cell(named: Path, identity: Callable[[], str], config: Callable[[], DictConfig]) -> list[Path]:
+    """Where runs of one cell may lie: folders of former names with its settings, then ``named``, the one of its name.
+
+    Args:
+        named: folder by today's name.
+        identity: its ``cell_sha256``.
+        config: its configuration, which is asked for if a stored run does not know its identity.
+    """
+    return [*(c for c in store.former_names(named.parent, named.name) if _is_same_cell(identity, config, c)), named]
+
+
+def _is_same_cell(identity: Callable[[], str], config: Callable[[], DictConfig], cell: Path) -> bool:
+    """Whether a stored cell has the settings of another, by its first run that can say so."""
     for run_dir in sorted(cell.glob("fold*_rep*")):
         with contextlib.suppress(RunError):
-            identity = store.read_result(run_dir).get("cell_sha256")
-            if identity is not None:
-                return identity == cell_sha256(cfg)
+            stored = store.read_result(run_dir).get("cell_sha256")
+            if stored is not None:
+                return stored == identity()
         # values that only its network has do not resolve in the stored run of another: that is no run of this cell
         with contextlib.suppress(RunError, OmegaConfBaseException):
-            return not differences(cfg, load_config(run_dir / store.CONFIG)).keys() - set(NOT_PART_OF_A_CELL)
+            return not differences(config(), load_config(run_dir / store.CONFIG)).keys() - set(NOT_PART_OF_A_CELL)
     return False
 
 

@@ -220,6 +220,12 @@ def is_file_name(text: str) -> bool:
     return re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", text) is not None
 
 
+def escape_latex(text: str) -> str:
+    """A text as LaTeX prints it."""
+    marks: dict[str, str | int | None] = {mark: "\\" + mark for mark in "_%&#${}"}
+    return text.translate(str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks}))
+
+
 def closest(name: str, known: Sequence[str]) -> str:
     """A sentence part that points from a misspelt name to the known ones, for error messages."""
     import difflib

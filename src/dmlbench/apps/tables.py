@@ -23,7 +23,7 @@ from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
-_Found = tuple[Path, list[RunInfo], dict[str, Any]]
+Found = tuple[Path, list[RunInfo], dict[str, Any]]
 """A cell's folder, its runs and its summary."""
 
 
@@ -67,7 +67,7 @@ def find_cells(
     cells = cells_of(find_runs(output_dir, pattern))
     if not cells:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
-    grouped: dict[tuple[str, str], list[_Found]] = {}
+    grouped: dict[tuple[str, str], list[Found]] = {}
     for path, runs in cells.items():
         if allow_partial and not any(run.state == "done" for run in runs):
             log.warning("%s has no complete run and is left out", path)
@@ -87,6 +87,11 @@ def find_cells(
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
+    return named_cells(grouped)
+
+
+def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[str, str], list[Cell]]:
+    """Cells per (data set, protocol), trained ones first, each with the shortest name that tells it apart."""
     result = {}
     for key, everything in grouped.items():
         configs = {
@@ -158,9 +163,9 @@ def _distinct(labels: Sequence[str], cells: Sequence[Path]) -> list[str]:
     ]
 
 
-def _without_twins(members: list[_Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[_Found]:
+def _without_twins(members: list[Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[Found]:
     """The cells, and of those with the same settings the preferred one."""
-    kept: list[_Found] = []
+    kept: list[Found] = []
     for found in members:
         same = [path for path in settings if settings[path] == settings[found[0]]]
         if preferred(same) == found[0]:

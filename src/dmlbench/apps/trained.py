@@ -1,6 +1,6 @@
 """A finished run brought back: its configuration, its data and the model with its best weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,21 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance
+
+
+def distances_by_cell() -> Callable[[Path], BaseDistance | None]:
+    """``distance_of_run`` for many runs: of a cell that compares unit vectors one configuration is read."""
+    of_unit_vectors: set[Path] = set()
+
+    def distance_of(run_dir: Path) -> BaseDistance | None:
+        if run_dir.parent in of_unit_vectors:
+            return None
+        distance = distance_of_run(run_dir)
+        if distance is None:
+            of_unit_vectors.add(run_dir.parent)
+        return distance
+
+    return distance_of
 
 
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:

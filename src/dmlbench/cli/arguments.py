@@ -25,14 +25,34 @@ _ALONE = (
     *("--help", "-h", "--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help"),
     *("--shell-completion", "-sc", "--version"),
 )
+_DASHED = {
+    "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true", "--max-hours": "max_hours=", "--shard": "shard="}
+}
+"""Options of a command that stand for one of its keys; those that end in = take a value."""
+_WORDS = {"reproduce": "table"}
+"""The key that a bare word stands for, where it is not ``cells``."""
 _SHOWN = ("--help", "--config-dir <folder>", "--cfg job", "-m")
 _LISTS = (
     *("metrics", "recall_at", "evaluation.metrics", "evaluation.recall_at", "facts", "compare", "images", "pair"),
     *("archives", "state"),
 )
 """Keys whose values may be written with bare commas."""
+_OWN_LISTS = {"explain": ("run",), "reproduce": ("rows", "fold", "repeat")}
+"""The same of single commands."""
 _NAMES = (
-    *("cells", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels", "per_query", "per_class"),
+    *(
+        "cells",
+        "rows",
+        "run",
+        "name",
+        "output",
+        "embeddings",
+        "labels",
+        "gallery",
+        "gallery_labels",
+        "per_query",
+        "per_class",
+    ),
     *("password", "paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"),
 )
 """Keys whose values are names of files or patterns of them, with whatever letters these have."""
@@ -89,6 +109,13 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
                 options += [option, value]
         elif option in _ALONE or (argument == "--why" and name == "train"):
             options.append(argument)
+        elif (key := _DASHED.get(name, {}).get(option)) is not None:
+            if key.endswith("="):
+                value = value if equals else next(waiting, "")
+                if not value or value.startswith("-"):
+                    raise ConfigError(f"{option} needs a value; see dmlbench {name} --help")
+                key += value
+            rest.append(key)
         else:
             raise ConfigError(_unknown(name, option.lstrip("-").replace("-", "_"), argument))
     if len(folders) > 1:
@@ -124,15 +151,17 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     """
     given = [_without_spaces(argument) for argument in line.overrides]
     if line.words:
-        if "cells" not in _keys(name):
+        key = _WORDS.get(name, "cells")
+        if key not in _keys(name):
             raise ConfigError(f"'{line.words[0]}' is no key=value; see dmlbench {name} --help")
-        if len(line.words) > 1 or any(argument.startswith("cells=") for argument in given):
-            raise ConfigError(f"name the cells once, in one pattern, not in {', '.join(map(repr, line.words))}")
-        given.append(f"cells={line.words[0]}")
+        if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):
+            what = "cells once, in one pattern" if key == "cells" else f"{key} once"
+            raise ConfigError(f"name the {what}, not in {', '.join(map(repr, line.words))}")
+        given.append(f"{key}={line.words[0]}")
     if name == "train":
         given = [_renamed(argument) for argument in given]
     if not line.is_sweep:
-        lists = (*_LISTS, *(("run",) if name == "explain" else ()))
+        lists = (*_LISTS, *_OWN_LISTS.get(name, ()))
         given = [as_list(argument, lists) for argument in given]
     given = [_quoted_name(argument, is_sweep=line.is_sweep) for argument in given]
     given = [_without_null(_checked(argument)) for argument in given]

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.sweeps import SweepFailed, shared
 from dmlbench.config import compose as compose  # where scripts and notebooks look for it
-from dmlbench.config import config_folder, register_schemas
-from dmlbench.recipes import settle_recipe
+from dmlbench.config import config_folder, register_schemas, settle
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
@@ -50,26 +50,43 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -
 
     @functools.wraps(task)
     def prepared(cfg: DictConfig) -> Any:
-        _prepare_process(folder)  # once more where a launcher starts processes of its own
         try:
-            if "paths" in cfg and not str(cfg.paths.output_dir).strip():
-                raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
-            if name == "train":
-                settle_recipe(cfg)
-            return task(cfg)
+            return Prepared(name, task, folder)(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise
             caught.append(error)  # Hydra would print all overrides before the error
 
-    _prepare_process(folder)
+    prepare_process(folder)
     with shared():
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(prepared)()
     if caught:
         raise caught[0]
 
 
-def _prepare_process(folder: Path | None) -> None:
+@dataclass(frozen=True)
+class Prepared:
+    """The task of a command with what it needs, also in processes that a launcher starts."""
+
+    name: str
+    task: Callable[[DictConfig], Any]
+    folder: Path | None
+
+    def __call__(self, cfg: DictConfig) -> Any:
+        prepare_process(self.folder)
+        if "paths" in cfg:
+            require_output_dir(cfg)
+        if self.name == "train":
+            settle(cfg)
+        return self.task(cfg)
+
+
+def require_output_dir(cfg: DictConfig) -> None:
+    if not str(cfg.paths.output_dir).strip():
+        raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+
+
+def prepare_process(folder: Path | None) -> None:
     """Make schemas, recipes and the modules next to the user's configuration folder known, after what is installed."""
     register_schemas(folder)
     if folder and str(folder.absolute().parent) not in sys.path:

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train and test one cell at one fold and repeat, or sweep over many with -m",
     "evaluate": "evaluate a finished run again, or a file of embeddings",
     "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
+    "reproduce": "run what is missing of a paper's table, and print ours beside the paper's numbers",
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
     "report": "draw aggregated cells: bars with deviations, and retrieved images",
     "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",

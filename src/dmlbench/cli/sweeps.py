@@ -7,10 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 
 from dmlbench.types import RunInUse
@@ -70,12 +73,8 @@ class SharingLauncher(Launcher):
                 self.failed.append((job, error))
         return done
 
-    def finish(self) -> None:
-        """Wait for the runs of other processes: skip those that become complete, run those that are left.
-
-        Raises:
-            SweepFailed: jobs have failed.
-        """
+    def wait(self) -> None:
+        """Wait for the runs of other processes: skip those that become complete, run those that are left."""
         from dmlbench.results.store import is_locked  # torch comes with it, which a mistake need not wait for
 
         if self.in_use:
@@ -88,8 +87,25 @@ class SharingLauncher(Launcher):
                 self._launch(free, len(self.jobs))
             else:
                 time.sleep(_PAUSE_S)
+
+    def finish(self) -> None:
+        """``wait``, then name what has failed.
+
+        Raises:
+            SweepFailed: jobs have failed.
+        """
+        self.wait()
         if self.failed:
-            raise SweepFailed([(self._name(job), error) for job, error in self.failed], len(self.jobs))
+            raise SweepFailed(self.failures, len(self.jobs))
+
+    @property
+    def failures(self) -> list[tuple[str, Exception]]:
+        """What tells each failed job from the others, and its error."""
+        return [(self._name(job), error) for job, error in self.failed]
+
+    @property
+    def is_in_this_process(self) -> bool:
+        return isinstance(self._launcher, BasicLauncher)
 
     def _name(self, job: Job) -> str:
         """The overrides that not all jobs have."""
@@ -120,6 +136,22 @@ def shared() -> Iterator[None]:
             launcher.finish()
     finally:
         Plugins.instantiate_launcher = original  # type: ignore[method-assign]
+
+
+def launcher_for(task: TaskFunction, overrides: Sequence[str]) -> SharingLauncher:
+    """A launcher for jobs of ``dmlbench train`` that nothing but their overrides relate; inside of ``composing()``.
+
+    Args:
+        task: what runs a job's configuration.
+        overrides: of Hydra's own keys, such as ``hydra/launcher=joblib``, and of what these depend on.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    config = hydra.compose_config(
+        "train", ["hydra.mode=MULTIRUN", *overrides], RunMode.MULTIRUN, with_log_configuration=False, from_shell=False
+    )
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+    return SharingLauncher(Plugins.instance().instantiate_launcher(context, task, config))
 
 
 def _error_of(result: JobReturn) -> Exception | None:

@@ -33,8 +33,18 @@ def task(cfg: DictConfig) -> str:
     """
     from dmlbench.run import run  # torch is imported only once the configuration is known to compose
 
-    # Which option of each group was chosen: a cell's name is made of it.
     hydra = HydraConfig.get()
+    settle_choices(cfg, hydra)
+    try:
+        return str(run(cfg))
+    except RunInUse as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
+        raise
+
+
+def settle_choices(cfg: DictConfig, hydra: Any) -> None:
+    """Say in the configuration which option of each group was chosen: a cell's name is made of it."""
     runtime = hydra.runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
@@ -45,9 +55,3 @@ def task(cfg: DictConfig) -> str:
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
-    try:
-        return str(run(cfg))
-    except RunInUse as error:
-        if hydra.mode == RunMode.MULTIRUN:
-            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
-        raise

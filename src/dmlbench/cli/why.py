@@ -9,8 +9,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.config import composing
-from dmlbench.recipes import settle_recipe
+from dmlbench.config import composing, settle
 from dmlbench.types import ConfigError, flatten
 
 COMMAND_LINE = "command line"
@@ -31,7 +30,7 @@ def print_reasons(line: CommandLine) -> None:
         if line.config_dir:
             overrides.append(f"hydra.searchpath=['file://{line.config_dir.resolve()}']")
         cfg = hydra.compose("train", overrides=overrides)
-        settle_recipe(cfg)
+        settle(cfg)
         places = _places(overrides, cfg.runtime.recipe)
     rows = [(key, str(value), place) for key, value, place in _reasons(cfg, places)]
     widths = [min(max(len(row[i]) for row in rows), 56) for i in (0, 1)]

@@ -3,13 +3,13 @@
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.rules import COLLECTIONS, CellRuns, rule_named, stored_collections
+from dmlbench.results.rules import COLLECTIONS, CellRuns, Coordinates, rule_named, stored_collections
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
 from dmlbench.results.store import RESULT, RunInfo, read_result, require_own_files
 from dmlbench.runtime import read_json, remove_leftovers, write_json
@@ -165,8 +165,12 @@ def read_aggregate(cell: Path) -> dict[str, Any] | None:
 def is_current(cell: Path, summary: Mapping[str, Any]) -> bool:
     """Whether a summary was made from exactly the results that lie in the cell's folder now."""
     found = (re.fullmatch(r"fold(\d+)_rep(\d+)", path.parent.name) for path in cell.glob(f"fold*_rep*/{RESULT}"))
-    coordinates = sorted((int(match[1]), int(match[2])) for match in found if match)
-    results = [cell / f"fold{fold}_rep{repeat}" / RESULT for fold, repeat in coordinates]
+    return is_of_runs(cell, summary, [(int(match[1]), int(match[2])) for match in found if match])
+
+
+def is_of_runs(cell: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:
+    """Whether a summary was made from exactly the results of these runs of a cell, as they are now."""
+    results = [cell / f"fold{fold}_rep{repeat}" / RESULT for fold, repeat in sorted(coordinates)]
     if any(not_a_file(path) for path in results):
         return False
     return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()

@@ -27,6 +27,12 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def incomparable(scored: Mapping[str, Any]) -> list[str]:
+    """Those of ``cautions`` that forbid to compare with published scores; what papers do themselves is none of them."""
+    done_by_papers = (PARTIAL, "SELECTED ON TEST", "scored on the validation classes")
+    return [caution for caution in cautions(scored) if not caution.startswith(done_by_papers)]
+
+
 def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """``cautions`` of summaries that stand side by side; where they are of different data, also which these are."""
     data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]

@@ -1,24 +1,24 @@
-"""Run directories: their names, their lock, their state, and the result that makes a run complete."""
+"""Run directories: their names, their state, and the result that makes a run complete."""
 
-import contextlib
-import fcntl
 import glob
 import hashlib
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmlbench.runtime import derive_seed, is_open_at, read_json, remove_leftovers, write_json
-from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, not_a_file
+from dmlbench.results.locks import LOCK as LOCK
+from dmlbench.results.locks import is_locked as is_locked
+from dmlbench.results.locks import locked as locked
+from dmlbench.results.locks import require_file
+from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.types import ConfigError, RunError, check_choice
 
-RESULT, ERROR, LOCK, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
+RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
     "result.json",
     "error.txt",
-    "run.lock",
     "config.yaml",
     "embeddings.safetensors",
     "distance.safetensors",  # state of a distance that has one
@@ -55,6 +55,15 @@ def preferred(cells: Sequence[Path]) -> Path:
     return min(cells, key=lambda cell: (-len(list(cell.glob(f"fold*_rep*/{RESULT}"))), cell.name))
 
 
+def folder_of_run(cells: Sequence[Path], run: str) -> Path:
+    """Which of the folders of one cell, that of its name last, a run lies in or is to be made in."""
+    *former, named = cells
+    if not former:
+        return named
+    existing = [*former, *([named] if named.exists() else [])]
+    return preferred([cell for cell in existing if (cell / run / RESULT).exists()] or existing)
+
+
 def make_directory(path: Path) -> None:
     """Create a run directory.
 
@@ -70,93 +79,6 @@ def make_directory(path: Path) -> None:
             f"cannot write to the run directory {path}: {error.strerror}; choose a writable folder with "
             "paths.output_dir=..."
         ) from error
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for this process; the lock goes with the process, however it ends.
-
-    Raises:
-        RunInUse: another process holds it.
-        RunError: it cannot be written to.
-    """
-    _require_file(run_dir / LOCK)
-    try:
-        file = (run_dir / LOCK).open("a+")
-    except OSError as error:
-        raise RunError(
-            f"cannot write to the run directory {run_dir}: {error.strerror}; choose a writable folder with "
-            "paths.output_dir=..."
-        ) from error
-    with file, _kept_from_children(file.fileno()):
-        try:
-            _lock(file.fileno())
-        except BlockingIOError as error:
-            file.seek(0)
-            raise RunInUse(
-                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir", run_dir,
-            ) from error  # fmt: skip
-        if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {os.uname().nodename}")
-        file.flush()
-        remove_leftovers(run_dir)
-        try:
-            yield
-        finally:
-            (run_dir / LOCK).unlink(missing_ok=True)
-
-
-def _require_file(path: Path) -> None:
-    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; remove it")
-
-
-_held: set[int] = set()
-
-
-@contextlib.contextmanager
-def _kept_from_children(descriptor: int) -> Iterator[None]:
-    """A forked worker that outlives this process must not hold its lock."""
-    _held.add(descriptor)
-    try:
-        yield
-    finally:
-        _held.discard(descriptor)
-
-
-def _let_go() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def _lock(descriptor: int) -> None:
-    """Take the lock; once more after a moment, because `dmlbench status` touches it to see whether it is held."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.2)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Whether a living process holds the run directory."""
-    _require_file(run_dir / LOCK)
-    try:
-        with (run_dir / LOCK).open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def write_result(run_dir: Path, result: dict[str, Any]) -> None:
@@ -207,7 +129,7 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
     files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
-        _require_file(run_dir / name)
+        require_file(run_dir / name)
         try:
             with (run_dir / name).open("rb") as file:
                 hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()

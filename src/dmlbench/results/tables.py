@@ -10,7 +10,7 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, escape_latex
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
 """Groups whose chosen options name a cell."""
@@ -228,12 +228,7 @@ def to_csv(table: Table) -> str:
 
 def to_latex(table: Table) -> str:
     """A floating ``table`` with caption and label, for the package booktabs; the caption has the cautions."""
-    marks = {mark: "\\" + mark for mark in "_%&#${}"}
-    escapes = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks})
-
-    def escape(text: str) -> str:
-        return text.translate(escapes)
-
+    escape = escape_latex
     top = " & ".join(
         ["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))]
     )

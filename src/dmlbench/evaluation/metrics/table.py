@@ -189,6 +189,15 @@ def score_named(name: str) -> Score:
     return Score(metric, int(k))
 
 
+def score_labeled(label: str) -> Score | None:
+    """The score that tables print as ``label``, such as R@10; None where there is none."""
+    for metric in TABLE:
+        pattern = re.escape(metric.label).replace(re.escape("{k}"), "([1-9][0-9]*)")
+        if match := re.fullmatch(pattern, label):
+            return Score(metric, int(match[1]) if metric.takes_k else 0)
+    return None
+
+
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
     """All scores that ``metrics`` name, each once, in the order in which results list them.
 

@@ -1,0 +1,123 @@
+"""Whether a score of ours is the one that a paper prints."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import hypot
+from typing import Any
+
+from dmlbench.evaluation.metrics.table import score_labeled
+from dmlbench.papers import PaperScore
+
+REPRODUCED, DIFFERS, NOT_COMPARABLE, PARTIAL, NOT_RUN = (
+    "reproduced",
+    "differs",
+    "not comparable",
+    "partial",
+    "not run",
+)
+NO_NUMBER = "no number in the paper"
+NEEDS = "needs"
+LEAST, LARGEST = 0.3, 2.0
+"""Bounds of the tolerance in points: what two runs of one code differ by, and what no deviation excuses."""
+RULE = (
+    f"reproduced: within the tolerance, two deviations of the difference (of both numbers together), at least {LEAST} "
+    f"and at most {LARGEST:.0f} points"
+)
+
+
+def tolerance(paper_std: float | None, our_std: float | None) -> float:
+    """The points by which ours may differ from a paper's mean: min(2, max(0.3, 2 sqrt(paper_std^2 + our_std^2)))."""
+    return min(LARGEST, max(LEAST, 2 * hypot(paper_std or 0.0, our_std or 0.0)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A score of a paper and ours beside it, both in the paper's unit.
+
+    Attributes:
+        score: the paper's.
+        verdict: one of the words above, or "quoted".
+        mean, std: ours; None where there is none.
+        kind: which of our scores it is: separated, concatenated, best or mean.
+        note: why it is not comparable, what it needs, or why it was not run.
+    """
+
+    score: PaperScore
+    verdict: str
+    mean: float | None = None
+    std: float | None = None
+    kind: str = ""
+    note: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        return None if self.mean is None or self.score.mean is None else self.mean - float(self.score.mean)
+
+    @property
+    def tolerance(self) -> float | None:
+        if self.difference is None:
+            return None
+        return tolerance(None if self.score.std is None else float(self.score.std), self.std)
+
+
+def compare(score: PaperScore, summary: Mapping[str, Any] | None, reasons: Sequence[str] = ()) -> Comparison:
+    """A paper's score beside that of a cell's summary; None is a cell without complete runs.
+
+    Args:
+        score: of the paper.
+        summary: what ``aggregate_cell`` made of the cell's runs.
+        reasons: why scores of this cell cannot be compared with the paper's, whatever they are.
+    """
+    if summary is None:
+        return Comparison(score, NOT_RUN)
+    asked, kind = score_labeled(score.metric), kind_of(score, summary)
+    found = summary["scores"].get(kind, {}).get(asked.name) if asked else None
+    if found is None or asked is None:
+        return Comparison(score, NEEDS, note=f"needs {score.metric} ({kind}), which these runs do not have")
+    mean = asked.scale * found["mean"]
+    std = None if found["std"] is None else asked.scale * found["std"]
+    partial = f"{summary['n_runs']} of {summary['n_runs_expected']} runs" if summary["missing"] else ""
+    if reasons:
+        return Comparison(
+            score, NOT_COMPARABLE, mean, std, kind, "; ".join([*reasons, *([partial] if partial else [])])
+        )
+    if partial:
+        return Comparison(score, f"{PARTIAL} ({partial})", mean, std, kind)
+    ours = Comparison(score, NO_NUMBER, mean, std, kind)
+    if ours.difference is None or ours.tolerance is None:
+        return ours
+    is_near = abs(ours.difference) <= ours.tolerance + 1e-9
+    return Comparison(score, REPRODUCED if is_near else DIFFERS, mean, std, kind)
+
+
+def kind_of(score: PaperScore, summary: Mapping[str, Any]) -> str:
+    """Which scores of a summary a paper's score is one of.
+
+    Where the paper does not say: of fold models those of its embedding size, else of one model; of repeats the mean if
+    it prints a deviation, else the best, which is what single numbers selected on the test set are.
+    """
+    kinds = summary["scores"]
+    if score.kind:
+        return score.kind
+    if "separated" in kinds:
+        sizes = summary.get("dimension", {})
+        return next(
+            (kind for kind in ("separated", "concatenated") if sizes.get(kind) == score.embedding_size), "separated"
+        )
+    return "best" if "best" in kinds and score.std is None else "mean"
+
+
+def counts(comparisons: Iterable[Comparison]) -> str:
+    """How many scores have which verdict, in words."""
+    return count_of_verdicts(comparison.verdict for comparison in comparisons)
+
+
+def count_of_verdicts(verdicts: Iterable[str]) -> str:
+    """The same of their words."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(map(_short, verdicts)).items())
+
+
+def _short(verdict: str) -> str:
+    return PARTIAL if verdict.startswith(PARTIAL) else verdict

@@ -1,0 +1,122 @@
+"""From an experiment's ``reproduce`` and the paper's scores to overrides of cells."""
+
+from pathlib import Path
+
+import pytest
+
+from dmlbench.apps.experiment_tables import (
+    QUOTED,
+    cells_of_rows,
+    checked,
+    experiments,
+    grid,
+    hours_per_run,
+    last_of_each,
+    lines_of,
+    narrowed,
+    paper_tables,
+    reproduce_of,
+    states,
+)
+from dmlbench.config import config_folder
+from dmlbench.papers import tables
+from dmlbench.types import ConfigError
+
+COMPOSED = {"dataset": "cub200", "protocol": "conventional", "backbone": "resnet50"}
+TABLE3 = {"rows": {"C1+XBM": "loss=xbm pooling=gap_gmp", "LIBC+GSP": {"needs": "LIBC"}}}
+
+
+def test_a_score_belongs_to_the_cell_of_its_row_on_its_data_set_and_backbone() -> None:
+    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
+    of_row = {(line.score.dataset, line.score.backbone): line for line in lines if line.score.row == "C1+XBM"}
+    assert of_row["cub200", "resnet50"].overrides == ("experiment=gsp/table3", "loss=xbm", "pooling=gap_gmp")
+    assert of_row["sop", "bn_inception"].overrides == (
+        *("experiment=gsp/table3", "dataset=sop", "backbone=bn_inception", "loss=xbm", "pooling=gap_gmp"),
+    )
+    whys = {line.score.row: line.why for line in lines}
+    assert whys["C1+XBM [18]"] == QUOTED
+    assert whys["LIBC+GSP"] == "needs LIBC"
+    assert whys["C1+XBM"] == ""
+    assert whys["C1+XBM+GSP"].startswith("needs a command")
+
+
+def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() -> None:
+    reproduce = {
+        "rows": {"ProxyNCA (Emb: 2048)": ["loss=proxy_nca", "pooling=gap"]},
+        "settings": {"GMP": "pooling=gmp"},
+        "embedding_sizes": {2048: "head.out_features=2048"},
+        "datasets": {"cub200": "dataset.table.root=x"},
+    }
+    lines = lines_of("proxynca_pp/table10", reproduce, {"dataset": "cub200"})
+    overrides = {line.score.setting: line.overrides for line in lines if not line.why}
+    assert set(overrides["GMP"]) == set(overrides["GAP"]) - {"pooling=gap"} | {"pooling=gmp"}
+    assert {"dataset.table.root=x", "head.out_features=2048", "protocol=two_stage"} < set(overrides["GAP"])
+    assert last_of_each(["a=1", "+b=2", "a=3", "~b"]) == ("a=3", "~b")
+
+
+def test_what_is_none_of_the_tables_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"rows has 'C1\+XMB'; did you mean 'C1\+XBM'"):
+        lines_of("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
+    with pytest.raises(ConfigError, match="settings has 'C3'"):
+        lines_of("gsp/table7", {"rows": {}, "settings": {"C3": ""}}, {})
+    with pytest.raises(ConfigError, match="reproduce has 'row': did you mean 'rows'"):
+        checked({"row": {}}, "here")
+    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
+    with pytest.raises(ConfigError, match="'Nothing' matches no row"):
+        narrowed(lines, ["Nothing"], {})
+    with pytest.raises(ConfigError, match="no scores for dataset=cub20; did you mean 'cub200'"):
+        narrowed(lines, None, {"dataset": ["cub20"]})
+
+
+def test_lines_are_narrowed_by_labels_patterns_and_groups() -> None:
+    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
+    kept = narrowed(lines, ["C1+XBM [18]", "LIBC*"], {"dataset": ["cub200", "sop"]})
+    assert {line.score.row for line in kept} > {"C1+XBM [18]", "LIBC+GSP"}
+    assert all(line.score.row == "C1+XBM [18]" or line.score.row.startswith("LIBC") for line in kept)
+    assert {line.score.dataset for line in kept} == {"cub200", "sop"}
+
+
+def test_a_grid_is_its_cells_with_the_command_lines_values_in_place_of_its_own() -> None:
+    params = {"repeat": "0,1", "pooling": "gap,gsp", "protocol.stage": "1,2", "optim.lr": 0.1}
+    cells, coordinates = grid(params, ["pooling=gmp", "fold=2"])
+    assert cells == [
+        ("pooling=gmp", "protocol.stage=1", "optim.lr=0.1"),
+        ("pooling=gmp", "protocol.stage=2", "optim.lr=0.1"),
+    ]
+    assert coordinates == {"repeat": [0, 1], "fold": [2]}
+    assert len(grid(params, [])[0]) == 4
+    with pytest.raises(ConfigError, match="fold=x: fold is a number"):
+        grid(params, ["fold=x"])
+
+
+def test_a_figure_without_printed_numbers_has_its_rows_by_settings_by_data_sets() -> None:
+    reproduce = {
+        "rows": {"m=16": "a=16", "m=32": "a=32"}, "settings": {"C2": "loss=x", "PNCA": "loss=y"},
+        "datasets": {"sop": "", "inshop": {"needs": "the pictures"}},
+    }  # fmt: skip
+    cells = cells_of_rows("gsp/figure10b", reproduce, None, [])
+    assert cells[0] == ("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x")
+    assert len(cells) == 4
+    assert len(cells_of_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
+
+
+def test_hours_are_looked_up_by_data_set_and_where_they_differ_by_backbone() -> None:
+    hours = {"hours_per_run": {"device": "a core", "sop": 3, "backbones": {"resnet50": {"sop": 7}}}}
+    assert hours_per_run(hours, "sop", "resnet50") == 7
+    assert hours_per_run(hours, "sop", "bn_inception") == 3
+    assert hours_per_run(hours, "cub200", "resnet50") is None
+    assert hours_per_run({}, "sop", "resnet50") is None
+
+
+def test_the_list_has_every_table_of_the_papers_and_every_figure_with_an_experiment(tmp_path: Path) -> None:
+    (tmp_path / "experiment" / "gsp").mkdir(parents=True)
+    (tmp_path / "experiment" / "gsp" / "figure3.yaml").write_text("reproduce:\n  needs: tokens\n")
+    folders = [tmp_path, config_folder()]
+    names = paper_tables(folders)
+    assert set(tables()) | {"gsp/figure3", "proxynca_pp/figure4a"} <= set(names)
+    assert len(names) == len(set(names))
+    assert not {"avsl/base", "demo"} & set(names)
+    known = experiments(folders)
+    assert list(states("gsp/figure3", reproduce_of(known["gsp/figure3"]), True)) == ["needs tokens"]
+    assert list(states("gsp/table3", TABLE3, True)) == ["1 runnable, 9 quoted, 2 needs"]
+    assert list(states("gsp/table3", {}, False)) == ["no experiment"]

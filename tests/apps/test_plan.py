@@ -1,0 +1,208 @@
+"""Plans: cells composed once, runs and what became of them, shards and what must come first."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.apps.plan import CellCache, Plan, make_plan
+from dmlbench.apps.reproduce import given_by_hand, mixtures, others, seconds_per_run
+from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
+from dmlbench.runtime import derive_seed, git_commit
+from dmlbench.types import ConfigError
+
+CELLS = [("pooling=gap",), ("pooling=gmp",)]
+
+
+class Composer:
+    """Composes by overrides as Hydra would, and counts how often."""
+
+    def __init__(self, protocol: str = "Mlrc", **values: object) -> None:
+        self.protocol = {"_target_": f"dmlbench.data.protocols.{protocol}", **values}
+        self.count = 0
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        self.count += 1
+        given = dict(override.split("=") for override in overrides)
+        if given["pooling"] == "wrong":
+            raise ConfigError("pooling=wrong is unknown")
+        protocol = {**self.protocol, **({"stage": int(given["protocol.stage"])} if "protocol.stage" in given else {})}
+        return OmegaConf.create(
+            {
+                "dataset": {"name": "glyphs"}, "protocol": protocol, "pooling": {"name": given["pooling"]}, "fit": {},
+                "loss": {}, "runtime": {"choices": {"pooling": given["pooling"], "loss": "l", "backbone": "b"}},
+                "base_seed": 0, "fold": 0, "repeat": 0,
+            }
+        )  # fmt: skip
+
+
+def _cache(folder: Path, compose: Composer) -> CellCache:
+    return CellCache(folder / "plans", "gsp/table2", [folder], compose)
+
+
+def _plan(folder: Path, compose: Composer, cells: Sequence[tuple[str, ...]] = CELLS, **coordinates: list[int]) -> Plan:
+    cache = _cache(folder, compose)
+    found = [cell for cell in cache.cells(cells).values() if not isinstance(cell, str)]
+    return make_plan(found, cache, str(folder / "out"), coordinates)
+
+
+def _write(run, **changes: object) -> None:
+    make_directory(run.path)
+    result = dict.fromkeys(
+        ("n_query", "n_gallery", "steps", "n_skipped_queries", "val_is_test", "search", "monitor"), 0
+    )
+    result |= {
+        "cell_id": run.cell.name, "cell_sha256": run.cell.sha256, "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
+        "protocol": "mlrc", "aggregation": "collections", "num_folds": 2, "num_repeats": 2, "fold": run.fold,
+        "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
+        "metrics": {"test": {"p_at_1": 0.5}}, "wall_s": 7200.0, "git_commit": "abc",
+    }  # fmt: skip
+    write_result(run.path, result | changes)
+
+
+def test_a_cell_is_composed_once_until_something_that_it_follows_from_changes(tmp_path: Path) -> None:
+    compose = Composer(num_folds=2, num_repeats=2)
+    first = _plan(tmp_path, compose)
+    assert compose.count == 2
+    assert [(run.fold, run.repeat, run.cell.name.split("-")[1]) for run in first.runs] == [
+        *((fold, repeat, name) for repeat in (0, 1) for fold in (0, 1) for name in ("gap", "gmp")),
+    ]
+    assert _plan(tmp_path, compose).runs == first.runs
+    assert compose.count == 2
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    assert _plan(tmp_path, compose).runs == first.runs
+    assert compose.count == 4
+    (file,) = (tmp_path / "plans").iterdir()  # what was known of the former configuration is gone
+    file.write_text("{")
+    assert _plan(tmp_path, compose).runs == first.runs
+    assert compose.count == 6
+
+
+def test_a_cell_that_cannot_be_composed_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    found = _cache(tmp_path, Composer()).cells([("pooling=wrong",), *CELLS])
+    assert found["pooling=wrong",] == "pooling=wrong is unknown"
+    assert [getattr(found[cell], "num_repeats", 0) for cell in CELLS] == [3, 3]
+
+
+def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=4), [CELLS[0]])
+    done, lost, cut, foreign, other, moved, failed, running = plan.runs
+    _write(done)
+    _write(lost, embeddings_sha256="x")
+    _write(cut)
+    (cut.path / RESULT).write_text((cut.path / RESULT).read_text()[:50])
+    _write(foreign, cell_sha256="y")
+    _write(other, base_seed=1, seed=derive_seed(1, other.fold, other.repeat))
+    _write(done, fold=0)
+    _write(moved)
+    os.rename(moved.path / RESULT, moved.path / "kept.json")
+    (moved.path / RESULT).write_text((done.path / RESULT).read_text())
+    make_directory(failed.path)
+    (failed.path / ERROR).write_text("Traceback\nValueError: the disk is full\n")
+    make_directory(running.path)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with locked(running.path):
+        found = plan.refreshed().runs
+        assert [run.state for run in found] == ["done", "done", *["unusable"] * 4, "failed", "running"]
+    problems = [run.problem for run in found]
+    assert problems[0] == ""
+    for text, problem in zip(
+        (f"lost its {EMBEDDINGS}", "is damaged", "another configuration", "base_seed=1", "it was copied or renamed"),
+        problems[1:], strict=False,
+    ):  # fmt: skip
+        assert text in problem, problem
+    assert problems[6] == "ValueError: the disk is full"
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    (wave,) = plan.refreshed().waves()
+    assert [run.path for run in wave] == [failed.path, running.path]  # what cannot be used is not run over
+
+
+def test_shards_share_out_all_runs_whatever_is_done_by_then(tmp_path: Path) -> None:
+    compose = Composer(num_folds=4, num_repeats=3)
+    plan = _plan(tmp_path, compose, [CELLS[0]])
+    parts = [plan.waves((i, 5))[0] for i in range(1, 6)]
+    assert sorted(run.path for part in parts for run in part) == sorted(run.path for run in plan.runs)
+    _write(parts[0][0], num_folds=4, num_repeats=3)
+    after = plan.refreshed()
+    assert [run.path for run in after.waves((1, 5))[0]] == [run.path for run in parts[0][1:]]
+    assert [run.path for run in after.waves((2, 5))[0]] == [run.path for run in parts[1]]
+
+
+def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> None:
+    compose = Composer("TwoStage", num_repeats=2)
+    cells = [(*cell, f"protocol.stage={stage}") for cell in CELLS for stage in (1, 2)]
+    plan = _plan(tmp_path, compose, cells)
+    assert [cell.overrides for cell in plan.cells] == [cells[1], cells[3]]
+    before, after = plan.waves()
+    assert [run.overrides[1] for run in before] == ["protocol.stage=1"] * 4
+    assert [run.overrides[1] for run in after] == ["protocol.stage=2"] * 4
+    half_before, half = plan.waves((1, 2))
+    assert [(r.cell.overrides[0], r.repeat) for r in half_before] == [(r.cell.overrides[0], r.repeat) for r in half]
+    assert len(half) == 2
+
+
+def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_no_run(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1, 5], repeat=[4])
+    assert [(run.fold, run.repeat) for run in plan.runs] == [(1, 4)]
+
+
+def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
+    for run, changes in zip(plan.runs, ({}, {"git_commit": "def"}, {"dataset_fingerprint": "g" * 64}), strict=False):
+        _write(run, **changes)
+    code, data = mixtures(plan.refreshed().runs, to_do=False)
+    assert code == "MIXED CODE: abc (2 runs), def (1 runs)"
+    assert data == f"MIXED DATA: glyphs with the fingerprints {'f' * 12} (2 runs), {'g' * 12} (1 runs)"
+    same = [run for run in plan.refreshed().runs if run.code == "abc"][:1]
+    assert mixtures(same, to_do=False) == []
+    (added,) = mixtures(same, to_do=True)
+    assert str(git_commit())[:12] in added
+
+
+def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
+    shas = [cell.sha256 for cell in plan.cells]
+    assert seconds_per_run(plan, {shas[0]: 2.0}) == {shas[0]: (7200.0, "as the experiment says")}
+    _write(plan.runs[0])
+    assert seconds_per_run(plan.refreshed(), {}) == dict.fromkeys(shas, (7200.0, "measured here"))
+
+
+def test_what_was_given_by_hand_and_moves_a_number_is_told(tmp_path: Path) -> None:
+    free = ("device=cpu", "paths.data_dir=x", "dataset=cub200", "fold=1", "dataset.table.root=y", "logger=tensorboard")
+    assert given_by_hand(free) == []
+    assert given_by_hand(["fit.max_steps=2", "~schedule"]) == [
+        "given by hand: fit.max_steps=2",
+        "given by hand: ~schedule",
+    ]
+    assert given_by_hand(["backbone.weights_file=gone/bn_inception-52deb4733.pth"]) == []
+    other = tmp_path / "bn_inception-52deb4733.pth"
+    other.write_bytes(b"other weights")
+    assert given_by_hand([f"backbone.weights_file={other}"]) == [f"OTHER WEIGHTS: backbone.weights_file={other}"]
+
+
+def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> None:
+    from dmlbench.papers import load_table
+
+    score = next(s for s in load_table("gsp/table2") if s.dataset == "cub200" and s.kind == "separated")
+    summary = {"dataset": "cub200", "protocol": "mlrc", "choices": {"backbone": "bn_inception_levels"}, "scores": {}}
+    assert others(score, summary | {"dimension": {"separated": 128}}) == []
+    changed = {
+        "dataset": "glyphs",
+        "protocol": "hpo",
+        "choices": {"backbone": "resnet20"},
+        "dimension": {"separated": 8},
+    }
+    assert others(score, summary | changed) == [
+        "data set glyphs instead of cub200",
+        "protocol hpo instead of mlrc",
+        "backbone resnet20 instead of bn_inception",
+        "8 dimensions instead of 128",
+    ]
+
+
+def test_the_file_of_known_cells_is_json(tmp_path: Path) -> None:
+    cache = _cache(tmp_path, Composer())
+    cache.cells(CELLS)
+    assert set(json.loads(cache.path.read_text())) == {"pooling=gap", "pooling=gmp"}

@@ -1,0 +1,276 @@
+"""``dmlbench reproduce`` on a paper's table that tiny runs on letters stand for, in a folder of their own."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from forked import Process
+
+from dmlbench.cli.main import main
+from dmlbench.results.store import RESULT, find_runs, read_result
+
+TABLE = """
+# @package _global_
+defaults:
+  - override /dataset: glyphs
+  - override /loss: contrastive
+  - _self_
+dataset: {table: {num_classes: 8, images_per_class: 5, image_size: 24}}
+transform: {train: {padding: 2}}
+fit: {keep: none, max_steps: 2, validate_every: 2}
+head: {out_features: 8}
+sampler: {classes_per_batch: 2, images_per_class: 2}
+protocol: {num_folds: 2, num_repeats: 1}
+num_workers: 0
+device: cpu
+"""
+ROWS = """
+reproduce:
+  rows:
+    C2+GAP: &small dataset=glyphs backbone=resnet20_small pooling=gap
+    C2+GMP: dataset=glyphs backbone=resnet20_small pooling=gmp
+    C2+DeLF: dataset=glyphs backbone=resnet20_small pooling=gap optim.lr=1e30
+    C2+GSP: {needs: an exact solver}
+  hours_per_run: {device: a toy, glyphs: 0.5, upper_bound: true}
+"""
+GRID = """
+reproduce:
+  also: [pooling=gmp fit.max_steps=0]
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params: {pooling: "gap,gmp", fold: "0,1"}
+"""
+HALF = ("dataset=cub200", "rows=C2+GAP,C2+GMP")
+
+
+def _prepared(folder: Path) -> Path:
+    """A folder to work in, with the configurations above in ``conf``."""
+    experiments = folder / "conf" / "experiment"
+    (experiments / "gsp").mkdir(parents=True)
+    (experiments / "gsp" / "table2.yaml").write_text(TABLE + ROWS)
+    (experiments / "gsp" / "figure3.yaml").write_text("reproduce: {needs: tokens}\n")
+    (experiments / "mine.yaml").write_text(TABLE + GRID)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which ``HALF`` of the table was run, and what was printed."""
+    folder = _prepared(tmp_path_factory.mktemp("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        _enter(patch, folder)
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+            main(["reproduce", "gsp/table2", *HALF, "--config-dir", "conf"])
+    assert ended.value.code == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in where nothing has been run."""
+    _enter(monkeypatch, _prepared(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def done(whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folder in which ``HALF`` of the table was run."""
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    _enter(monkeypatch, tmp_path)
+    return tmp_path
+
+
+def _enter(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.chdir(folder)
+    patch.setenv("DMLBENCH_OUTPUT", "out")
+    patch.setenv("DMLBENCH_CACHE", str(folder / "cache"))
+
+
+def reproduce(capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What ``dmlbench reproduce`` prints on both streams."""
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", *arguments, "--config-dir", "conf"])
+    out, error = capsys.readouterr()
+    assert ended.value.code == code, error[-3000:]
+    return out, error
+
+
+def test_what_is_missing_is_planned_with_its_cost_and_a_dry_run_runs_nothing(folder: Path, capsys) -> None:
+    out, error = reproduce(capsys, "gsp/table2", *HALF, "--dry-run")
+    assert "2 cells, 4 runs: 4 missing\nto run here: 4, at most 2.00 hours as the experiment says on a toy\n" in out
+    assert "planning gsp/table2" in error
+    assert not (folder / "out").exists()
+
+
+def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: Path, capsys) -> None:
+    first = whole[1]
+    assert "  8 not comparable\n" in first
+    assert "C2+GAP, C2+GMP: data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
+    tables = done / "out" / "tables" / "gsp"
+    rows = list(csv.DictReader((tables / "table2.csv").open()))
+    assert {(row["row"], row["verdict"]) for row in rows} == {(r, "not comparable") for r in ("C2+GAP", "C2+GMP")}
+    run = find_runs("out", "*gap*")[0].path
+    assert read_result(run)["choices"]["backbone"] == "resnet20_small"
+    assert "reproduce" not in (run / "config.yaml").read_text()
+
+    written = {path: path.read_bytes() for path in tables.iterdir()}
+    again, error = reproduce(capsys, "gsp/table2", *HALF)
+    assert "training images" not in error
+    assert "to run here: 0\n" in again
+    assert again.partition("gsp/table2: ")[2] == first.partition("gsp/table2: ")[2] != ""
+    assert {path: path.read_bytes() for path in tables.iterdir()} == written
+    assert {path.suffix for path in written} == {".md", ".csv", ".tex"}
+
+    listed, _ = reproduce(capsys, "--list")
+    (line,) = [line for line in listed.splitlines() if line.startswith("gsp/table2 ")]
+    assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 8 not comparable"
+    assert "\ngsp/figure3           needs tokens\n" in listed
+    assert "\nproxynca_pp/figure4a  runnable" in listed
+
+
+def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
+    rows = ("dataset=cub200", "rows=C2+GAP,C2+DeLF", "fold=0")
+    _, error = reproduce(capsys, "gsp/table2", *rows, code=1)
+    assert sorted(run.state for run in find_runs("out")) == ["done"] * 4 + ["failed"]
+    assert "1 of 1 runs failed: " in error.splitlines()[-1]
+    assert "training stopped at step" in error.splitlines()[-2]
+    verdicts = {row["row"]: row["verdict"] for row in csv.DictReader((done / "out/tables/gsp/table2.csv").open())}
+    assert verdicts == {"C2+GAP": "not comparable", "C2+DeLF": "not run"}
+    out, _ = reproduce(capsys, "gsp/table2", *rows, "max_hours=0")
+    assert "failed: out/glyphs/mlrc/resnet20_small-gap-contrastive-" in out
+
+
+ONE = ("gsp/table2", "dataset=cub200", "rows=C2+GAP")
+
+
+def test_what_cannot_be_used_gets_one_message_and_nothing_is_deleted(done: Path, capsys) -> None:
+    first, second = find_runs("out", "*gap*")
+    before = set(Path("out").rglob("*"))
+    shutil.move(first.path / "embeddings.safetensors", "elsewhere")
+    out, _ = reproduce(capsys, *ONE)
+    assert f"note: {first.path} has lost its embeddings.safetensors" in out
+    assert "4 not comparable" in out  # its scores are known
+    shutil.move("elsewhere", first.path / "embeddings.safetensors")
+
+    (second.path / RESULT).write_text((second.path / RESULT).read_text()[:40])
+    out, error = reproduce(capsys, *ONE)
+    assert "1 done, 1 unusable" in out
+    assert f"cannot be used: {second.path}/result.json is damaged" in out
+    assert "1 of 2 runs" in out
+    assert "training images" not in error
+    assert before <= set(Path("out").rglob("*"))
+
+
+def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done: Path, capsys) -> None:
+    run = find_runs("out", "*gap*")[1].path
+    result = json.loads((run / RESULT).read_text())
+    (run / RESULT).write_text(json.dumps({**result, "git_commit": "another"}))
+    _, error = reproduce(capsys, *ONE, code=2)
+    assert "gsp/table2: MIXED CODE: " in error
+    assert "another (1 runs); allow_mixed=true" in error
+    out, _ = reproduce(capsys, *ONE, "allow_mixed=true")
+    assert "C2+GAP: MIXED CODE: " in out
+    out, _ = reproduce(capsys, *ONE, "--dry-run")
+    assert "MIXED CODE: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
+        (["gsp/tabel2"], "oodml/table_s8"),
+        ([], "name a table, such as dmlbench reproduce gsp/table2"),
+        (["oodml/table_s1"], "oodml/table_s1 has no experiment yet"),
+        (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
+        (["gsp/table2", "rows=C9*"], "rows: 'C9*' matches no row"),
+        (["gsp/table2", "rows=C2+GSP"], "nothing of what was asked for can be run (C2+GSP: needs an exact solver)"),
+        (["gsp/table2", "dataset=cub"], "the table has no scores for dataset=cub"),
+        (["gsp/table2", "--shard", "5/4"], "shard (5/4) is written i/n, with i from 1 to n"),
+        (["gsp/table2", "--max-hours"], "--max-hours needs a value"),
+        (["gsp/table2", "fold=x"], "fold (x) is a number from 0"),
+        (["gsp/table2", "gsp/table3"], "name the table once"),
+        (["gsp/table2", "--dryrun"], "unknown option --dryrun"),
+        (["-m", "gsp/table2"], "leave -m out"),
+        (["mine", "rows=a"], "mine has no rows by name"),
+        (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'max_steps'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[str], said: str) -> None:
+    _, error = reproduce(capsys, *arguments, code=2)
+    assert said in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert not (folder / "out").exists()
+
+
+def test_a_grid_is_a_table_with_its_additional_cells_and_costs_are_bounded(done: Path, capsys) -> None:
+    out, error = reproduce(capsys, "mine", "--shard", "2/2", "--max-hours", "0.0000001")
+    assert "3 cells, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.00 hours measured here\n" in out
+    assert "max_hours=1e-07 is used up" in error
+    assert "training images" not in error
+    out, error = reproduce(capsys, "mine", "fold=0")
+    assert error.count("training images of") == 1
+    text = (done / "out/tables/mine.md").read_text()
+    assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| g")] == [
+        *("| gmp (untrained)", "| gap", "| gmp"),
+    ]
+    assert "gmp (untrained): PARTIAL: 1 of 2 runs" in text
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_table_run_nothing_twice_and_write_the_same(folder: Path) -> None:
+    both = [_start(folder) for _ in range(2)]
+    ended = [process.wait(timeout=240) for process in both]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert sum(error.count("training images of") for _, _, error in ended) == 4
+    tables = [out.partition("gsp/table2: ")[2] for _, out, _ in ended]
+    assert tables[0] == tables[1] != ""
+
+
+@pytest.mark.slow
+def test_killed_at_random_points_it_completes_to_the_same_table(folder: Path) -> None:
+    code, whole, error = _start(folder).wait(timeout=240)
+    assert code == 0, error
+    shutil.move(folder / "out", folder / "whole")
+    shutil.rmtree(folder / "cache")
+    rng, kills = random.Random(0), 0
+    for _ in range(12):
+        process = _start(folder)
+        deadline = time.monotonic() + rng.uniform(1, 9)
+        while time.monotonic() < deadline and not process.has_ended():
+            time.sleep(0.02)
+        if process.has_ended():
+            break
+        process.kill()
+        kills += 1
+    code, out, error = _start(folder).wait(timeout=240)
+    assert code == 0, error
+    assert kills > 0
+    assert out.partition("gsp/table2: ")[2] == whole.partition("gsp/table2: ")[2] != ""
+    for suffix in ("md", "csv", "tex"):
+        name = f"tables/gsp/table2.{suffix}"
+        assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers_with_processes_of_their_own_run_the_rows(folder: Path, capsys, launcher: str) -> None:
+    plugin = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher")
+    own = {"joblib": "hydra.launcher.n_jobs=2", "submitit": "hydra.launcher.timeout_min=5"}[plugin]
+    out, _ = reproduce(capsys, "gsp/table2", *HALF, f"hydra/launcher={launcher}", own)
+    assert "8 not comparable" in out
+    assert [run.state for run in find_runs("out")] == ["done"] * 4
+
+
+def _start(folder: Path) -> Process:
+    return Process(
+        ("reproduce", "gsp/table2", *HALF, "--config-dir", "conf"), folder=folder, environment=dict(os.environ)
+    )
