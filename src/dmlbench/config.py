@@ -161,6 +161,7 @@ class ReproduceConfig:
     fold: Any = None
     repeat: Any = None
     list: bool = False
+    measured: str | None = None
     dry_run: bool = False
     max_hours: float | None = None
     shard: str | None = None

@@ -40,6 +40,12 @@ def test_a_score_belongs_to_the_cell_of_its_row_on_its_data_set_and_backbone() -
     assert whys["C1+XBM+GSP"].startswith("needs a command")
 
 
+def test_scores_of_others_stay_quoted_in_a_row_that_has_own_ones() -> None:
+    lines = lines_of("xml/table1", {"rows": {"PAnchor [7]": "loss=proxy_anchor"}}, COMPOSED)
+    whys = {line.score.origin: line.why for line in lines if line.score.row == "PAnchor [7]"}
+    assert whys == {"own": "", "quoted": QUOTED}
+
+
 def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() -> None:
     reproduce = {
         "rows": {"ProxyNCA (Emb: 2048)": ["loss=proxy_nca", "pooling=gap"]},

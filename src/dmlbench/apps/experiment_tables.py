@@ -13,8 +13,8 @@ An experiment that stands for a table or a figure of a paper says so by its name
                       ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             in experiments of no paper: cells beside those of the experiment's grid, as a list of overrides
 
-Rows that are not named are *quoted* where the paper took all of their scores from others. Other experiments are tables
-of their own grid (``hydra.sweeper.params``).
+What the paper took from others is *quoted*, whatever its row is. Other experiments are tables of their own grid
+(``hydra.sweeper.params``).
 """
 
 import itertools
@@ -142,9 +142,9 @@ def lines_of(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str
 
 
 def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> Line:
+    if score.origin == QUOTED:  # also of a row that others' and own scores share
+        return Line(score, (), QUOTED)
     if score.row not in (reproduce.get("rows") or {}):
-        if score.origin == QUOTED:
-            return Line(score, (), QUOTED)
         needs = reproduce.get("needs") or "a command: its experiment does not name this row"
         return Line(score, (), f"needs {needs}")
     asked = {

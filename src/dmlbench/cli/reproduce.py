@@ -25,6 +25,7 @@ from dmlbench.apps.experiment_tables import (
     reproduce_of,
     states,
 )
+from dmlbench.apps.measured import measured
 from dmlbench.cli import train
 from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
@@ -62,6 +63,9 @@ def main(line: CommandLine) -> None:
         folders = [*([line.config_dir] if line.config_dir else []), config_folder()]
         if cfg.list:
             _print_list(folders, Path(cfg.paths.output_dir) / "tables")
+            return
+        if cfg.measured:
+            print(measured(Path(cfg.measured)), end="")
             return
         _reproduce(cfg, folders, given, launching, line.config_dir)
 

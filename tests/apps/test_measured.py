@@ -1,0 +1,29 @@
+"""What README says has been measured is what the published tables say."""
+
+from pathlib import Path
+
+import pytest
+
+from dmlbench.apps.measured import measured
+from dmlbench.types import DataError
+
+
+def test_readme_has_what_the_published_tables_say(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+    assert measured(Path("outputs/published")) in Path("README.md").read_text(encoding="utf-8")
+
+
+def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: Path) -> None:
+    head = "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std"
+    for name, std, notes in (("whole", "0.25", "exact search; NOT THE PUBLISHED DATA: cut"), ("one_run", "", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}-mlrc.csv").write_text(
+            f"{head},notes\na,10.0,{std},2.345,{std},{notes}\nb,9.0,{std},3,{std},{notes}\n"
+        )
+    text = measured(tmp_path)
+    assert f"| [whole]({tmp_path}/whole/whole-mlrc.md), `mlrc` | a | **10.00 ± 0.25** | 2.35 ± 0.25 |" in text
+    assert "|  | b | 9.00 ± 0.25 | **3.00 ± 0.25** |" in text
+    assert "\nwhole: NOT THE PUBLISHED DATA: cut\n" in text
+    assert "one_run" not in text
+    with pytest.raises(DataError, match="no table whose rows have deviations"):
+        measured(tmp_path / "one_run")
