@@ -66,9 +66,6 @@ def check_values(cfg: DictConfig) -> None:
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
-    if "needs" in (container["reproduce"] or {}):
-        name = cfg.runtime.choices.get("experiment", "this experiment")
-        raise ConfigError(f"nothing of {name} can be run: it needs {container['reproduce']['needs']}")
     check_components(container)
     sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
     for key, value in sizes.items():

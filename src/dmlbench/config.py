@@ -242,11 +242,13 @@ def settle(cfg: DictConfig) -> None:
     """Make a run's configuration of what Hydra composed: what a recipe did is said, a table's rows are left out.
 
     Raises:
-        ConfigError: the recipe has nothing for what was chosen.
+        ConfigError: the recipe has nothing for what was chosen, or nothing of the table can be run.
     """
-    settle_recipe(cfg)
     with open_dict(cfg):
-        cfg.pop("reproduce", None)
+        reproduce = cfg.pop("reproduce", None)
+    if reproduce and "needs" in reproduce:
+        raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
+    settle_recipe(cfg)
 
 
 @contextlib.contextmanager
