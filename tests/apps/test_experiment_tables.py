@@ -19,6 +19,7 @@ from dmlbench.apps.experiment_tables import (
     states,
 )
 from dmlbench.config import config_folder
+from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError
 
@@ -44,6 +45,15 @@ def test_scores_of_others_stay_quoted_in_a_row_that_has_own_ones() -> None:
     lines = lines_of("xml/table1", {"rows": {"PAnchor [7]": "loss=proxy_anchor"}}, COMPOSED)
     whys = {line.score.origin: line.why for line in lines if line.score.row == "PAnchor [7]"}
     assert whys == {"own": "", "quoted": QUOTED}
+
+
+def test_a_table_may_name_our_metric_for_the_papers() -> None:
+    reproduce = reproduce_of(experiments([config_folder()])["proxynca_pp/table7"])
+    labels = {line.score.metric: line.label for line in lines_of("proxynca_pp/table7", reproduce, {})}
+    assert labels["R@1"] == "R@1 (raw)"
+    assert labels["R@8"] == "R@8 (raw)"
+    assert labels["NMI"] == "NMI (raw, geometric)"
+    assert all(score_labeled(label) for label in labels.values())
 
 
 def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() -> None:

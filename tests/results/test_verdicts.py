@@ -47,6 +47,7 @@ def test_a_score_is_reproduced_up_to_the_tolerance_and_no_further(ours: float, v
 
 def test_what_is_missing_or_of_something_else_gets_no_verdict_on_the_paper() -> None:
     assert compare(SCORE, None).verdict == "not run"
+    assert compare(SCORE, _summary(), label="R@1 (raw)").note.startswith("needs R@1 (raw)")
     partial = _summary(missing=["fold3_rep0"], n_runs=11)
     assert compare(SCORE, partial).verdict == "partial (11 of 12 runs)"
     subset = compare(SCORE, partial, ["NOT THE PUBLISHED DATA: a subset"])

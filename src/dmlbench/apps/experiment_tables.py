@@ -8,6 +8,8 @@ An experiment that stands for a table or a figure of a paper says so by its name
     settings:         overrides by ``PaperScore.setting``, in the same forms (optional)
     datasets:         the same by ``PaperScore.dataset`` (optional)
     embedding_sizes:  the same by ``PaperScore.embedding_size`` (optional)
+    metrics:          labels of our metrics by the paper's, where it means another one, such as {"R@{k}": "R@{k} (raw)"}
+                      (optional)
     needs:            instead of rows: why nothing of it can be run
     hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
                       ``measured``, and whether they are an ``upper_bound`` (optional)
@@ -18,6 +20,7 @@ What the paper took from others is *quoted*, whatever its row is. Other experime
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,7 +38,7 @@ QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
 NARROWING = ("dataset", "protocol", "backbone")
 """Groups that choose among the scores of a paper's table."""
-_PARTS = ("rows", "settings", "datasets", "embedding_sizes", "needs", "hours_per_run", "also")
+_PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "hours_per_run", "also")
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class Line:
         score: as the paper prints it.
         overrides: of ``dmlbench train``, without coordinates; empty where nothing can be run.
         why: why nothing can be run: ``QUOTED``, or what is missing; empty where it can.
+        label: of our metric that the score is one of.
     """
 
     score: PaperScore
     overrides: tuple[str, ...]
     why: str = ""
+    label: str = ""
 
 
 def experiments(folders: Sequence[Path]) -> dict[str, Path]:
@@ -160,7 +165,14 @@ def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: 
         if option and option != composed.get(group):
             base.append(f"{group}={option}")
     overrides, needs = _joined(base, parts)
-    return Line(score, overrides, needs)
+    return Line(score, overrides, needs, _our_label(score.metric, reproduce.get("metrics") or {}))
+
+
+def _our_label(label: str, metrics: Mapping[str, str]) -> str:
+    for theirs, ours in metrics.items():
+        if match := re.fullmatch(re.escape(theirs).replace(re.escape("{k}"), "([0-9]+)"), label):
+            return ours.replace("{k}", match[1] if match.groups() else "")
+    return label
 
 
 def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...], str]:

@@ -111,9 +111,9 @@ def _runs_in(folder: Path, cell: Cell) -> list[RunInfo]:
     ]
 
 
-def spec_for(scores: Sequence[PaperScore]) -> EvaluationSpec:
-    """What has to be computed for scores of a paper."""
-    asked = [score for score in (score_labeled(score.metric) for score in scores) if score is not None]
+def spec_for(labels: Sequence[str]) -> EvaluationSpec:
+    """What has to be computed for metrics of these labels."""
+    asked = [score for score in map(score_labeled, labels) if score is not None]
     return EvaluationSpec(metrics=tuple(dict.fromkeys(score.name for score in asked)) or ("p_at_1",))
 
 
@@ -144,7 +144,7 @@ def _compared(
     if summary.found is None:
         return Comparison(line.score, NOT_RUN, note=summary.problem)
     made = summary.found[2]
-    return compare(line.score, made, [*reasons, *others(line.score, made), *incomparable(made)])
+    return compare(line.score, made, [*reasons, *others(line.score, made), *incomparable(made)], label=line.label)
 
 
 def others(score: PaperScore, summary: Mapping[str, Any]) -> list[str]:

@@ -252,12 +252,12 @@ def _print_table(
 
     base = Path(cfg.paths.output_dir) / "tables" / table.name
     if table.lines:
-        scores: dict[str, list[Any]] = {}
+        labels: dict[str, list[str]] = {}
         for line in table.lines:
             cell = cells.get(line.overrides)
             if not line.why and cell is not None and not isinstance(cell, str):
-                scores.setdefault(cell.sha256, []).append(line.score)
-        summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in scores.items()})
+                labels.setdefault(cell.sha256, []).append(line.label)
+        summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
         found = compare_lines(table.lines, cells, summaries, reasons)
         done = side_by_side.SideBySide(table.name, about(table.name), tuple(found), _notes(table))
         print(side_by_side.to_text(done))

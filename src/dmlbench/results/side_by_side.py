@@ -65,7 +65,8 @@ def _blocks(table: SideBySide) -> Iterator[tuple[str, list[Comparison]]]:
 
 def _cells(comparison: Comparison) -> list[str]:
     score, difference, allowed = comparison.score, comparison.difference, comparison.tolerance
-    kind = f" ({comparison.kind})" if comparison.kind in ("best", "mean") else ""
+    kinds = [word for word in comparison.kind.split(", ") if word and word not in ("separated", "concatenated")]
+    kind = f" ({', '.join(kinds)})" if kinds else ""
     paper = "–" if score.mean is None else str(score.mean) + ("" if score.std is None else f" ± {score.std}")
     ours = "–" if comparison.mean is None else f"{comparison.mean:.2f}"
     ours += "" if comparison.std is None else f" ± {comparison.std:.2f}"

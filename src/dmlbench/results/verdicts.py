@@ -62,20 +62,26 @@ class Comparison:
         return tolerance(None if self.score.std is None else float(self.score.std), self.std)
 
 
-def compare(score: PaperScore, summary: Mapping[str, Any] | None, reasons: Sequence[str] = ()) -> Comparison:
+def compare(
+    score: PaperScore, summary: Mapping[str, Any] | None, reasons: Sequence[str] = (), *, label: str = ""
+) -> Comparison:
     """A paper's score beside that of a cell's summary; None is a cell without complete runs.
 
     Args:
         score: of the paper.
         summary: what ``aggregate_cell`` made of the cell's runs.
         reasons: why scores of this cell cannot be compared with the paper's, whatever they are.
+        label: of our metric that the paper's score is one of, where that is not the one of the paper's label.
     """
     if summary is None:
         return Comparison(score, NOT_RUN)
-    asked, kind = score_labeled(score.metric), kind_of(score, summary)
+    label = label or score.metric
+    asked, kind = score_labeled(label), kind_of(score, summary)
     found = summary["scores"].get(kind, {}).get(asked.name) if asked else None
     if found is None or asked is None:
-        return Comparison(score, NEEDS, note=f"needs {score.metric} ({kind}), which these runs do not have")
+        return Comparison(score, NEEDS, note=f"needs {label} ({kind}), which these runs do not have")
+    if label != score.metric:
+        kind = f"{kind}, {label}"
     mean = asked.scale * found["mean"]
     std = None if found["std"] is None else asked.scale * found["std"]
     partial = f"{summary['n_runs']} of {summary['n_runs_expected']} runs" if summary["missing"] else ""
