@@ -346,6 +346,15 @@ def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
     assert not any(file.exists() for file in left)
 
 
+def test_a_summary_of_fewer_scores_than_its_runs_have_stays_as_it_is(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:4], folds=2)
+    runs = find_runs(tmp_path)
+    spec = EvaluationSpec(metrics=("p_at_1",))
+    first = aggregate_cell(runs, spec, progress=False, allow_partial=True)
+    assert first["scores"]["separated"].keys() > first["scores"]["concatenated"].keys() == {"p_at_1"}
+    assert aggregate_cell(runs, spec, progress=False, allow_partial=True) == first
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut off", "no table", "another digit"])
 def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage: str) -> None:
     _write_runs(tmp_path, ALL[:4], folds=2)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.evaluation.metrics.table import in_table_order, of_queries
+from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.rules import COLLECTIONS, CellRuns, Coordinates, rule_named, stored_collections
 from dmlbench.results.run_scores import DistanceOf, spec_of_run
@@ -85,7 +85,12 @@ def aggregate_cell(
         log.warning("%s is missing or damaged; it is made again", cell / COLLECTIONS)
         known = None
     if known:  # what was asked for before stays
-        before = known["scores"].get("separated", {})
+        joined = known["scores"].get("concatenated", {})
+        before = [
+            name
+            for name in known["scores"].get("separated", {})
+            if name in joined or not of_queries([score_named(name)])  # runs have more than was asked for
+        ]
         spec = spec.replaced(metrics=tuple(in_table_order([*spec.score_names, *before])))
     if known and has_scores(known, spec):
         log.info("%s is up to date", cell / AGGREGATE)

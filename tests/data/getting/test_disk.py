@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from dmlbench.data.getting.disk import locked
+from dmlbench.data.getting.disk import locked, remove_stale_lock
 from dmlbench.types import DataError
 
 
@@ -42,3 +42,13 @@ def test_a_lock_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path:
         pass
     with late, locked(tmp_path / "other", doing="testing"):
         assert os.fstat(late._context.lock_file_fd).st_ino == os.stat(file).st_ino
+
+
+def test_the_lock_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    lock = tmp_path / ".set.lock"
+    lock.touch()
+    remove_stale_lock(tmp_path / "set")
+    assert not lock.exists()
+    with locked(tmp_path / "set", doing="testing"):
+        remove_stale_lock(tmp_path / "set")
+        assert lock.exists()

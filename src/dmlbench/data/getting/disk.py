@@ -77,6 +77,14 @@ def locked(path: str | Path, *, doing: str) -> Iterator[None]:
         lock.release()
 
 
+def remove_stale_lock(path: str | Path) -> None:
+    """Remove the lock that a killed process left next to ``path``; that of a living one stays."""
+    path = Path(path)
+    if path.with_name(f".{path.name}.lock").exists():
+        with contextlib.suppress(DataError), locked(path, doing="removing a stale lock"):
+            pass
+
+
 def require_space(folder: Path, needed: int, *, what: str) -> None:
     """Refuse to write ``needed`` bytes of ``what`` if the disk of ``folder`` has less free.
 
