@@ -218,7 +218,9 @@ def contents(folder: Path) -> dict[str, Any]:
         name = str(path.relative_to(folder))
         if "/.sweeps/" in name:  # folders named by the moment
             continue
-        if path.suffix == ".ckpt":
+        if not path.is_file():  # a pipe would be waited for
+            found[name] = "no file"
+        elif path.suffix == ".ckpt":
             found[name] = _as_bytes(torch.load(path, weights_only=True))
         elif path.suffix == ".json":
             found[name] = _without_day(json.loads(path.read_text()))

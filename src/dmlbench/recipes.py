@@ -60,11 +60,16 @@ def register_recipes(folders: Sequence[Path]) -> None:
 
 
 class _RecipesFirst(SearchPathPlugin):
-    """Recipes are read here, before Hydra's own source of files would take their tables for values."""
+    """Recipes are read here, before Hydra's own source of files would take their tables for values.
+
+    The user's own folder comes before the project's, for recipes and for all else.
+    """
 
     folders: tuple[Path, ...] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in reversed(self.folders[:-1]):
+            search_path.prepend("dmlbench", f"file://{folder}")
         for i in reversed(range(len(self.folders))):
             path = os.pathsep.join(str(folder) for folder in self.folders[i:])
             search_path.prepend("dmlbench", f"{RecipeSource.scheme()}://{path}")

@@ -223,7 +223,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(error.strerror or str(error)) from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
-    if content.pop(_CHECKSUM, None) not in (None, _checksum(content)):  # earlier versions wrote none
+    if _CHECKSUM in content and content.pop(_CHECKSUM) != _checksum(content):  # earlier versions wrote none
         raise ValueError("its values are not those that were written")
     return content
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import CellCache, Plan, make_plan
@@ -143,9 +144,11 @@ def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> Non
     assert len(half) == 2
 
 
-def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_no_run(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1, 5], repeat=[4])
+def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_refused(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1], repeat=[4])
     assert [(run.fold, run.repeat) for run in plan.runs] == [(1, 4)]
+    with pytest.raises(ConfigError, match=r"fold \(5\) is outside of the table's protocol, which has 0 to 1"):
+        _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1, 5])
 
 
 def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
@@ -172,6 +175,8 @@ def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path:
 def test_what_was_given_by_hand_and_moves_a_number_is_told(tmp_path: Path) -> None:
     free = ("device=cpu", "paths.data_dir=x", "dataset=cub200", "fold=1", "dataset.table.root=y", "logger=tensorboard")
     assert given_by_hand(free) == []
+    for moved in ("protocol.num_repeats=1", "backbone.pretrained=false", "dataset.table.num_classes=3"):
+        assert given_by_hand([moved]) == [f"given by hand: {moved}"]
     assert given_by_hand(["fit.max_steps=2", "~schedule"]) == [
         "given by hand: fit.max_steps=2",
         "given by hand: ~schedule",
@@ -205,4 +210,4 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
 def test_the_file_of_known_cells_is_json(tmp_path: Path) -> None:
     cache = _cache(tmp_path, Composer())
     cache.cells(CELLS)
-    assert set(json.loads(cache.path.read_text())) == {"pooling=gap", "pooling=gmp"}
+    assert set(json.loads(cache.path.read_text())) == {"pooling=gap", "pooling=gmp", "checksum"}

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import io
-import json
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ from forked import Process
 
 from dmlbench.cli.main import main
 from dmlbench.results.store import RESULT, find_runs, read_result
+from dmlbench.runtime import write_json
 
 TABLE = """
 # @package _global_
@@ -113,7 +113,8 @@ def test_what_is_missing_is_planned_with_its_cost_and_a_dry_run_runs_nothing(fol
 def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: Path, capsys) -> None:
     first = whole[1]
     assert "  8 not comparable\n" in first
-    assert "C2+GAP, C2+GMP: data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
+    assert "C2+GAP, C2+GMP: rows of one's own: " in first
+    assert "; data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
     tables = done / "out" / "tables" / "gsp"
     rows = list(csv.DictReader((tables / "table2.csv").open()))
     assert {(row["row"], row["verdict"]) for row in rows} == {(r, "not comparable") for r in ("C2+GAP", "C2+GMP")}
@@ -171,8 +172,7 @@ def test_what_cannot_be_used_gets_one_message_and_nothing_is_deleted(done: Path,
 
 def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done: Path, capsys) -> None:
     run = find_runs("out", "*gap*")[1].path
-    result = json.loads((run / RESULT).read_text())
-    (run / RESULT).write_text(json.dumps({**result, "git_commit": "another"}))
+    write_json(run / RESULT, {**read_result(run), "git_commit": "another"})
     _, error = reproduce(capsys, *ONE, code=2)
     assert "gsp/table2: MIXED CODE: " in error
     assert "another (1 runs); allow_mixed=true" in error
@@ -188,7 +188,9 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
         (["gsp/tabel2"], "oodml/table_s8"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
-        (["oodml/table_s1"], "oodml/table_s1 has no experiment yet"),
+        (["oodml/table_s1"], "oodml/table_s1 cannot be run: it needs protocol=oodml"),
+        (["gsp/table2", "fold=7"], "fold (7) is outside of the table's protocol, which has 0 to 1"),
+        (["gsp/table2", "max_hours=-1"], "max_hours (-1.0) must be a number of hours from 0"),
         (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
         (["gsp/table2", "rows=C9*"], "rows: 'C9*' matches no row"),
         (["gsp/table2", "rows=C2+GSP"], "nothing of what was asked for can be run (C2+GSP: needs an exact solver)"),

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +152,22 @@ def test_removing_the_last_run_removes_its_cell_but_never_a_running_one(tmp_path
     path = _run(tmp_path)
     with store.locked(path), pytest.raises(RunError, match="is running"):
         store.remove_run(path)
+    store.remove_run(path)
+    assert not path.parent.exists()
+
+
+def test_a_killed_removal_leaves_no_summary_without_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _run(tmp_path)
+    (path.parent / "aggregate.json").touch()
+
+    def killed(folder: Path) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(store.shutil, "rmtree", killed)
+    with pytest.raises(SystemExit):
+        store.remove_run(path)
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.undo()
     store.remove_run(path)
     assert not path.parent.exists()
 

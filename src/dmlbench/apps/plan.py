@@ -6,7 +6,6 @@ what is needed of it is kept in a file that is bound to everything that it follo
 
 import contextlib
 import hashlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +29,8 @@ from dmlbench.results.store import (
     run_state,
 )
 from dmlbench.run import folders_of_cell
-from dmlbench.runtime import atomic_write, read_json
-from dmlbench.types import DmlbenchError, RunError
+from dmlbench.runtime import read_json, write_json
+from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class CellCache:
         # once: what is composed from now on follows from the code that this process has
         self.path = self.folder / f"{self.name.replace('/', '-')}-{_fingerprint(self.config_folders)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is made again
-            self.known = read_json(self.path)
+            self.known = read_json(self.path)  # which compares the checksum
 
     def cells(self, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], Cell | str]:
         """A cell for each of the overrides, or why they cannot be composed."""
@@ -143,7 +142,7 @@ class CellCache:
             for former in self.folder.glob(f"{self.name.replace('/', '-')}-{'?' * 16}.json"):
                 if former != self.path:
                     former.unlink(missing_ok=True)
-            atomic_write(self.path, json.dumps(self.known).encode())
+            write_json(self.path, self.known)
         except OSError as error:
             log.warning("%s cannot be written (%s): the next plan composes again", self.path, error.strerror)
 
@@ -210,6 +209,11 @@ class Plan:
     def of_cell(self, cell: Cell) -> list[Run]:
         return [run for run in self.runs if run.cell.sha256 == cell.sha256]
 
+    def all_runs(self, other: "Plan", *, preparing: bool = True) -> tuple[Run, ...]:
+        """The runs of both plans, each once."""
+        runs = [*self.runs, *other.runs, *((*self.preparing, *other.preparing) if preparing else ())]
+        return tuple({run.path: run for run in runs}.values())
+
     def refreshed(self) -> "Plan":
         """The same runs as they are now."""
         return Plan(
@@ -241,8 +245,11 @@ def make_plan(
     """The runs of cells at all coordinates of their protocols, or at those that are named.
 
     Raises:
-        ConfigError: the cell that has to come first cannot be composed.
+        ConfigError: no cell has one of the folds, or the cell that has to come first cannot be composed.
     """
+    folds = max((cell.num_folds for cell in cells), default=0)
+    if cells and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
+        raise ConfigError(f"fold ({beyond[0]}) is outside of the table's protocol, which has 0 to {folds - 1}")
     found = cache.cells(cell.planned_by for cell in cells if cell.planned_by is not None)
     first: dict[tuple[str, ...], Cell] = {}
     for cell in cells:

@@ -34,9 +34,12 @@ from dmlbench.types import DmlbenchError, RunError, RunInUse
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-_MOVES_NOTHING = (*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, *NARROWING, "evaluation", "dataset.table.root", "hydra")
+_MOVES_NOTHING = (
+    *(*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset.table.root", "hydra"),
+    *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "tile_bytes")),
+)
 _WEIGHTS = "backbone.weights_file"
-_PUBLISHED_WEIGHTS = {"bn_inception": "52deb4733"}
+_PUBLISHED_WEIGHTS = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
 """How the SHA-256 of a file of weights begins that the papers' authors started from, by backbone."""
 
 
@@ -168,7 +171,7 @@ def given_by_hand(overrides: Sequence[str]) -> list[str]:
         if key == _WEIGHTS:
             if not _are_published(override.partition("=")[2].strip("'\"")):
                 found.append(f"OTHER WEIGHTS: {override}")
-        elif not any(key == free or key.startswith((f"{free}.", f"{free}/")) for free in _MOVES_NOTHING):
+        elif key not in NARROWING and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING)):
             found.append(f"given by hand: {override}")
     return found
 

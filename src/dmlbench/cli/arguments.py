@@ -188,7 +188,8 @@ def as_list(argument: str, keys: Iterable[str]) -> str:
     Numbers stay numbers; all else is quoted, so that names may hold whatever they like but a comma.
     """
     key, equals, value = argument.partition("=")
-    if key not in keys or not equals or value.startswith("[") or "," not in value:
+    single = key in ("metrics", "recall_at") and re.fullmatch(r"[\w]+", value) and value != "null"
+    if key not in keys or not equals or value.startswith("[") or not ("," in value or single):
         return argument
     parts = [part.strip() for part in value.split(",")]
     return f"{key}=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def asked_table(
         groups = {key: options for key, options in narrowing.items() if options}
         rest = in_train([override for override in given if key_of(override) not in NARROWING])
         lines = [
-            Line(line.score, last_of_each([*line.overrides, *rest]) if not line.why else (), line.why)
+            replace(line, overrides=last_of_each([*line.overrides, *rest]) if not line.why else ())
             for line in narrowed(lines_of(name, own, choices), rows, groups)
         ]
         wanted = [line.overrides for line in lines if not line.why]

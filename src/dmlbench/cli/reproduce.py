@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ def _reproduce(
     from dmlbench.apps.plan import CellCache, make_plan
     from dmlbench.apps.reproduce import given_by_hand, mixtures
 
+    if cfg.max_hours is not None and not 0 <= cfg.max_hours < float("inf"):
+        raise ConfigError(f"max_hours ({cfg.max_hours}) must be a number of hours from 0, or null for no limit")
     name = known_name(cfg.table, folders)
     shard = shard_of(cfg.shard)
     searching = [f"hydra.searchpath=['file://{folder.resolve()}']"] if folder else []
@@ -111,7 +114,8 @@ def _reproduce(
         plan = make_plan(known, cache, cfg.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
     seconds = _print_plan(plan, table, waves, failures)
-    mixed = mixtures(plan.runs, to_do=any(waves) and cfg.max_hours != 0)
+    everything = make_plan(known, cache, cfg.paths.output_dir, {})  # what is asked for is summed up with the rest
+    mixed = mixtures(everything.all_runs(plan), to_do=any(waves) and cfg.max_hours != 0)
     if mixed and not cfg.allow_mixed and not cfg.dry_run:
         raise ConfigError(f"{name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
     if cfg.dry_run:
@@ -122,11 +126,15 @@ def _reproduce(
     if waves:
         jobs = [[(run.overrides, seconds.get(run.cell.sha256)) for run in wave] for wave in waves]
         failed = _launch(jobs, cfg.max_hours, [*launching, *searching], folder)
-        plan = plan.refreshed()
-        mixed = mixtures(plan.runs, to_do=False)
+        plan, everything = plan.refreshed(), everything.refreshed()
+        mixed = mixtures(everything.all_runs(plan), to_do=False)
     by_hand = given_by_hand(given) if table.lines else []
-    _print_table(cfg, table, plan, cells, [*by_hand, *mixed])
-    _print_problems(plan)
+    file = experiments(folders)[name]
+    if table.lines and not file.is_relative_to(config_folder()):
+        mixed = [*mixed, f"rows of one's own: {file}"]
+    whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
+    _print_table(cfg, table, whole, cells, by_hand, mixed)
+    _print_problems(plan, but="failed" if failed else "")
     if failed:
         raise SweepFailed(failed, sum(map(len, waves)))
 
@@ -217,7 +225,7 @@ def _launch(
     """Run jobs, given with the seconds that they take, wave by wave; returns those that failed."""
     launcher = launcher_for(Prepared("train", train.task, folder), in_train(overrides))
     is_basic = launcher.is_in_this_process
-    started, number, planned = time.monotonic(), 0, 0.0
+    started, number, planned, is_used_up = time.monotonic(), 0, 0.0, False
     for wave in waves:
         jobs: list[tuple[str, ...]] = []
         for job, seconds in wave:
@@ -226,6 +234,7 @@ def _launch(
             spent = time.monotonic() - started if is_basic else planned
             if max_hours is not None and (max_hours <= 0 or spent + (seconds or 0.0) > 3600 * max_hours):
                 log.info("max_hours=%s is used up; start the same command again for the rest", max_hours)
+                is_used_up = True
                 break
             planned += seconds or 0.0
             if is_basic and max_hours is not None:
@@ -236,21 +245,27 @@ def _launch(
         if jobs:
             launcher.launch(jobs, number)
             number += len(jobs)
-        launcher.wait()
+        if max_hours is None:
+            launcher.wait()
+        launcher.leave()
+        if is_used_up:  # what follows needs what was not begun
+            break
     return launcher.failures
 
 
 def _print_table(
-    cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"], reasons: Sequence[str]
-) -> None:
-    """Sum up, print and write the table."""
+    cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"],
+    by_hand: Sequence[str], mixed: Sequence[str],
+) -> None:  # fmt: skip
+    """Sum up, print and write the table; one with values given by hand has a name of its own."""
     from dmlbench.apps.reproduce import compare_lines, grid_tables, spec_for, summarize
     from dmlbench.evaluation.spec import EvaluationSpec
     from dmlbench.results import side_by_side
     from dmlbench.results import tables as plain
     from dmlbench.runtime import remove_leftovers
 
-    base = Path(cfg.paths.output_dir) / "tables" / table.name
+    reasons = [*by_hand, *mixed]
+    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{'-own' if by_hand else ''}"
     if table.lines:
         labels: dict[str, list[str]] = {}
         for line in table.lines:
@@ -302,10 +317,10 @@ def _notes(table: Table) -> tuple[str, ...]:
     return (f"the paper's numbers: {described.numbers}", *([described.note] if described.note else []))
 
 
-def _print_problems(plan: "Plan") -> None:
-    """Runs that failed, cannot be used, or have lost something, one line each."""
+def _print_problems(plan: "Plan", *, but: str) -> None:
+    """Runs that failed, cannot be used, or have lost something, one line each, without those of the state ``but``."""
     for run in (*plan.preparing, *plan.runs):
-        if run.problem:
+        if run.problem and run.state != but:
             what = {"failed": "failed", "unusable": "cannot be used"}.get(run.state, "note")
             print(f"{what}: {run.problem if str(run.path) in run.problem else f'{run.path}: {run.problem}'}")
 

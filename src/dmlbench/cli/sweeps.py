@@ -73,6 +73,13 @@ class SharingLauncher(Launcher):
                 self.failed.append((job, error))
         return done
 
+    def leave(self) -> None:
+        """Leave what other processes have to them."""
+        if self.in_use:
+            names = ", ".join(str(error.run_dir) for _, error in self.in_use)
+            log.info("left to the processes that have them: %s", names)
+            self.in_use = []
+
     def wait(self) -> None:
         """Wait for the runs of other processes: skip those that become complete, run those that are left."""
         from dmlbench.results.store import is_locked  # torch comes with it, which a mistake need not wait for

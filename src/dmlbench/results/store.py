@@ -253,16 +253,20 @@ def remove_run(path: Path) -> None:
         raise RunError(f"{path} is running; stop it first")
     cell = path.parent
     try:
+        is_last = all(other == path for other in cell.glob("fold*_rep*"))
+        for entry in [*cell.iterdir()] if is_last else []:  # first, while the run is there to be asked for again
+            if entry != path:
+                _remove(entry)
         _remove(path)
-        if not any(cell.glob("fold*_rep*")):
-            _remove(cell)
+        if is_last:
+            cell.rmdir()
     except OSError as error:
         raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
 
 
 def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()  # what it leads to belongs elsewhere
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()  # what a link leads to belongs elsewhere
     else:
         shutil.rmtree(folder)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmlbench.data.getting.disk import Progress, locked, no_progress, remove_stale_lock, storage_error
+from dmlbench.data.getting.disk import Progress, locked, no_progress, storage_error
 from dmlbench.data.getting.unpack import unpack
 from dmlbench.types import DataError
 
@@ -73,7 +73,6 @@ def extract(
     into = Path(os.path.abspath(into))
     described = [{"name": part.path.name, "size": part.path.stat().st_size, "md5": part.md5} for part in parts]
     if _is_made(into, described):
-        remove_stale_lock(into)
         return
     prefix = f".{into.name}.partial-"
     partial = into.parent / f"{prefix}{os.getpid()}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
 from dmlbench.data.getting.catalog import Archive, Source, is_found
-from dmlbench.data.getting.disk import file_digest, storage_error
+from dmlbench.data.getting.disk import file_digest, remove_stale_lock, storage_error
 from dmlbench.data.getting.download import fetch
 from dmlbench.runtime import whole_file
 from dmlbench.types import DataError, not_a_file
@@ -66,6 +66,7 @@ def prepare(
     place = root / source.folder
     found = is_found(source, root) if root.is_dir() else None
     if found is not None and not _is_partial(source, found[0]):
+        remove_stale_lock(place)
         if source.is_read_packed:
             paths = {path: True for a in source.archives if (path := found[0] / a.name).is_file()}
             _checked(source, paths, accept_other_checksum, stage)
