@@ -502,7 +502,8 @@ def _is_as(sound: tuple[str, dict[str, Any]], ended: Ended, folder: Path) -> boo
 
 
 def _printed(text: str) -> str:
-    """Without what differs from run to run: times, and the hash of files' times in a cache's name."""
+    """Without what differs from run to run: times, the hash of files' times in a cache's name, this campaign's bar."""
+    text = re.sub(r"\r?[a-z]+: +\d+%\|[^\r\n]*\]", "", text)
     return re.sub(r"\d+(\.\d+)? ?(ms|s|min|h)\b|\d\d:\d\d(:\d\d)?|[0-9a-f]{12}(?=\.images)", "", text)
 
 

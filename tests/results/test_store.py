@@ -75,6 +75,7 @@ WHOLE = dict.fromkeys(store._KEYS, 0) | {"metrics": {"test": {"p_at_1": 0.5}, "v
             "p_at_1 is '0.5' instead of a score",
         ),
         (json.dumps({"schema": 1, **WHOLE, "metrics": [1]}), "instead of a score"),
+        (json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": 7.5}}}), "7.5, and no share exceeds 1"),
         (json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": float("nan")}}}), "NaN, which is no score"),
         (json.dumps({"schema": 1, **WHOLE, "metrics": {"test": {"p_at_1": 0.5}}}).replace("0.5", "1e999"), "1e999"),
     ],

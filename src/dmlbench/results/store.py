@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dmlbench.evaluation.metrics.table import is_share
 from dmlbench.results.locks import LOCK as LOCK
 from dmlbench.results.locks import is_locked as is_locked
 from dmlbench.results.locks import locked as locked
@@ -117,6 +118,8 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     for name, score in scores:
         if not isinstance(score, int | float) or isinstance(score, bool):
             raise RunError(f"{path} is damaged ({name} is {score!r} instead of a score); {remedy}")
+        if abs(score) > 1 + 1e-9 and is_share(name):
+            raise RunError(f"{path} is damaged ({name} is {score}, and no share exceeds 1); {remedy}")
     return result
 
 

@@ -6,6 +6,7 @@ nearest r. A name that ends in ``_at_k`` stands for every K of ``recall_at``; wi
 that K.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -196,6 +197,13 @@ def score_labeled(label: str) -> Score | None:
         if match := re.fullmatch(pattern, label):
             return Score(metric, int(match[1]) if metric.takes_k else 0)
     return None
+
+
+def is_share(name: str) -> bool:
+    """Whether a score of this name is at most 1, as those are that tables print in percent."""
+    with contextlib.suppress(ConfigError):
+        return score_named(name).metric.percent
+    return False
 
 
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
