@@ -191,12 +191,12 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         OSError: as ``atomic_write``.
     """
     try:
-        read_back = json.loads(json.dumps(content, allow_nan=False))  # keys as text
-        text = json.dumps({**content, _CHECKSUM: _checksum(read_back)}, indent=1)
+        written = json.loads(json.dumps(content, allow_nan=False))  # keys as text
     except ValueError as error:
         raise RunError(
             f"{path} would hold NaN or infinity, which are no scores: look at the embeddings, which may have collapsed"
         ) from error
+    text = json.dumps({**written, _CHECKSUM: _checksum(written)}, indent=1)
     atomic_write(path, (text + "\n").encode())
 
 

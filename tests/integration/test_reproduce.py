@@ -265,7 +265,7 @@ def test_killed_at_random_points_it_completes_to_the_same_table(folder: Path) ->
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_with_processes_of_their_own_run_the_rows(folder: Path, capsys, launcher: str) -> None:
     plugin = launcher.partition("_")[0]
-    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher")
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason="extra sweeps")
     own = {"joblib": "hydra.launcher.n_jobs=2", "submitit": "hydra.launcher.timeout_min=5"}[plugin]
     out, _ = reproduce(capsys, "gsp/table2", *HALF, f"hydra/launcher={launcher}", own)
     assert "8 not comparable" in out

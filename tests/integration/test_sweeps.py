@@ -104,7 +104,7 @@ def test_a_sweep_of_bad_configurations_ends_as_one_of_them_does(capsys) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_with_processes_of_its_own_names_what_failed_as_well(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="extra sweeps")
     environment = {**os.environ, "DMLBENCH_CACHE": str(tmp_path / "cache"), "DMLBENCH_OUTPUT": str(tmp_path / "out")}
     jobs = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optim.lr=1e30,1e-3", "fold=0")
     done = subprocess.run(

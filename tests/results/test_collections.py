@@ -119,7 +119,7 @@ def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 def test_compiled_and_plain_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("numba", reason="extra fast")
     metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
     spec = EvaluationSpec((1, 5), metrics=metrics)
     found = []

@@ -209,6 +209,16 @@ class Plan:
     def of_cell(self, cell: Cell) -> list[Run]:
         return [run for run in self.runs if run.cell.sha256 == cell.sha256]
 
+    def has_all(self) -> bool:
+        """Whether no coordinates of the cells' protocols were left out."""
+        found = {(run.cell.sha256, run.fold, run.repeat) for run in self.runs}
+        return all(
+            (cell.sha256, fold, repeat) in found
+            for cell in self.cells
+            for fold in range(cell.num_folds)
+            for repeat in range(cell.num_repeats)
+        )
+
     def all_runs(self, other: "Plan", *, preparing: bool = True) -> tuple[Run, ...]:
         """The runs of both plans, each once."""
         runs = [*self.runs, *other.runs, *((*self.preparing, *other.preparing) if preparing else ())]

@@ -40,20 +40,16 @@ _LISTS = (
 _OWN_LISTS = {"explain": ("run",), "reproduce": ("rows", "fold", "repeat")}
 """The same of single commands."""
 _NAMES = (
+    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels"),
     *(
-        "cells",
-        "rows",
-        "run",
-        "name",
-        "output",
-        "embeddings",
-        "labels",
-        "gallery",
-        "gallery_labels",
         "per_query",
         "per_class",
+        "password",
+        "paths.output_dir",
+        "paths.data_dir",
+        "paths.cache_dir",
+        "dataset.table.root",
     ),
-    *("password", "paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"),
 )
 """Keys whose values are names of files or patterns of them, with whatever letters these have."""
 _IN_TRAIN = {

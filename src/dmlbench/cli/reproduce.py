@@ -114,7 +114,8 @@ def _reproduce(
         plan = make_plan(known, cache, cfg.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
     seconds = _print_plan(plan, table, waves, failures)
-    everything = make_plan(known, cache, cfg.paths.output_dir, {})  # what is asked for is summed up with the rest
+    # what is asked for is summed up with the rest
+    everything = plan if plan.has_all() else make_plan(known, cache, cfg.paths.output_dir, {})
     mixed = mixtures(everything.all_runs(plan), to_do=any(waves) and cfg.max_hours != 0)
     if mixed and not cfg.allow_mixed and not cfg.dry_run:
         raise ConfigError(f"{name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
@@ -126,7 +127,8 @@ def _reproduce(
     if waves:
         jobs = [[(run.overrides, seconds.get(run.cell.sha256)) for run in wave] for wave in waves]
         failed = _launch(jobs, cfg.max_hours, [*launching, *searching], folder)
-        plan, everything = plan.refreshed(), everything.refreshed()
+        before, plan = plan, plan.refreshed()
+        everything = plan if everything is before else everything.refreshed()
         mixed = mixtures(everything.all_runs(plan), to_do=False)
     by_hand = given_by_hand(given) if table.lines else []
     file = experiments(folders)[name]
