@@ -126,3 +126,11 @@ def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, mon
     dmlbench(capsys, "train", *([*rest, *option] if order == "after" else [*option, *rest]))
     assert taken[0]._target_ == f"{name}.MyLoss"
     assert dict(taken[0])["neg_margin"] == 0.5
+
+
+@pytest.mark.parametrize(("command", "prefix"), [("table", ""), ("train", "evaluation.")])
+def test_one_value_of_a_list_is_a_list(command: str, prefix: str) -> None:
+    given = ["metrics=p_at_1", "recall_at=10", f"{prefix}metrics=null", f"{prefix}recall_at=[1]"]
+    taken = for_hydra(command, parse(command, given))
+    assert taken[:2] == [f"{prefix}metrics=['p_at_1']", f"{prefix}recall_at=[10]"]
+    assert taken[2:] == given[2:]

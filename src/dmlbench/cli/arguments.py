@@ -37,6 +37,8 @@ _LISTS = (
     *("archives", "state"),
 )
 """Keys whose values may be written with bare commas."""
+_NEVER_SINGLE = ("metrics", "recall_at")
+"""Those of them that are lists even where there is one value."""
 _OWN_LISTS = {"explain": ("run",), "reproduce": ("rows", "fold", "repeat")}
 """The same of single commands."""
 _NAMES = (
@@ -183,9 +185,9 @@ def as_list(argument: str, keys: Iterable[str]) -> str:
 
     Numbers stay numbers; all else is quoted, so that names may hold whatever they like but a comma.
     """
-    key, equals, value = argument.partition("=")
-    single = key in ("metrics", "recall_at") and re.fullmatch(r"[\w]+", value) and value != "null"
-    if key not in keys or not equals or value.startswith("[") or not ("," in value or single):
+    key, _, value = argument.partition("=")
+    is_list = "," in value or (key.removeprefix("evaluation.") in _NEVER_SINGLE and re.fullmatch(r"\w+", value))
+    if key not in keys or value.startswith("[") or value == "null" or not is_list:
         return argument
     parts = [part.strip() for part in value.split(",")]
     return f"{key}=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"

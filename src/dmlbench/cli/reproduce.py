@@ -30,10 +30,10 @@ from dmlbench.apps.measured import measured
 from dmlbench.cli import train
 from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
-from dmlbench.cli.front import Prepared, explain, prepare_process, require_output_dir, run_hydra
+from dmlbench.cli.front import Prepared, explain, groups, prepare_process, require_output_dir, run_hydra
 from dmlbench.cli.sweeps import SweepFailed, launcher_for
-from dmlbench.config import ReproduceConfig, composing, config_folder, settle
-from dmlbench.types import ConfigError, DmlbenchError
+from dmlbench.config import ReproduceConfig, TrainConfig, composing, config_folder, settle
+from dmlbench.types import ConfigError, DmlbenchError, closest
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Cell, Plan, Run
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OWN = tuple(ReproduceConfig.__dataclass_fields__)
+_OF_RUNS = ("hydra", *TrainConfig.__dataclass_fields__)
 
 
 def main(line: CommandLine) -> None:
@@ -72,12 +73,19 @@ def main(line: CommandLine) -> None:
 
 
 def _parts(line: CommandLine) -> tuple[CommandLine, list[str], list[str]]:
-    """The command's own part of a command line, what is for the runs, and what is for Hydra's launchers."""
+    """The command's own part of a command line, what is for the runs, and what is for Hydra's launchers.
+
+    Raises:
+        ConfigError: a key is of none of them.
+    """
     own: list[str] = []
     given: list[str] = []
     launching: list[str] = []
+    added = [path.name for path in line.config_dir.iterdir()] if line.config_dir else []
     for override in line.overrides:
-        group = re.split("[./]", key_of(override).strip())[0]
+        group = re.split("[./@]", key_of(override).strip())[0]
+        if group not in (*_OWN, *_OF_RUNS, *groups(), *added):
+            raise ConfigError(f"there is no key '{group}': {closest(group, [*_OWN, *_OF_RUNS])}")
         if group in ("hydra", "paths"):
             launching.append(override)
         if group in _OWN:
