@@ -1,0 +1,26 @@
+"""``dmlbench oodml WORD``: train-test splits of growing distance, and what runs show over them."""
+
+import dataclasses
+import importlib
+
+from dmlbench.cli.arguments import CommandLine
+from dmlbench.cli.front import run_hydra
+from dmlbench.types import ConfigError, closest
+
+WORDS = {
+    "splits": "exchange and remove classes until train and test half are as far apart as they get; keep some of the way",
+}
+"""What can be done; ``conf/oodml_<word>.yaml`` configures it, ``task`` of ``cli/oodml_<word>.py`` does it."""
+
+
+def main(line: CommandLine) -> None:
+    word, *rest = line.words or ("",)
+    if word not in WORDS:
+        if not word and {"-h", "--help"} & set(line.options):
+            print("usage: dmlbench oodml WORD [--help] [key=value ...]\n")
+            print("\n".join(f"  {name:<10} {text}" for name, text in WORDS.items()))
+            return
+        known = closest(word, list(WORDS))
+        raise ConfigError(f"say what to do: dmlbench oodml {'|'.join(WORDS)}; '{word}' is none of these ({known})")
+    name = f"oodml_{word}"
+    run_hydra(name, importlib.import_module(f"dmlbench.cli.{name}").task, dataclasses.replace(line, words=tuple(rest)))

@@ -1,0 +1,1 @@
+"""``dmlbench oodml splits``: train-test splits of growing distance, as a file for ``protocol=oodml``."""

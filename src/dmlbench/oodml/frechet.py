@@ -1,0 +1,127 @@
+"""How far two sets of features are apart: the Fréchet distance of the Gaussians that are fitted to them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import scipy.linalg
+from numpy.typing import ArrayLike, NDArray
+
+from dmlbench.types import DataError, check_choice
+
+Float = NDArray[np.float64]
+Variant = Literal["exact_eig", "oodml", "pytorch_fid"]
+VARIANTS = ("exact_eig", "oodml", "pytorch_fid")
+
+_OODML_RIDGE = 1e-8
+_PYTORCH_FID_RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A normal distribution with a covariance that may have any rank.
+
+    Attributes:
+        mean: [d].
+        factor: [r, d]; the covariance is ``factor.T @ factor``.
+    """
+
+    mean: Float
+    factor: Float
+
+    @property
+    def total_variance(self) -> float:
+        """Trace of the covariance."""
+        return float((self.factor**2).sum())
+
+
+def gaussian_of_rows(rows: Float) -> Gaussian:
+    """Mean and unbiased covariance of rows [n, d], n >= 2; of more rows than columns the factor has d rows."""
+    mean = rows.mean(axis=0)
+    centered = (rows - mean) / np.sqrt(len(rows) - 1)
+    if len(rows) <= rows.shape[1]:
+        return Gaussian(mean, centered)
+    return Gaussian(mean, scipy.linalg.qr(centered, mode="r", check_finite=False)[0][: rows.shape[1]])
+
+
+def gaussian_of_moments(count: int, mean: Float, covariance: Float) -> Gaussian:
+    """The same from a covariance [d, d] of full or lower rank, by Cholesky's factors with pivots."""
+    lower, pivots, rank, _ = scipy.linalg.lapack.dpstrf(covariance, lower=1)
+    factor = np.zeros((rank, len(mean)))
+    factor[:, pivots - 1] = np.tril(lower)[:, :rank].T
+    return Gaussian(mean, factor)
+
+
+def distance_of_gaussians(a: Gaussian, b: Gaussian) -> float:
+    """||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), 0 where no more than rounding is left.
+
+    With S_a = F_a^T F_a and S_b = F_b^T F_b the eigenvalues of S_a S_b other than 0 are the squared singular values of
+    F_a F_b^T, so that the trace of the root is the sum of these: real and accurate for covariances of any rank.
+    """
+    root = float(np.linalg.svd(a.factor @ b.factor.T, compute_uv=False).sum())
+    variance = a.total_variance + b.total_variance
+    squared = float(((a.mean - b.mean) ** 2).sum()) + variance - 2 * root
+    rounding = len(a.mean) * np.finfo(np.float64).eps * variance
+    return squared if squared > rounding else 0.0
+
+
+def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
+    """Squared Fréchet distance between the Gaussians fitted to two sets of features, in float64.
+
+    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S. Sets of fewer rows than
+    columns have covariances of lower rank, which is no obstacle.
+
+    Args:
+        a, b: [n, d] and [m, d] features, two rows or more each. Rows may be images, or means of classes.
+        variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under the
+            root alone, as the public code of the ooDML study does (equal sets come out slightly below 0);
+            "pytorch_fid" takes scipy's matrix root of the product, with 1e-6 on the diagonals where that fails.
+
+    Raises:
+        ConfigError: an unknown variant.
+        DataError: shapes that do not fit, fewer than two rows, or a number that is not finite.
+
+    Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium", NeurIPS
+        2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric
+        Learning", NeurIPS 2021, eq. 1; variants: their public code and mseitzer/pytorch-fid.
+    """
+    check_choice("variant", variant, VARIANTS)
+    first, second = _checked(a, "first"), _checked(b, "second")
+    if first.shape[1] != second.shape[1]:
+        raise DataError(
+            f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared; take both from one network"
+        )
+    if variant == "pytorch_fid":
+        return _by_matrix_root(first, second)
+    gaussians = gaussian_of_rows(first), gaussian_of_rows(second)
+    if variant == "exact_eig":
+        return distance_of_gaussians(*gaussians)
+    ridge = np.sqrt(_OODML_RIDGE) * np.eye(first.shape[1])
+    lifted = [np.concatenate([g.factor, ridge]) for g in gaussians]
+    root = np.linalg.svd(lifted[0] @ lifted[1].T, compute_uv=False).sum()
+    difference = gaussians[0].mean - gaussians[1].mean
+    return float(difference @ difference + sum(g.total_variance for g in gaussians) - 2 * root)
+
+
+def _by_matrix_root(a: Float, b: Float) -> float:
+    covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b)]
+    root: Any = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
+    if not np.isfinite(root).all():
+        ridge = _PYTORCH_FID_RIDGE * np.eye(a.shape[1])
+        root = scipy.linalg.sqrtm((covariances[0] + ridge) @ (covariances[1] + ridge))
+    difference = a.mean(axis=0) - b.mean(axis=0)
+    return float(difference @ difference + sum(np.trace(c) for c in covariances) - 2 * np.trace(root).real)
+
+
+def _checked(features: ArrayLike, which: str) -> Float:
+    rows = np.asarray(features, dtype=np.float64)
+    if rows.ndim != 2 or rows.shape[1] == 0:
+        raise DataError(f"the {which} set of features has shape {list(rows.shape)}; give rows [n, d]")
+    if len(rows) < 2:
+        raise DataError(
+            f"the {which} set of features has {len(rows)} row{'' if len(rows) == 1 else 's'}; a Gaussian needs two or more"
+        )
+    if not np.isfinite(rows).all():
+        bad = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
+        raise DataError(f"row {bad} of the {which} set of features is not finite; embed these images again")
+    return rows
