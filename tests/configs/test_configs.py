@@ -1,6 +1,7 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
 import copy
+import functools
 import itertools
 import re
 import subprocess
@@ -29,8 +30,8 @@ LEVELS = {"backbone": "resnet20_levels", "pooling": "none", "head": "avsl", "los
 OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss", "layered_proxy_anchor")}
 
 
-# Composing a configuration takes most of a test's time, so options of groups that do not depend on each other are tested
-# in one: each option is in one of these rows.
+# Composing a configuration takes most of a test's time, so options of groups that do not depend on each other are
+# tested in one: each option is in one of these rows.
 TOGETHER = (
     ("pooling", "loss", "fit", "optim", "schedule", "transform"),
     ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths"),
@@ -415,6 +416,7 @@ def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
 
 
 def test_what_is_evaluated_names_no_cell_unless_it_selects_the_weights() -> None:
+    @functools.cache
     def digest(*overrides: str) -> str:
         return config_sha256(compose("train", list(overrides)))
 
