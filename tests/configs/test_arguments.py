@@ -81,7 +81,7 @@ def test_lists_patterns_and_names_of_files_mean_the_same_in_every_command() -> N
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=() if name == "table" else pytest.mark.slow) for name in COMMANDS]
+    "command", [pytest.param(name, marks=() if name in ("table", "clean") else pytest.mark.slow) for name in COMMANDS]
 )
 def test_every_command_shows_examples_of_its_own_and_lists_the_keys_that_it_knows(
     capsys, tmp_path, monkeypatch, command
