@@ -44,7 +44,7 @@ def gaussian_of_rows(rows: Float) -> Gaussian:
     return Gaussian(mean, scipy.linalg.qr(centered, mode="r", check_finite=False)[0][: rows.shape[1]])
 
 
-def gaussian_of_moments(count: int, mean: Float, covariance: Float) -> Gaussian:
+def gaussian_of_moments(mean: Float, covariance: Float) -> Gaussian:
     """The same from a covariance [d, d] of full or lower rank, by Cholesky's factors with pivots."""
     lower, pivots, rank, _ = scipy.linalg.lapack.dpstrf(covariance, lower=1)
     factor = np.zeros((rank, len(mean)))
