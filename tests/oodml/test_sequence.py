@@ -31,12 +31,16 @@ def test_classes_and_distances_are_those_of_the_public_code(golden_dir: Path, ca
     count, per_step, memory = stored["N_SWAPS"], stored["SWAPS_PER_ITER"], stored["HISTORY"]
     if case.startswith("swap"):
         found = list(
-            exchange(features, train, test, steps=count - 1, per_step=per_step, memory=memory, reverse=stored["inverse"])
+            exchange(
+                features, train, test, steps=count - 1, per_step=per_step, memory=memory, reverse=stored["inverse"]
+            )
         )
         assert [abs(key) for key in stored["keys"]] == [step.count for step in found]
     else:
         found = list(
-            removal(features, train, test, steps=count - 1, per_step=per_step, memory=memory, keep=0, rule="exchange_first")
+            removal(
+                features, train, test, steps=count - 1, per_step=per_step, memory=memory, keep=0, rule="exchange_first"
+            )
         )
     assert len(found) == count
     for step, train_classes, test_classes in zip(found, stored["train_splits"], stored["test_splits"], strict=True):

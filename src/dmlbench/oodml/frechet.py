@@ -52,13 +52,19 @@ def gaussian_of_moments(mean: Float, covariance: Float) -> Gaussian:
     return Gaussian(mean, factor)
 
 
-def distance_of_gaussians(a: Gaussian, b: Gaussian) -> float:
+def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False) -> float:
     """||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), 0 where no more than rounding is left.
 
     With S_a = F_a^T F_a and S_b = F_b^T F_b the eigenvalues of S_a S_b other than 0 are the squared singular values of
     F_a F_b^T, so that the trace of the root is the sum of these: real and accurate for covariances of any rank.
+    ``by_squares`` takes the eigenvalues themselves, several times faster: a singular value is then off by up to 1e-8 of
+    the largest, as it is where factors come from covariances.
     """
-    root = float(np.linalg.svd(a.factor @ b.factor.T, compute_uv=False).sum())
+    product = a.factor @ b.factor.T
+    if by_squares:
+        root = float(np.sqrt(np.linalg.eigvalsh(product @ product.T).clip(0)).sum())
+    else:
+        root = float(np.linalg.svd(product, compute_uv=False).sum())
     variance = a.total_variance + b.total_variance
     squared = float(((a.mean - b.mean) ** 2).sum()) + variance - 2 * root
     rounding = len(a.mean) * np.finfo(np.float64).eps * variance

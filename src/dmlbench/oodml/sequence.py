@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 import numpy as np
+import scipy.sparse
 
 from dmlbench.oodml.frechet import Float, Gaussian, distance_of_gaussians, gaussian_of_moments, gaussian_of_rows
 from dmlbench.types import DataError, IntArray, check_choice
@@ -46,12 +49,12 @@ class ClassFeatures:
         start = np.searchsorted(labels[order], np.arange(labels.max() + 2))
         return ClassFeatures(rows - rows.mean(axis=0), start, over)
 
-    @property
+    @cached_property
     def means(self) -> Float:
         """[C, d] means of the classes; NaN of those without rows."""
-        counts = np.diff(self.start)
-        sums = np.add.reduceat(np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]))]), self.start[:-1])
-        return np.divide(sums, counts[:, None], out=np.full_like(sums, np.nan), where=counts[:, None] > 0)
+        n, counts = len(self.rows), np.diff(self.start)[:, None]
+        members = scipy.sparse.csr_array((np.ones(n), np.arange(n), self.start), shape=(len(counts), n))
+        return np.divide(sums := members @ self.rows, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class _Halves:
         self.both = tuple(_Half(rows_of, classes, rows.shape[1]) for classes in (train, test))
 
     def distance(self) -> float:
-        return distance_of_gaussians(*(half.gaussian() for half in self.both))
+        train, test = self.both
+        by_squares = train.scatter is not None and test.scatter is not None
+        return distance_of_gaussians(train.gaussian(), test.gaussian(), by_squares=by_squares)
 
     def centers(self) -> list[Float]:
         """Mean of the class means of each half."""
@@ -168,7 +173,7 @@ class _Memory:
         picked: list[tuple[int, int]] = []
         for k in range(count):
             pair = [
-                next((slot for slot in order[k:] if slot not in lately), None)
+                next((slot for slot in islice(order, k, None) if slot not in lately), None)
                 for order, lately in zip(orders, self.lately, strict=True)
             ]
             if pair[0] is None or pair[1] is None:
@@ -290,7 +295,9 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
     """
     ordered = sorted({(step.train, step.test): step for step in steps}.values(), key=lambda step: step.distance)
     if count < 2 or len(ordered) < count:
-        raise DataError(f"{count} splits cannot be picked of {len(ordered)} different ones; ask for 2 to {len(ordered)}")
+        raise DataError(
+            f"{count} splits cannot be picked of {len(ordered)} different ones; ask for 2 to {len(ordered)}"
+        )
     distances = np.array([step.distance for step in ordered])
     picked: list[int] = []
     for target in np.linspace(distances[0], distances[-1], count):
@@ -305,7 +312,9 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
 
 def _check_halves(features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
     if shared := set(train) & set(test):
-        raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}; a class belongs to one of them")
+        raise DataError(
+            f"the halves share {len(shared)} classes, such as {min(shared)}; a class belongs to one of them"
+        )
     counts = np.diff(features.start)
     for name, classes in (("train", train), ("test", test)):
         if len(classes) < 2:
