@@ -205,6 +205,46 @@ class DataConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+@dataclass
+class FeaturesConfig:
+    """What the commands have in common that look at a data set by a network."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    backbone: Any = MISSING
+    network: str = MISSING
+    run: str | None = None
+    over: str = "class_means"
+    device: str = "auto"
+    num_workers: int | None = None
+    image_cache: bool = True
+    eval_batch_size: int = 128
+    output: str | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class OodmlSplitsConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml splits``: train-test splits of growing distance."""
+
+    per_step: int | None = None
+    exchanges: int = 24
+    reversed_exchanges: int = 14
+    removals: int = 40
+    keep: float = 0.6
+    picks: int = 8
+    alike: int = 5
+    also: Any = None
+    points: int = 2000
+
+
+@dataclass
+class OodmlDistancesConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml distances``: the splits of a file, measured by a network."""
+
+    splits: str | None = None
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -216,6 +256,8 @@ SCHEMAS = {
     "status": StatusConfig,
     "clean": CleanConfig,
     "data": DataConfig,
+    "oodml_splits": OodmlSplitsConfig,
+    "oodml_distances": OodmlDistancesConfig,
 }
 
 
@@ -249,6 +291,19 @@ def settle(cfg: DictConfig) -> None:
     if reproduce and "needs" in reproduce:
         raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
     settle_recipe(cfg)
+    _settle_splits(cfg.protocol)
+
+
+def _settle_splits(protocol: Any) -> None:
+    """A file of splits is part of a cell by its content, not by its name."""
+    if "splits_sha256" in protocol and protocol.splits_sha256 is None:
+        path = Path("" if OmegaConf.is_missing(protocol, "splits") else protocol.splits).expanduser()
+        if not path.name or not_a_file(path) or not path.exists():
+            raise ConfigError(
+                f"protocol.splits ({path if path.name else 'not given'}) must be a file of splits; make one with "
+                "`dmlbench oodml splits dataset=...`, then protocol.splits=<file>"
+            )
+        protocol.splits_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -296,6 +351,7 @@ NOT_PART_OF_A_RUN = (
     "fit.log_every",
     "fit.keep",
     "dataset.table.cache_dir",
+    "protocol.splits",  # its content is: splits_sha256
 )
 
 # Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,

@@ -1,4 +1,4 @@
-"""Sequences of splits against those that the study's public code made, and distances against ones computed from scratch."""
+"""Sequences of splits against those of the study's public code, and distances against ones computed from scratch."""
 
 import json
 from pathlib import Path

@@ -74,21 +74,21 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
     """Squared Fréchet distance between the Gaussians fitted to two sets of features, in float64.
 
-    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S. Sets of fewer rows than
-    columns have covariances of lower rank, which is no obstacle.
+    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S. Sets of fewer rows
+    than columns have covariances of lower rank, which is no obstacle.
 
     Args:
         a, b: [n, d] and [m, d] features, two rows or more each. Rows may be images, or means of classes.
-        variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under the
-            root alone, as the public code of the ooDML study does (equal sets come out slightly below 0);
+        variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under
+            the root alone, as the public code of the ooDML study does (equal sets come out slightly below 0);
             "pytorch_fid" takes scipy's matrix root of the product, with 1e-6 on the diagonals where that fails.
 
     Raises:
         ConfigError: an unknown variant.
         DataError: shapes that do not fit, fewer than two rows, or a number that is not finite.
 
-    Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium", NeurIPS
-        2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric
+    Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium",
+        NeurIPS 2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric
         Learning", NeurIPS 2021, eq. 1; variants: their public code and mseitzer/pytorch-fid.
     """
     check_choice("variant", variant, VARIANTS)
@@ -124,9 +124,8 @@ def _checked(features: ArrayLike, which: str) -> Float:
     if rows.ndim != 2 or rows.shape[1] == 0:
         raise DataError(f"the {which} set of features has shape {list(rows.shape)}; give rows [n, d]")
     if len(rows) < 2:
-        raise DataError(
-            f"the {which} set of features has {len(rows)} row{'' if len(rows) == 1 else 's'}; a Gaussian needs two or more"
-        )
+        count = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+        raise DataError(f"the {which} set of features has {count}; a Gaussian needs two or more")
     if not np.isfinite(rows).all():
         bad = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
         raise DataError(f"row {bad} of the {which} set of features is not finite; embed these images again")
