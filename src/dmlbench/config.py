@@ -245,6 +245,13 @@ class OodmlDistancesConfig(FeaturesConfig):
     splits: str | None = None
 
 
+@dataclass
+class OodmlScoresConfig(CellsConfig):
+    """Top level of ``dmlbench oodml scores``: cells over the distance of their splits."""
+
+    name: str | None = None
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -258,6 +265,7 @@ SCHEMAS = {
     "data": DataConfig,
     "oodml_splits": OodmlSplitsConfig,
     "oodml_distances": OodmlDistancesConfig,
+    "oodml_scores": OodmlScoresConfig,
 }
 
 

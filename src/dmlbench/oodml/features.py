@@ -78,7 +78,7 @@ def features_of(cfg: DictConfig) -> Features:
         )  # fmt: skip
 
         def pooled(images: torch.Tensor) -> torch.Tensor:
-            pooled_map: torch.Tensor = backbone(images)[-1].mean(dim=(2, 3))
+            pooled_map: torch.Tensor = backbone(backbone.preprocess(images))[-1].mean(dim=(2, 3))
             return pooled_map
 
         found = embed(
