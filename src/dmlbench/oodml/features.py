@@ -19,7 +19,7 @@ from dmlbench.apps.trained import load_run
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
-from dmlbench.runtime import atomic_write, select_device
+from dmlbench.runtime import atomic_write, seed_everything, select_device
 from dmlbench.types import ImageTable
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def features_of(cfg: DictConfig) -> Features:
         backbone: Any = setup.model.backbone  # type: ignore[attr-defined]
         weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"
     else:
+        seed_everything(0)  # of weights that are random
         backbone = build.component(cfg.backbone)
         weights = f"{cfg.network} with {_weights(cfg.backbone)}"
     transform = build.component(cfg.transform.eval)

@@ -106,7 +106,7 @@ def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> En
 
 
 def draw_over_distance(cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str) -> None:
-    """Scores over the distance, and below their differences from the mean of all cells (figure 2); bands are deviations.
+    """Scores over the distance, and below differences from the mean of all cells (figure 2); bands are deviations.
 
     Args:
         cells: a curve each.
