@@ -246,9 +246,30 @@ class OodmlDistancesConfig(FeaturesConfig):
 
 
 @dataclass
+class OodmlFrozenConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml frozen``: a network's features as they are, over the splits of a file."""
+
+    splits: str | None = None
+    metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+
+
+@dataclass
+class OodmlTransferConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml transfer``: trained models on another data set."""
+
+    runs: Any = None
+    metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+
+
+@dataclass
 class OodmlScoresConfig(CellsConfig):
     """Top level of ``dmlbench oodml scores``: cells over the distance of their splits."""
 
+    frozen: Any = None
     name: str | None = None
 
 
@@ -266,6 +287,8 @@ SCHEMAS = {
     "oodml_splits": OodmlSplitsConfig,
     "oodml_distances": OodmlDistancesConfig,
     "oodml_scores": OodmlScoresConfig,
+    "oodml_frozen": OodmlFrozenConfig,
+    "oodml_transfer": OodmlTransferConfig,
 }
 
 

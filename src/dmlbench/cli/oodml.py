@@ -11,6 +11,8 @@ WORDS = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
     "distances": "measure the splits of a file by a network, beside the distances that the file gives",
     "scores": "scores of cells over the distance of their splits, and the area under them",
+    "frozen": "score a network's features as they are over the splits of a file",
+    "transfer": "test trained models on another data set",
 }
 """What can be done; ``conf/oodml_<word>.yaml`` configures it, ``task`` of ``cli/oodml_<word>.py`` does it."""
 

@@ -14,7 +14,7 @@ from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.tables import Entry, Table, to_csv, to_latex, to_markdown
-from dmlbench.runtime import atomic_write
+from dmlbench.runtime import atomic_write, read_json
 from dmlbench.types import RunError, is_file_name
 
 Splits = tuple[tuple[str, float], ...]
@@ -30,13 +30,15 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
         RunError: none of the cells was run under ``protocol=oodml``, or they are not aggregated.
     """
     spec: EvaluationSpec = component(cfg.evaluation)
+    frozen = [read_json(Path(str(name))) for name in _listed(cfg.frozen)]
     tables: list[Table] = []
     written: list[Path] = []
     found = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
     for (dataset, protocol), cells in found.items():
         for i, (splits, alike) in enumerate(_by_splits(cells).items()):
             scores = [score_named(name) for name in asked_columns(spec)]
-            table = _table(dataset, protocol, alike, splits, scores, spec)
+            as_they_are = [one for one in frozen if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
+            table = _with_frozen(_table(dataset, protocol, alike, splits, scores, spec), as_they_are, scores)
             tables.append(table)
             stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
             if cfg.name is not None:
@@ -50,7 +52,7 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
                 written.append(folder / f"{stem}{suffix}")
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"
-                draw_over_distance(alike, splits, score, path, title=table.title)
+                draw_over_distance(alike, splits, score, path, title=table.title, frozen=as_they_are)
                 written.append(path)
             path = folder / f"{stem}-areas.png"
             draw_areas(alike, scores, path, title=table.title)
@@ -60,12 +62,19 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
     return tables, written
 
 
+def _listed(frozen: Any) -> list[Any]:
+    return [] if frozen is None else [frozen] if isinstance(frozen, str) else list(frozen)
+
+
+def _splits(by_split: Sequence[Mapping[str, Any]]) -> Splits:
+    return tuple((str(own["split"]), float(own["distance"])) for own in by_split)
+
+
 def _by_splits(cells: Sequence[Cell]) -> dict[Splits, list[Cell]]:
     groups: dict[Splits, list[Cell]] = {}
     for cell in cells:
         if "by_split" in cell.summary:
-            splits = tuple((str(own["split"]), float(own["distance"])) for own in cell.summary["by_split"])
-            groups.setdefault(splits, []).append(cell)
+            groups.setdefault(_splits(cell.summary["by_split"]), []).append(cell)
     return groups
 
 
@@ -98,6 +107,26 @@ def _table(
     )  # fmt: skip
 
 
+def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> Table:
+    """Rows of features as they are below those of trained cells; they do not compete."""
+    rows = []
+    for one in frozen:
+        values = [
+            own.get(score.name)
+            for score in scores
+            for own in (*(split["scores"] for split in one["by_split"]), one[AGS])
+        ]
+        at = [score.scale for score in scores for _ in range(len(one["by_split"]) + 1)]
+        entries = tuple(
+            None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)
+        )
+        rows.append((f"no training: {one['network']}", entries))
+    return dataclasses.replace(
+        table, rows=(*table.rows, *rows), competes=(*table.competes, *(False for _ in rows)),
+        row_notes=(*table.row_notes, *(tuple(one["notes"]) for one in frozen)),
+    )  # fmt: skip
+
+
 def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> Entry | None:
     found = scores.get(score.name)
     if found is None or found["mean"] is None:
@@ -105,7 +134,10 @@ def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> En
     return Entry(score.scale * found["mean"], None if found["std"] is None else score.scale * found["std"])
 
 
-def draw_over_distance(cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str) -> None:
+def draw_over_distance(
+    cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str,
+    frozen: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
     """Scores over the distance, and below differences from the mean of all cells (figure 2); bands are deviations.
 
     Args:
@@ -114,6 +146,7 @@ def draw_over_distance(cells: Sequence[Cell], splits: Splits, score: Score, path
         score: what is drawn.
         path: the PNG.
         title: above it.
+        frozen: what ``dmlbench oodml frozen`` wrote of these splits, dashed; no part of the mean.
     """
     at = [distance for _, distance in splits]
     curves = {}
@@ -129,6 +162,10 @@ def draw_over_distance(cells: Sequence[Cell], splits: Splits, score: Score, path
         for axes, values in ((top, means), (bottom, means - average)):
             (line,) = axes.plot(at, values, marker="o", markersize=3, label=label)
             axes.fill_between(at, values - deviations, values + deviations, color=line.get_color(), alpha=0.15)
+    for one in frozen:
+        values = score.scale * np.array([split["scores"].get(score.name, np.nan) for split in one["by_split"]])
+        (line,) = top.plot(at, values, linestyle="--", label=f"no training: {one['network']}")
+        bottom.plot(at, values - average, linestyle="--", color=line.get_color())
     bottom.axhline(0, color="0.6", linewidth=0.8)
     unit = " in percent" if score.metric.percent else ""
     top.set_ylabel(f"{score.label}{unit}")
