@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from dmlbench import build
 from dmlbench.apps.tables import asked_columns
@@ -114,7 +114,7 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
     table = features.table
     if file.dataset not in ("", table.name):
         raise DataError(f"the splits of {cfg.splits} are of '{file.dataset}', not of '{table.name}'")
-    splits = []
+    splits: list[dict[str, Any]] = []
     for split in sorted(file.splits, key=lambda split: split.distance):
         scores = _scores(features, RetrievalSet(rows_of_split(split, table)["test"]), spec)
         splits.append({"split": split.name, "distance": split.distance, "scores": scores})
