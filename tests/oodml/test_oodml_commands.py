@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
 from dmlbench.config import cell_id
 from dmlbench.data.given_splits import read_splits
+from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.results.aggregate import aggregate_cell, read_aggregate
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import cells_of, find_runs, read_result
@@ -113,6 +115,45 @@ def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: p
     assert kept is not None and "map_at_r" in kept["by_split"][0]["scores"]
     assert dmlbench("table", *places(folder)[:1], "facts=[distance]", "metrics=recall_at_1") == 0
     assert "AGS" in capsys.readouterr().out
+
+
+def test_features_as_they_are_become_a_row_and_a_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = folder / "frozen.json"
+    arguments = [*DATA, "backbone=resnet20_small", "num_workers=0", *places(folder), f"splits={splits_of(folder)}"]
+    assert dmlbench("oodml", "frozen", *arguments, f"output={output}", "metrics=recall_at_1") == 0
+    stored = read_json(output)
+    curve = [split["scores"]["recall_at_1"] for split in stored["by_split"]]
+    distances = [split["distance"] for split in stored["by_split"]]
+    assert stored["AGS"]["recall_at_1"] == pytest.approx(float(area_under(curve, distances)))
+    # split 1 by a loop: cosines of the test images' features, each without itself
+    (file,) = (folder / "cache" / "features").iterdir()
+    rows = load_file(file)["rows"].astype(np.float64)
+    table = glyphs(num_classes=16, images_per_class=5, image_size=24, cache_dir=f"{folder}/cache")
+    names = read_splits(splits_of(folder)).splits[0].test
+    test = [i for i, label in enumerate(table.labels) if table.class_names[label] in names]
+    unit = rows[test] / np.linalg.norm(rows[test], axis=1, keepdims=True)
+    nearest = (unit @ unit.T - 2 * np.eye(len(test))).argmax(axis=1)
+    labels = table.labels[test]
+    assert curve[0] == pytest.approx((labels[nearest] == labels).mean())
+    assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1", f"frozen={output}") == 0
+    assert "no training: resnet20_small" in capsys.readouterr().out
+
+
+def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its own data, as the trivial other: the scores of its own test half under another protocol."""
+    named = [*RUN, "protocol=conventional", "fit.max_steps=1", "fit.keep=best", "protocol.num_repeats=1"]
+    named = [name for name in named if name not in ("fit.keep=none", "protocol=oodml", "protocol.num_repeats=2")]
+    directory = run(compose("train", [*named, *places(folder)]))
+    output = folder / "transfer.json"
+    arguments = [*DATA, "backbone=resnet20_small", "num_workers=0", *places(folder), "metrics=recall_at_1,p_at_1"]
+    assert dmlbench("oodml", "transfer", *arguments, f"runs={directory}", f"output={output}") == 0
+    stored = read_json(output)
+    assert [row["trained_on"] for row in stored["rows"]] == ["glyphs", "as it is"]
+    expected = read_result(Path(directory))["metrics"]["test"]["recall_at_1"]
+    assert stored["rows"][0]["scores"]["recall_at_1"] == expected
+    assert "glyphs -> glyphs" in capsys.readouterr().out
+    assert dmlbench("oodml", "transfer", *arguments) == 2
+    assert "name the trained models" in capsys.readouterr().err
 
 
 def test_a_cell_is_told_by_the_content_of_its_splits_and_not_by_their_place(folder: Path, tmp_path: Path) -> None:
