@@ -205,6 +205,33 @@ class DataConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+@dataclass
+class OodmlFewShotConfig:
+    """Top level of ``dmlbench oodml few_shot``: finished runs adapted to a few images of each test class."""
+
+    run: Any = None
+    cells: str | None = None
+    shots: Any = (2, 5, 10)
+    episodes: int = 10
+    steps: int = 1000
+    lr_factor: float = 10.0
+    weight_decay: float | None = None
+    batch_size: int = 112
+    images_per_class: int = 2
+    beta: float = 1.2
+    margin: float = 0.2
+    official: str | None = None
+    merge_order: Any = None
+    memory_bytes: int = 4 * 2**30
+    metrics: tuple[str, ...] = ("p_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    name: str = "few_shot"
+    device: str = "auto"
+    num_workers: int | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -216,6 +243,7 @@ SCHEMAS = {
     "status": StatusConfig,
     "clean": CleanConfig,
     "data": DataConfig,
+    "oodml_few_shot": OodmlFewShotConfig,
 }
 
 

@@ -39,10 +39,14 @@ _LISTS = (
 """Keys whose values may be written with bare commas."""
 _NEVER_SINGLE = ("metrics", "recall_at")
 """Those of them that are lists even where there is one value."""
-_OWN_LISTS = {"explain": ("run",), "reproduce": ("rows", "fold", "repeat")}
+_OWN_LISTS = {
+    "explain": ("run",),
+    "reproduce": ("rows", "fold", "repeat"),
+    "oodml_few_shot": ("run", "shots", "merge_order"),
+}
 """The same of single commands."""
 _NAMES = (
-    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels"),
+    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels", "official"),
     *(
         "per_query",
         "per_class",
