@@ -232,6 +232,20 @@ class OodmlFewShotConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+@dataclass
+class OodmlStructureConfig:
+    """Top level of ``dmlbench oodml structure``: measures of training embeddings beside test scores."""
+
+    cells: str = "**"
+    metrics: tuple[str, ...] = ("p_at_1",)
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    name: str = "structure"
+    device: str = "auto"
+    num_workers: int | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -244,6 +258,7 @@ SCHEMAS = {
     "clean": CleanConfig,
     "data": DataConfig,
     "oodml_few_shot": OodmlFewShotConfig,
+    "oodml_structure": OodmlStructureConfig,
 }
 
 

@@ -10,6 +10,7 @@ from dmlbench.types import ConfigError, closest
 WORDS = {
     "splits": "exchange and remove classes until train and test half are as far apart as they get; keep some of the way",
     "few_shot": "adapt the last layer of finished runs to a few images of each test class; scores before and after",
+    "structure": "measure how training embeddings are arranged, and whether that goes along with test scores",
 }
 """What can be done; ``conf/oodml_<word>.yaml`` configures it, ``task`` of ``cli/oodml_<word>.py`` does it."""
 
