@@ -161,7 +161,7 @@ def test_the_command_writes_table_points_and_picture(run_dir: Path, capsys: pyte
 
 
 def point(label: str, fold: int, x: float | None, y: float | None) -> Point:
-    return Point(label, fold, {name: x for name in MEASURES} | {"p_at_1": y})
+    return Point(label, fold, dict.fromkeys(MEASURES, x) | {"p_at_1": y})
 
 
 def test_values_are_normalized_on_each_split_and_ranked_together() -> None:

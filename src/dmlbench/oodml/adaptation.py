@@ -82,7 +82,7 @@ def adapt(
     loss = MarginOodml(len(names), margin=adaptation.margin, beta=adaptation.beta, learn_beta=False).to(device)
     optimizer = make_optimizer(
         {"head": list(projection.named_parameters())},
-        OptimizerSettings(partial(torch.optim.Adam), adaptation.lr, adaptation.weight_decay),
+        OptimizerSettings(partial(torch.optim.Adam, fused=True), adaptation.lr, adaptation.weight_decay),
     )
     batches = ClassBalancedBatchSampler(
         np.asarray(classes, dtype=np.int64),
@@ -134,7 +134,8 @@ def distance_weighted_triplets(
     anchors = torch.nonzero((weights > 0).any(1) & same.any(1))[:, 0]
     if not len(anchors):
         return anchors, anchors, anchors
-    positives = torch.multinomial(same[anchors].float(), 1, generator=generator)[:, 0]
+    uniform = torch.rand((len(anchors), len(labels)), generator=generator, device=labels.device)
+    positives = ((1 + uniform) * same[anchors]).argmax(1)
     negatives = torch.multinomial(weights[anchors], 1, generator=generator)[:, 0]
     return anchors, positives, negatives
 

@@ -184,7 +184,7 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     colors = {fold: tuple(shade) for fold, shade in zip(folds, shades, strict=True)}
     markers = dict(zip(labels, _MARKERS, strict=False))
     figure, axes = plt.subplots(
-        len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1), squeeze=False,
+        len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1.2), squeeze=False,
         layout="constrained", sharex=True, sharey=True,
     )  # fmt: skip
     figure.suptitle(f"{title}: measures of the training embeddings over test scores, both normalized by split")
@@ -198,7 +198,7 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     named.append(Line2D([], [], color="k", label="all splits"))
     if default is not None:
         named.append(Line2D([], [], color="#d73027", linestyle="--", label="default split"))
-    figure.legend(handles=named, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
     if notes := notes_of([one.run for one in measured]):
         figure.supxlabel("\n".join(textwrap.fill(note, 150) for note in notes), fontsize=7)
     save_figure(figure, path)

@@ -86,14 +86,14 @@ def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> N
     shots = list(rows[0].compared)
     labels = list(dict.fromkeys(row.run.label for row in rows))
     figure, axes = plt.subplots(
-        1, len(shots), figsize=(max(4.5, 1.6 + 0.35 * len(rows)) * len(shots), 4.6), squeeze=False, layout="constrained"
+        1, len(shots), figsize=(max(4.5, 1.6 + 0.2 * len(rows)) * len(shots), 4.6), squeeze=False, layout="constrained"
     )
     figure.suptitle(f"{title}: {score_named(score).label} before and after few-shot adaptation", fontsize=11)
     for axis, k in zip(axes[0], shots, strict=True):
         _panel(axis, rows, labels, k, score)
     named = [Patch(color=COLORS[i % len(COLORS)], label=label) for i, label in enumerate(labels)]
     named += [Patch(color="0.75", label="light: zero-shot"), Patch(color="0.25", label="dark: few-shot")]
-    figure.legend(handles=named, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
     if notes := notes_of([row.run for row in rows]):
         figure.supxlabel("\n".join(textwrap.fill(note, 60 * len(shots)) for note in notes), fontsize=7)
     save_figure(figure, path)
