@@ -142,7 +142,7 @@ def _unknown(name: str, key: str, argument: str) -> str:
 
 
 def _keys(name: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(SCHEMAS[name])]
+    return [field.name for field in dataclasses.fields(SCHEMAS[name])] if name in SCHEMAS else []
 
 
 def for_hydra(name: str, line: CommandLine) -> list[str]:
