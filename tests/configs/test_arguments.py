@@ -6,7 +6,7 @@ import pytest
 
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
-from dmlbench.config import SCHEMAS
+from dmlbench.schemas import SCHEMAS
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:

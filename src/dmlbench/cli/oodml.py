@@ -13,6 +13,8 @@ WORDS = {
     "scores": "scores of cells over the distance of their splits, and the area under them",
     "frozen": "score a network's features as they are over the splits of a file",
     "transfer": "test trained models on another data set",
+    "few_shot": "adapt the last layer of finished runs to a few images of each test class; scores before and after",
+    "structure": "measure how training embeddings are arranged, and whether that goes along with test scores",
 }
 """What can be done; ``conf/oodml_<word>.yaml`` configures it, ``task`` of ``cli/oodml_<word>.py`` does it."""
 
