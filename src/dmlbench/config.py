@@ -51,6 +51,8 @@ def settle(cfg: DictConfig) -> None:
     """
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
+    if reproduce and "commands" in reproduce:
+        raise ConfigError(f"this experiment is no run; it is made by: {'; '.join(reproduce.commands)}")
     if reproduce and "needs" in reproduce:
         raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
     settle_recipe(cfg)

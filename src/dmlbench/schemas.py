@@ -228,6 +228,7 @@ class OodmlDistancesConfig(FeaturesConfig):
     """Top level of ``dmlbench oodml distances``: the splits of a file, measured by a network."""
 
     splits: str | None = None
+    train: str | None = None
 
 
 @dataclass

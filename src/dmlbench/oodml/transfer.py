@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 
@@ -20,7 +19,6 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.features import Features, features_of
-from dmlbench.oodml.frechet import frechet_distance
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.runtime import write_json
@@ -129,19 +127,3 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
             for name in asked_columns(spec)
         } if len(set(at)) > 1 else {},
     }  # fmt: skip
-
-
-def distance_between(first: Features, second: Features) -> float:
-    """Squared Fréchet distance between the train half of one data set and the test half of another (table S2).
-
-    Both by one network, over the means of classes.
-
-    Raises:
-        DataError: the features are of different networks.
-    """
-    halves = []
-    for features, is_half in ((first, lambda role: role == "train"), (second, lambda role: role != "train")):
-        rows = np.flatnonzero(is_half(features.table.role))
-        labels = features.table.labels[rows]
-        halves.append(np.stack([features.rows[rows[labels == c]].mean(axis=0) for c in np.unique(labels)]))
-    return frechet_distance(*halves)
