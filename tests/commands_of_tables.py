@@ -36,8 +36,8 @@ def reproduce_of(name: str) -> dict[str, Any]:
 def command_of(name: str, score: PaperScore) -> tuple[str, ...] | str:
     """The overrides of a score, or what is missing for it."""
     node = reproduce_of(name)
-    if "needs" in node:
-        return str(node["needs"])
+    if "needs" in node or "commands" in node:
+        return str(node.get("needs") or node["commands"])
     chosen: dict[str, str] = {
         key: f"{key}={value}" for key, value in
         (("dataset", score.dataset), ("protocol", score.protocol), ("backbone", score.backbone)) if value
@@ -75,7 +75,7 @@ def _of_tables() -> Iterator[Command]:
 def _of_drawn_figures() -> Iterator[Command]:
     for path in sorted(CONF.glob("*/figure*.yaml")):
         name = str(path.relative_to(CONF).with_suffix(""))
-        if name in tables() or "needs" in (node := reproduce_of(name)):
+        if name in tables() or {"needs", "commands"} & (node := reproduce_of(name)).keys():
             continue
         for dataset in node.get("datasets") or [""]:
             for setting in node.get("settings") or [""]:

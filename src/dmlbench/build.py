@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dmlbench.config import TrainConfig
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
@@ -32,6 +31,7 @@ from dmlbench.losses.objective import Objective
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.net import pooled_channels
+from dmlbench.schemas import TrainConfig
 from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger

@@ -1,4 +1,4 @@
-"""The schema of the top level of every configuration, and what identifies a cell and a run.
+"""Composing configurations, and what identifies a cell and a run; ``schemas.py`` has what their top levels hold.
 
 Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build.py`` checks their arguments against the
 signature of the target. Everything here works without torch, so that a misspelt key fails at once.
@@ -9,214 +9,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
 from dmlbench.recipes import register_recipes, settle_recipe
+from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError, RunError, flatten, not_a_file
-
-
-@dataclass
-class PathsConfig:
-    """Where files lie: results, data sets of the user, and images prepared once."""
-
-    output_dir: str = MISSING
-    data_dir: str = MISSING
-    cache_dir: str = MISSING
-
-
-@dataclass
-class RuntimeConfig:
-    """Values known only once the data set and the model are there; ``build.py`` sets them, nobody else."""
-
-    num_classes: int = MISSING
-    image_size: Any = MISSING  # height and width of the images that the network gets
-    num_channels: int = MISSING  # of the map that is pooled
-    map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
-    embedding_size: int = MISSING
-    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
-    # of the recipe that took part: its name and side, where its values stand, and which of them something replaced
-    recipe: dict[str, Any] = field(default_factory=dict)
-    choices: dict[str, str] = field(default_factory=dict)
-    given: list[str] = field(default_factory=list)  # keys of the command line
-
-
-@dataclass
-class TrainConfig:
-    """Top level of ``dmlbench train``: one run is one cell at its coordinates (fold, repeat)."""
-
-    dataset: Any = MISSING
-    transform: Any = MISSING
-    sampler: Any = MISSING
-    protocol: Any = MISSING
-    backbone: Any = MISSING
-    pooling: Any = MISSING
-    head: Any = MISSING
-    loss: Any = MISSING
-    miner: Any = None
-    regularizer: Any = None
-    optim: Any = MISSING
-    schedule: Any = None
-    fit: Any = MISSING
-    evaluation: Any = MISSING
-    logger: Any = None
-    reproduce: Any = None  # of an experiment that is a paper's table: which row is which command, or what is missing
-    fold: int = 0
-    repeat: int = 0
-    base_seed: int = 0
-    device: str = "auto"
-    num_workers: int | None = None
-    image_cache: bool = True
-    eval_batch_size: int = 128
-    paths: PathsConfig = field(default_factory=PathsConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-
-
-@dataclass
-class EvaluateConfig:
-    """Top level of ``dmlbench evaluate``: scores of a finished run or of a file of embeddings."""
-
-    run: str | None = None
-    embeddings: str | None = None
-    labels: str | None = None
-    gallery: str | None = None
-    gallery_labels: str | None = None
-    from_checkpoint: bool = False
-    output: str | None = None
-    per_query: str | None = None
-    per_class: str | None = None
-    hardest: int | None = None
-    hardest_by: str = "map_at_r"
-    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    evaluation: Any = MISSING
-    device: str = "auto"
-    num_workers: int | None = None
-
-
-@dataclass
-class ExplainConfig:
-    """Top level of ``dmlbench explain``: what a trained pooling looks at, or why two images are alike to AVSL."""
-
-    run: Any = None
-    images: Any = None
-    num_images: int = 6
-    pair: Any = None
-    num_nodes: int = 3
-    reliable: int = 128
-    output: str | None = None
-    device: str = "auto"
-
-
-@dataclass
-class CellsConfig:
-    """What the commands that summarize cells have in common: which cells, and by which metrics."""
-
-    cells: str = "**"
-    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    evaluation: Any = MISSING
-    allow_partial: bool = False
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-@dataclass
-class AggregateConfig(CellsConfig):
-    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
-
-    force: bool = False
-    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
-
-
-@dataclass
-class TableConfig(CellsConfig):
-    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
-
-    facts: tuple[str, ...] = ()
-    compare: tuple[str, ...] | None = None
-    name: str | None = None
-
-
-@dataclass
-class ReportConfig(CellsConfig):
-    """Top level of ``dmlbench report``: aggregated cells as a picture."""
-
-    queries: int = 5
-
-
-@dataclass
-class ReproduceConfig:
-    """Top level of ``dmlbench reproduce``: a paper's table from its runs, with the paper's numbers beside ours."""
-
-    table: str | None = None
-    rows: Any = None
-    fold: Any = None
-    repeat: Any = None
-    list: bool = False
-    measured: str | None = None
-    dry_run: bool = False
-    max_hours: float | None = None
-    shard: str | None = None
-    allow_mixed: bool = False
-    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-@dataclass
-class StatusConfig:
-    """Top level of ``dmlbench status``: what became of runs."""
-
-    cells: str = "**"
-    state: Any = None
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-@dataclass
-class CleanConfig:
-    """Top level of ``dmlbench clean``: removing runs."""
-
-    cells: str | None = None
-    state: Any = None
-    ask: bool = True
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-@dataclass
-class DataConfig:
-    """Top level of ``dmlbench data``: looking at a data set, and making it ready."""
-
-    dataset: Any = MISSING
-    transform: Any = MISSING
-    decode: bool = True
-    jobs: int | None = None
-    archives: Any = None
-    password: str | None = None
-    download: bool = True
-    accept_other_checksum: bool = False
-    paths: PathsConfig = field(default_factory=PathsConfig)
-
-
-SCHEMAS = {
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "explain": ExplainConfig,
-    "aggregate": AggregateConfig,
-    "table": TableConfig,
-    "report": ReportConfig,
-    "reproduce": ReproduceConfig,
-    "status": StatusConfig,
-    "clean": CleanConfig,
-    "data": DataConfig,
-}
 
 
 def config_folder() -> Path:
@@ -246,9 +51,24 @@ def settle(cfg: DictConfig) -> None:
     """
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
+    if reproduce and "commands" in reproduce:
+        raise ConfigError(f"this experiment is no run; it is made by: {'; '.join(reproduce.commands)}")
     if reproduce and "needs" in reproduce:
         raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
     settle_recipe(cfg)
+    _settle_splits(cfg.protocol)
+
+
+def _settle_splits(protocol: Any) -> None:
+    """A file of splits is part of a cell by its content, not by its name."""
+    if "splits_sha256" in protocol and protocol.splits_sha256 is None:
+        path = Path("" if OmegaConf.is_missing(protocol, "splits") else protocol.splits).expanduser()
+        if not path.name or not_a_file(path) or not path.exists():
+            raise ConfigError(
+                f"protocol.splits ({path if path.name else 'not given'}) must be a file of splits; make one with "
+                "`dmlbench oodml splits dataset=...`, then protocol.splits=<file>"
+            )
+        protocol.splits_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -296,6 +116,7 @@ NOT_PART_OF_A_RUN = (
     "fit.log_every",
     "fit.keep",
     "dataset.table.cache_dir",
+    "protocol.splits",  # its content is: splits_sha256
 )
 
 # Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,

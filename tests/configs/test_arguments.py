@@ -6,7 +6,8 @@ import pytest
 
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
-from dmlbench.config import SCHEMAS
+from dmlbench.cli.oodml import WORDS
+from dmlbench.schemas import SCHEMAS
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:
@@ -80,22 +81,28 @@ def test_lists_patterns_and_names_of_files_mean_the_same_in_every_command() -> N
     assert hydra_takes("data", "password=0123", "archives=a b (1).zip") == ["password='0123'", "archives='a b (1).zip'"]
 
 
+_SHOWN = ("clean", "oodml splits")
+LINES = [*(name for name in COMMANDS if name != "oodml"), *(f"oodml {word}" for word in WORDS)]
+
+
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=() if name in ("table", "clean") else pytest.mark.slow) for name in COMMANDS]
+    "command",
+    [pytest.param(name, marks=() if name in ("clean", "oodml splits") else pytest.mark.slow) for name in LINES],
 )
 def test_every_command_shows_examples_of_its_own_and_lists_the_keys_that_it_knows(
     capsys, tmp_path, monkeypatch, command
 ):
     monkeypatch.chdir(tmp_path)
-    shown = dmlbench(capsys, command, "--help")
+    line = command.split()
+    shown = dmlbench(capsys, *line, "--help")
     assert shown.count(f"\n  dmlbench {command} ") >= 2
     assert "--queries" not in shown and "--yes" not in shown
-    words = ["verify", "glyphs"] if command == "data" else []
-    error = dmlbench(capsys, command, *words, "nonsense=1", code=2)
+    words = [*line, *(["verify", "glyphs"] if command == "data" else [])]
+    error = dmlbench(capsys, *words, "nonsense=1", code=2)
     assert "no key 'nonsense': " in error and len(error.splitlines()) == 1
-    for key in SCHEMAS[command].__dataclass_fields__:
+    for key in SCHEMAS[command.replace(" ", "_")].__dataclass_fields__:
         assert key in error.partition("known: ")[2]
-    error = dmlbench(capsys, command, *words, "--nonsense", code=2)
+    error = dmlbench(capsys, *words, "--nonsense", code=2)
     assert "unknown option --nonsense" in error
 
 

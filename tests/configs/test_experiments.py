@@ -1,13 +1,19 @@
 """The papers' tables and figures as experiments: all are there, and each own row is a command or says what lacks."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from commands_of_tables import CONF, command_of, commands, reproduce_of
 
 from dmlbench import build
+from dmlbench.cli.arguments import key_of, parse
+from dmlbench.cli.oodml import WORDS
 from dmlbench.config import compose
+from dmlbench.data.given_splits import FORMAT, read_splits
 from dmlbench.papers import load_table, tables
+from dmlbench.runtime import write_json
+from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError
 
 # Figures with results, by what each paper shows; others are sketches, samples and pictures of single images.
@@ -32,8 +38,8 @@ def test_every_table_and_figure_with_results_has_a_file_of_its_name() -> None:
 @pytest.mark.parametrize("name", tables())
 def test_every_own_row_is_a_command_or_names_what_is_missing(name: str) -> None:
     node, scores = reproduce_of(name), load_table(name)
-    if "needs" in node:
-        assert set(node) == {"needs"}
+    if "needs" in node or "commands" in node:
+        assert set(node) <= {"needs", "commands"}
         return
     assert {score.row for score in scores if score.origin == "own"} <= node["rows"].keys()
     for score in scores:
@@ -56,7 +62,7 @@ def test_every_file_says_what_it_is_and_how_long_a_run_takes(name: str) -> None:
     head = [line for line in (CONF / f"{name}.yaml").read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     assert head[1].lower().startswith(f"# {number} "[:-1]), head[1]
     node = reproduce_of(name)
-    if "needs" in node:
+    if "needs" in node or "commands" in node:
         return
     assert f"experiment={name} " in "\n".join(head)
     hours = node["hours_per_run"]
@@ -68,8 +74,40 @@ def test_every_file_says_what_it_is_and_how_long_a_run_takes(name: str) -> None:
 
 
 def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
-    with pytest.raises(ConfigError, match=r"can be run: it needs protocol=oodml, the paper's train-test splits"):
+    with pytest.raises(ConfigError, match=r"is no run; it is made by: dmlbench train -m recipe=oodml dataset=cub200"):
         build.check(compose("train", ["experiment=oodml/table_s4"]))
+
+
+MADE = [(name, line) for name in sorted(OF_PAPERS) for line in reproduce_of(name).get("commands", ())]
+
+
+@pytest.mark.parametrize(("name", "line"), MADE)
+def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
+    program, command, *arguments = line.replace("<cell>", "cell").split()
+    assert program == "dmlbench"
+    parsed = parse(command, arguments)
+    if command == "oodml":
+        assert parsed.words[0] in WORDS
+        keys = SCHEMAS[f"oodml_{parsed.words[0]}"].__dataclass_fields__
+        assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
+        assert len(parsed.words) == 1 or "cells" in keys
+    else:
+        assert command in ("aggregate", "train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({line for _, line in MADE if line.startswith("dmlbench train")}))
+def test_trainings_of_such_a_table_compose_at_the_end_of_their_sweep(line: str, tmp_path: Path) -> None:
+    splits = tmp_path / "splits.json"
+    split = {"name": "1", "kind": "default", "distance": 1.0, "fitted": [], "validation": []}
+    halves = {"train": ["1", "2", "3", "4"], "test": ["5", "6"]}
+    document = {"format": FORMAT, "dataset": "", "measured_by": "nothing", "splits": [split | halves]}
+    write_json(splits, document)
+    overrides = [word.partition("=") for word in line.split()[3:]]
+    chosen = [f"{key}={splits if key == 'protocol.splits' else value.split(',')[-1]}" for key, _, value in overrides]
+    cfg = compose("train", chosen)
+    assert cfg.protocol._target_.endswith("Oodml")
+    assert cfg.protocol.splits_sha256 == read_splits(splits).sha256
 
 
 def test_there_are_as_many_cells_as_the_papers_have_numbers_for() -> None:

@@ -10,7 +10,8 @@ An experiment that stands for a table or a figure of a paper says so by its name
     embedding_sizes:  the same by ``PaperScore.embedding_size`` (optional)
     metrics:          labels of our metrics by the paper's, where it means another one, such as {"R@{k}": "R@{k} (raw)"}
                       (optional)
-    needs:            instead of rows: why nothing of it can be run
+    needs:            instead of rows: why nothing of it can be run; beside commands: what these leave out
+    commands:         instead of rows: the commands that make it, where it is no table of runs
     hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
                       ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             in experiments of no paper: cells beside those of the experiment's grid, as a list of overrides
@@ -38,7 +39,7 @@ QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
 NARROWING = ("dataset", "protocol", "backbone")
 """Groups that choose among the scores of a paper's table."""
-_PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "hours_per_run", "also")
+_PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "commands", "hours_per_run", "also")
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: 
     if score.origin == QUOTED:  # also of a row that others' and own scores share
         return Line(score, (), QUOTED)
     if score.row not in (reproduce.get("rows") or {}):
-        needs = reproduce.get("needs") or "a command: its experiment does not name this row"
-        return Line(score, (), f"needs {needs}")
+        return Line(score, (), instead_of_rows(reproduce) or "needs a command: its experiment does not name this row")
     asked = {
         "datasets": score.dataset,
         "embedding_sizes": score.embedding_size,
@@ -166,6 +166,14 @@ def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: 
             base.append(f"{group}={option}")
     overrides, needs = _joined(base, parts)
     return Line(score, overrides, needs, _our_label(score.metric, reproduce.get("metrics") or {}))
+
+
+def instead_of_rows(reproduce: Mapping[str, Any]) -> str:
+    """What makes a table that is none of runs, or what is missing for one; empty where neither is said."""
+    commands, needs = reproduce.get("commands") or (), reproduce.get("needs")
+    made = [f"made by `{'; '.join(commands)}`"] if commands else []
+    missing = [f"needs {needs}"] if needs else []
+    return "; ".join(made + missing)
 
 
 def _our_label(label: str, metrics: Mapping[str, str]) -> str:
@@ -287,18 +295,18 @@ def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Ite
         yield "no experiment"
         return
     if name not in papers.tables():
-        needs = reproduce.get("needs")
-        yield f"needs {needs}" if needs else "runnable, without numbers in the paper's text"
+        yield instead_of_rows(reproduce) or "runnable, without numbers in the paper's text"
         return
-    kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "needs": set()}
+    kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "made": set(), "needs": set()}
     if not reproduce:
         yield "runnable by its own grid, not row by row"
         return
     for line in lines_of(name, reproduce, {}):
         kinds[line.why.partition(" ")[0] or "runnable"].add(line.score.row)
+    kinds["made by a command"] = kinds.pop("made")
     yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
-    if reproduce.get("needs"):
-        yield f"needs {reproduce['needs']}"
+    if told := instead_of_rows(reproduce):
+        yield told
 
 
 def about(name: str) -> str:

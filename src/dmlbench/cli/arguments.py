@@ -11,7 +11,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from dmlbench.cli.targets import with_new_arguments
-from dmlbench.config import SCHEMAS, config_folder
+from dmlbench.config import config_folder
+from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError
 
 REQUIRED = (
@@ -39,10 +40,17 @@ _LISTS = (
 """Keys whose values may be written with bare commas."""
 _NEVER_SINGLE = ("metrics", "recall_at")
 """Those of them that are lists even where there is one value."""
-_OWN_LISTS = {"explain": ("run",), "reproduce": ("rows", "fold", "repeat")}
+_OWN_LISTS = {
+    "explain": ("run",),
+    "reproduce": ("rows", "fold", "repeat"),
+    "oodml_splits": ("also",),
+    "oodml_scores": ("frozen",),
+    "oodml_transfer": ("runs",),
+    "oodml_few_shot": ("run", "shots", "merge_order"),
+}
 """The same of single commands."""
 _NAMES = (
-    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels"),
+    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels", "official"),
     *(
         "per_query",
         "per_class",
@@ -138,7 +146,7 @@ def _unknown(name: str, key: str, argument: str) -> str:
 
 
 def _keys(name: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(SCHEMAS[name])]
+    return [field.name for field in dataclasses.fields(SCHEMAS[name])] if name in SCHEMAS else []
 
 
 def for_hydra(name: str, line: CommandLine) -> list[str]:

@@ -16,6 +16,7 @@ from dmlbench.apps.experiment_tables import (
     checked,
     experiments,
     grid,
+    instead_of_rows,
     last_of_each,
     lines_of,
     narrowed,
@@ -79,8 +80,10 @@ def asked_table(
     own = reproduce_of(experiments(folders)[name])
     rows = None if cfg.rows is None else _texts(cfg.rows)
     experiment = f"experiment={name}"
-    if own.get("needs") and not own.get("rows"):
-        raise ConfigError(f"{name} cannot be run: it needs {own['needs']}")
+    if (told := instead_of_rows(own)) and not own.get("rows"):
+        raise ConfigError(
+            f"{name} is no table of runs: {told}" if own.get("commands") else f"{name} cannot be run: it {told}"
+        )
     choices, params = _base(experiment, searching)
     if own.get("rows") and name in tables():
         groups = {key: options for key, options in narrowing.items() if options}

@@ -8,7 +8,13 @@ from dmlbench.cli.front import run_hydra
 from dmlbench.types import ConfigError, closest
 
 WORDS = {
-    "splits": "exchange and remove classes until train and test half are as far apart as they get; keep some of the way",
+    "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
+    "distances": "measure the splits of a file by a network, beside the distances that the file gives",
+    "scores": "scores of cells over the distance of their splits, and the area under them",
+    "frozen": "score a network's features as they are over the splits of a file",
+    "transfer": "test trained models on another data set",
+    "few_shot": "adapt the last layer of finished runs to a few images of each test class; scores before and after",
+    "structure": "measure how training embeddings are arranged, and whether that goes along with test scores",
 }
 """What can be done; ``conf/oodml_<word>.yaml`` configures it, ``task`` of ``cli/oodml_<word>.py`` does it."""
 

@@ -32,7 +32,8 @@ from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
 from dmlbench.cli.front import Prepared, explain, groups, prepare_process, require_output_dir, run_hydra
 from dmlbench.cli.sweeps import SweepFailed, launcher_for
-from dmlbench.config import ReproduceConfig, TrainConfig, composing, config_folder, settle
+from dmlbench.config import composing, config_folder, settle
+from dmlbench.schemas import ReproduceConfig, TrainConfig
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 if TYPE_CHECKING:

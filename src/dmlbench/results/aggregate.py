@@ -74,8 +74,8 @@ def aggregate_cell(
             f"{cell}: {len(missing)} of {len(expected)} runs are missing ({', '.join(missing)}); run them, or "
             "summarize what is there with allow_partial=true"
         )
-    _require_same(cell, results)
     rule = rule_named(first["aggregation"])
+    _require_same(cell, results, one_test_set=getattr(rule, "one_test_set", True))
     spec = spec_of_run(spec, first)
     source = hashlib.sha256(b"".join((done[key] / RESULT).read_bytes() for key in results)).hexdigest()
     known = None if force else read_aggregate(cell)
@@ -181,7 +181,7 @@ def is_of_runs(cell: Path, summary: Mapping[str, Any], coordinates: Iterable[Coo
     return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 
-def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
+def _require_same(cell: Path, results: Mapping[Coordinates, Mapping[str, Any]], *, one_test_set: bool) -> None:
     for key, remedy in (
         ("dataset_fingerprint", "the data set changed between the runs; remove the older ones and run them again"),
         ("base_seed", "use one base_seed for all runs of a cell"),
@@ -189,9 +189,11 @@ def _require_same(cell: Path, results: Mapping[tuple[int, int], Mapping[str, Any
         ("search", "the runs were ranked by different shortlists; evaluate them alike"),
         ("n_gallery", "the test set changed between the runs; remove the older ones and run them again"),
     ):
-        values: dict[Any, str] = {}
+        of_folds = key in ("n_query", "n_gallery") and not one_test_set
+        values: dict[int | None, dict[Any, str]] = {}
         for (fold, repeat), result in results.items():
-            values.setdefault(result[key], f"fold{fold}_rep{repeat}")
-        if len(values) > 1:
-            listing = ", ".join(f"{value} in {run}" for value, run in values.items())
-            raise RunError(f"{cell}: the runs differ in {key} ({listing}); {remedy}")
+            values.setdefault(fold if of_folds else None, {}).setdefault(result[key], f"fold{fold}_rep{repeat}")
+        for found in values.values():
+            if len(found) > 1:
+                listing = ", ".join(f"{value} in {run}" for value, run in found.items())
+                raise RunError(f"{cell}: the runs differ in {key} ({listing}); {remedy}")

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike, NDArray
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
@@ -74,6 +75,7 @@ class AggregationRule(Protocol):
     Attributes:
         scored_on: which scores of the runs it sums up; those on validation classes are compared with each other only.
         spread: what the deviations in its summaries are over, in words.
+        one_test_set: whether all folds are tested on the same images; where a rule does not say, they are.
     """
 
     @property
@@ -169,12 +171,7 @@ class OverRepeats:
             rows = {key: dict(result["metrics"]["val"]) for key, result in cell.results.items()}
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
         columns = {name: np.array([row[name] for row in rows.values()]) for name in names}
-        scores = {
-            "mean": {
-                name: {"mean": float(values.mean()), "std": float(values.std()) if len(values) > 1 else None}
-                for name, values in columns.items()
-            }
-        }
+        scores = {"mean": {name: _mean_and_std(values) for name, values in columns.items()}}
         extras: dict[str, Any] = {}
         if self.best:
             # One run, chosen by the score that it was selected by, with all its scores.
@@ -184,11 +181,76 @@ class OverRepeats:
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), **extras}
 
 
+@dataclass(frozen=True)
+class OverSplits:
+    """Scores over the distance between the halves of the splits, and the area under them: AGS.
+
+    AGS, the Aggregated Generalization Score, is the area under a score over the splits' distances, these brought to
+    [0, 1]; of each repeat, then mean and population deviation. "mean" is that over the splits instead.
+
+    Source: T. Milbich et al., NeurIPS 2021, section 4.2.
+    """
+
+    scored_on: Literal["test", "val"] = "test"
+    spread: str = "repeats"
+    one_test_set: bool = False
+
+    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        rows = cell.tested(spec)
+        facts = {key[0]: result["facts"] for key, result in cell.results.items()}
+        folds = sorted(facts, key=lambda fold: (facts[fold]["distance"], fold))
+        distances = [facts[fold]["distance"] for fold in folds]
+        if len(set(distances)) < 2:
+            raise RunError(
+                f"{cell.path}: scores over distance need two splits or more of different distance, these runs have "
+                f"{len(set(distances))}; run other folds"
+            )
+        repeats = [
+            repeat for repeat in sorted({key[1] for key in rows}) if all((fold, repeat) in rows for fold in folds)
+        ]
+        if not repeats:
+            raise RunError(
+                f"{cell.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
+            )
+        names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
+        scores: dict[str, Any] = {"AGS": {}, "mean": {}}
+        for name in names:
+            curves = np.array([[rows[fold, repeat][name] for fold in folds] for repeat in repeats])
+            areas = area_under(curves, distances)
+            for kind, values in (("AGS", areas), ("mean", curves.mean(axis=1))):
+                scores[kind][name] = _mean_and_std(values)
+        by_split = [
+            {
+                "fold": fold,
+                **facts[fold],
+                "scores": {
+                    name: _mean_and_std([row[name] for (f, _), row in rows.items() if f == fold]) for name in names
+                },
+            }
+            for fold in folds
+        ]
+        tested = {fold: next(r for (f, _), r in cell.results.items() if f == fold) for fold in folds}
+        counts = {key: sum(r[key] for r in tested.values()) for key in ("n_query", "n_gallery", "n_skipped_queries")}
+        return {"scores": scores, "n_collections": None, "raw": _by_name(rows), "by_split": by_split, **counts}
+
+
+def area_under(curves: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
+    """Areas [...] by trapezoids under scores [..., S] over distances [S], ascending, that are brought to [0, 1]."""
+    at = np.asarray(distances, dtype=np.float64)
+    return np.asarray(np.trapezoid(np.asarray(curves, dtype=np.float64), (at - at[0]) / (at[-1] - at[0]), axis=-1))
+
+
+def _mean_and_std(values: ArrayLike) -> dict[str, float | None]:
+    found = np.asarray(values, dtype=np.float64)
+    return {"mean": float(found.mean()), "std": float(found.std()) if len(found) > 1 else None}
+
+
 RULES: dict[str, AggregationRule] = {
     "collections": Collections(),
     "best_and_mean": OverRepeats("test", best=True),
     "mean_of_test": OverRepeats("test"),
     "mean": OverRepeats("val"),
+    "over_splits": OverSplits(),
 }
 """By the names that protocols and results use."""
 

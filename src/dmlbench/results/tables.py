@@ -15,7 +15,7 @@ from dmlbench.types import ConfigError, escape_latex
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
 """Groups whose chosen options name a cell."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
-KINDS = ("separated", "concatenated", "best", "mean")
+KINDS = ("separated", "concatenated", "AGS", "best", "mean")
 
 
 @dataclass(frozen=True)

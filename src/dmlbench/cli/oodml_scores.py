@@ -1,0 +1,14 @@
+"""``dmlbench oodml scores``: scores of cells over the distance of their splits."""
+
+from omegaconf import DictConfig
+
+
+def task(cfg: DictConfig) -> None:
+    from dmlbench.oodml.scores import scores_over_distance
+    from dmlbench.results.tables import to_text
+
+    tables, written = scores_over_distance(cfg)
+    for table in tables:
+        print(to_text(table))
+    for path in written:
+        print(f"written: {path}")

@@ -1,0 +1,253 @@
+"""Train-test splits that a file gives, each with the distance between its halves: the protocol of the ooDML study.
+
+Files are those of ``dmlbench oodml splits`` (JSON), or the study's own (pickles, read without executing them).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dmlbench.data.image_table import rows_of_classes
+from dmlbench.data.protocols import Protocol
+from dmlbench.data.readers.safe_pickle import read_pickle
+from dmlbench.runtime import read_json
+from dmlbench.types import (
+    ConfigError,
+    DataError,
+    ImageTable,
+    IntArray,
+    RetrievalSet,
+    Split,
+    check_choice,
+    closest,
+    not_a_file,
+)
+
+FORMAT = "dmlbench oodml splits 1"
+SELECTIONS = ("official_test", "val")
+_REMEDY = "make one with `dmlbench oodml splits`, or name one of the study's pickles"
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class GivenSplit:
+    """A train-test split by the names of its classes.
+
+    Attributes:
+        name: as the file calls it.
+        kind: "default", "exchanged", "reversed", "removed", or "published".
+        distance: squared Fréchet distance between the halves.
+        train, test: names of the classes.
+        fitted, validation: a part of the train classes to train on and the others to select on; empty where the file
+            has none.
+    """
+
+    name: str
+    kind: str
+    distance: float
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    fitted: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitFile:
+    """What a file of splits says.
+
+    Attributes:
+        splits: in its order.
+        dataset: the data set that they were made of; empty where the file does not say.
+        measured_by: by what the distances were measured, in words.
+        sha256: of the file.
+    """
+
+    splits: tuple[GivenSplit, ...]
+    dataset: str
+    measured_by: str
+    sha256: str
+
+
+def read_splits(path: str | Path) -> SplitFile:
+    """Read a file of splits.
+
+    Raises:
+        DataError: it is missing, damaged, of another kind, or its halves share classes.
+    """
+    path = Path(path).expanduser()
+    if (what := not_a_file(path)) or not path.exists():
+        raise DataError(f"there is no file of splits at {path}{f' but {what}' if what else ''}; {_REMEDY}")
+    stamp = path.stat()
+    return _read(path.resolve(), stamp.st_mtime_ns, stamp.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed: int, size: int) -> SplitFile:
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    try:
+        if content.lstrip()[:1] == b"{":
+            found = read_json(path)
+            if found.get("format") != FORMAT:
+                raise DataError(f"'{path}' is JSON, but no file of splits ({FORMAT}); {_REMEDY}")
+            splits = [_own(split) for split in found["splits"]]
+            file = SplitFile(tuple(splits), str(found["dataset"]), str(found["measured_by"]), digest)
+        else:
+            stored = read_pickle(content, name=str(path))
+            splits = [_published(str(key), split) for key, split in stored.items()]
+            file = SplitFile(tuple(splits), "", "the study, by a ResNet50 with ImageNet weights", digest)
+    except (KeyError, TypeError, ValueError, AttributeError, json.JSONDecodeError) as error:
+        raise DataError(f"'{path}' is no file of splits, or damaged ({error!r}); {_REMEDY}") from error
+    if not file.splits:
+        raise DataError(f"'{path}' holds no split; {_REMEDY}")
+    for split in file.splits:
+        _check(split, path)
+    return file
+
+
+def _own(split: Mapping[str, Any]) -> GivenSplit:
+    names = {key: tuple(str(name) for name in split[key]) for key in ("train", "test", "fitted", "validation")}
+    return GivenSplit(str(split["name"]), str(split["kind"]), float(split["distance"]), **names)
+
+
+def _published(name: str, split: Mapping[str, Any]) -> GivenSplit:
+    def names(key: str) -> tuple[str, ...]:
+        return tuple(str(one) for one in split.get(key, ()))
+
+    return GivenSplit(
+        name, "published", float(split["fid"]), tuple(map(str, split["train"])), tuple(map(str, split["test"])),
+        names("split_train"), names("split_val"),
+    )  # fmt: skip
+
+
+def _check(split: GivenSplit, path: Path) -> None:
+    if not np.isfinite(split.distance) or split.distance < 0:
+        raise DataError(f"'{path}': split {split.name} has the distance {split.distance}, which is none; {_REMEDY}")
+    for key in ("train", "test"):
+        classes = getattr(split, key)
+        if not classes or len(set(classes)) < len(classes):
+            what = "names a class twice" if classes else "is empty"
+            raise DataError(f"'{path}': the {key} half of split {split.name} {what}; {_REMEDY}")
+    if shared := sorted(set(split.train) & set(split.test)):
+        raise DataError(
+            f"'{path}': the halves of split {split.name} share {len(shared)} classes, such as '{shared[0]}'; {_REMEDY}"
+        )
+    if not set(split.fitted) | set(split.validation) <= set(split.train) or set(split.fitted) & set(split.validation):
+        raise DataError(f"'{path}': validation of split {split.name} is no part of its train half; {_REMEDY}")
+
+
+def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
+    """Rows of the images of ``train``, ``test``, ``fitted`` and ``validation``, by the names of their classes.
+
+    Names of classes are compared without punctuation and case. Products are also found by the number that their files'
+    names begin with, as the study calls them.
+
+    Raises:
+        DataError: classes that the data set does not have.
+    """
+    known = _classes_by_name(table)
+    rows = {}
+    for key in ("train", "test", "fitted", "validation"):
+        names = getattr(split, key)
+        unknown = [name for name in names if _plain(name) not in known]
+        if unknown:
+            listed = ", ".join(f"'{name}'" for name in unknown[:_NAMED]) + " ..." * (len(unknown) > _NAMED)
+            raise DataError(
+                f"split {split.name} names {len(unknown)} classes that '{table.name}' does not have: {listed} "
+                f"('{unknown[0]}': {closest(unknown[0], table.class_names)}); take the splits of this data set"
+            )
+        rows[key] = rows_of_classes(table, np.array(sorted({known[_plain(name)] for name in names}), dtype=np.int64))
+    return rows
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name).strip().lower()
+
+
+def _classes_by_name(table: ImageTable) -> dict[str, int]:
+    known = {_plain(name): i for i, name in enumerate(table.class_names)}
+    if len(known) < table.num_classes:  # names that differ in punctuation alone
+        known = {name: i for i, name in enumerate(table.class_names)}
+    if table.name == "sop":
+        numbers = (Path(str(path)).name.partition("_")[0] for path in table.paths)
+        known |= {f"{number}": int(label) for number, label in zip(numbers, table.labels, strict=True)}
+    return known
+
+
+@dataclass(frozen=True)
+class Oodml(Protocol):
+    """Splits of a file, one a fold in the order of the file; the distance between a split's halves is a fact of it.
+
+    Attributes:
+        splits: the file.
+        splits_sha256: of its content; another file under this name is refused. None takes it as it is.
+        select_on: "official_test" trains on all train classes and selects on the test half, as the study's zero-shot
+            runs do (``val_is_test`` says so); "val" trains on a part of the train classes and selects on the others.
+        num_repeats: runs of each split.
+
+    Raises (by ``split``):
+        DataError: the file is missing, damaged, or of another data set.
+        ConfigError: it has no validation classes, or is not the one of ``splits_sha256``.
+
+    Source: T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric Learning",
+        NeurIPS 2021, and its public code.
+    """
+
+    splits: str
+    splits_sha256: str | None = None
+    select_on: str = "official_test"
+    num_repeats: int = 5
+    name: ClassVar[str] = "oodml"
+    aggregation: ClassVar[str] = "over_splits"
+
+    def __post_init__(self) -> None:
+        check_choice("select_on", self.select_on, SELECTIONS)
+        super().__post_init__()
+
+    @property
+    def num_folds(self) -> int:
+        return len(self._file().splits)
+
+    def _file(self) -> SplitFile:
+        file = read_splits(self.splits)
+        if self.splits_sha256 not in (None, file.sha256):
+            raise ConfigError(
+                f"{self.splits} has changed: its SHA-256 begins with {file.sha256[:12]}, asked for is "
+                f"{str(self.splits_sha256)[:12]}; put the former file there"
+            )
+        return file
+
+    def _split(self, table: ImageTable, fold: int) -> Split:
+        file = self._file()
+        given = file.splits[fold]
+        if file.dataset not in ("", table.name):
+            raise DataError(f"the splits of {self.splits} are of '{file.dataset}', not of '{table.name}'")
+        rows = rows_of_split(given, table)
+        name = f"{table.name} {self.name} split {given.name}"
+        facts: dict[str, float | int | str] = {
+            "split": given.name,
+            "kind": given.kind,
+            "distance": given.distance,
+            "distance_by": file.measured_by,
+        }
+        test = RetrievalSet(rows["test"])
+        if self.select_on == "official_test":
+            return Split(name, fold, train=rows["train"], val=test, test=test, val_is_test=True, facts=facts)
+        if not given.validation:
+            raise ConfigError(
+                f"split {given.name} of {self.splits} has no validation classes; use select_on=official_test"
+            )
+        return Split(name, fold, train=rows["fitted"], val=RetrievalSet(rows["validation"]), test=test, facts=facts)
+
+
+def validation_part(train: Sequence[str], *, share: float = 0.25) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Classes to train on and, the last ``share`` of them in the given order, to select on."""
+    count = len(train) - int(len(train) * share)
+    return tuple(train[:count]), tuple(train[count:])

@@ -1,0 +1,121 @@
+"""What the last layer of a trained network reads, computed once for each image, to train the layer alone."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dmlbench.evaluation.embeddings.sets import check_finite
+from dmlbench.experiment import Setup
+from dmlbench.models.net import PooledModel
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.projection import Projection
+from dmlbench.runtime import Precision, autocast
+from dmlbench.types import IntArray, RunError
+
+
+@dataclass(frozen=True)
+class CachedFeatures:
+    """Features of images and the way from there through a projection to embeddings.
+
+    Attributes:
+        values: [N, C] where the pooling pools first and the embedding is the projection of that; else the last maps
+            [N, C, H, W], which are pooled anew whenever the projection has changed. In main memory.
+        pooling: of the maps; None where ``values`` are vectors.
+        projection: as it was trained.
+        device: where embeddings are computed.
+        precision: of the pooling, as in training.
+        batch_size: images whose embeddings are computed at once without gradients.
+    """
+
+    values: Tensor
+    pooling: Pooling | None
+    projection: Projection
+    device: torch.device
+    precision: Precision
+    batch_size: int
+
+    def embeddings(self, positions: Tensor, projection: nn.Module) -> Tensor:
+        """Rows [B, D] float32 of the images at ``positions`` [B], with gradients to the projection."""
+        values = self.values[positions].to(self.device)
+        with autocast(self.device, self.precision):
+            rows: Tensor = projection(values) if self.pooling is None else self.pooling(values, projection).embedding
+        return rows.to(torch.float32)
+
+    @torch.no_grad()
+    def all_embeddings(self, projection: nn.Module) -> Tensor:
+        """Rows [N, D] of all images, in main memory."""
+        parts = torch.arange(len(self.values)).split(self.batch_size)
+        return torch.cat([self.embeddings(part, projection).cpu() for part in parts])
+
+
+def cache_features(setup: Setup, rows: IntArray, *, memory_bytes: int, describe: str) -> CachedFeatures:
+    """Pass images through the network once and keep what its projection needs.
+
+    Which of the two kinds of ``CachedFeatures.values`` that is, is seen while the first images pass: the projection is
+    called once with vectors and its result is the embedding, or anything else happens.
+
+    Args:
+        setup: a run with a linear head, in evaluation mode.
+        rows: [N] of its table.
+        memory_bytes: limit of what is kept.
+        describe: whose images these are, for messages.
+
+    Raises:
+        RunError: they need more memory than the limit, or features are not finite.
+    """
+    model = setup.model
+    assert isinstance(model, PooledModel)
+    seen: dict[str, Any] = {}
+
+    def projected(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["projections"].append((arguments[0], output))
+
+    def pooled(_: nn.Module, arguments: tuple[Any, ...], output: Pooled) -> None:
+        seen["maps"], seen["embedding"] = arguments[0], output.embedding
+
+    memory_format = torch.channels_last if setup.settings.channels_last else torch.contiguous_format
+    hooks = [model.projection.register_forward_hook(projected), model.pooling.register_forward_hook(pooled)]
+    values: Tensor | None = None
+    pools_first, done = True, 0
+    bar = tqdm(desc="features", total=len(rows), disable=not sys.stderr.isatty(), unit="image", leave=False)
+    try:
+        for batch in setup.batches(rows):
+            seen["projections"] = []
+            with torch.no_grad(), autocast(setup.device, setup.settings.precision):
+                model(batch.images.to(setup.device).contiguous(memory_format=memory_format))
+            if values is None:
+                calls = seen["projections"]
+                pools_first = len(calls) == 1 and calls[0][0].ndim == 2 and calls[0][1] is seen["embedding"]
+            part = seen["projections"][0][0] if pools_first else seen["maps"]
+            if values is None:
+                needed = len(rows) * part[0].numel() * part.element_size()
+                if needed > memory_bytes:
+                    raise RunError(
+                        f"{describe}: {_what(model, pools_first)} of {len(rows):,} images need "
+                        f"{needed / 2**30:.2f} GiB of memory, and memory_bytes allows {memory_bytes / 2**30:.2f} GiB; "
+                        f"set memory_bytes={needed} or more if the machine has it"
+                    )
+                values = torch.empty((len(rows), *part.shape[1:]), dtype=part.dtype)
+            values[done : done + len(part)] = part.cpu()
+            check_finite(values[done : done + len(part)].flatten(1), batch.ids, what=f"{describe}: features")
+            done += len(part)
+            bar.update(len(part))
+    finally:
+        bar.close()
+        for hook in hooks:
+            hook.remove()
+    assert values is not None and done == len(rows)
+    return CachedFeatures(
+        values, None if pools_first else model.pooling, model.projection, setup.device, setup.settings.precision,
+        setup.eval_batch_size,
+    )  # fmt: skip
+
+
+def _what(model: PooledModel, pools_first: bool) -> str:
+    if pools_first:
+        return "pooled features"
+    return f"the last maps (pooling {type(model.pooling).__name__} needs the projection's result, so they are kept)"

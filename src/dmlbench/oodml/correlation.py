@@ -1,0 +1,226 @@
+"""Whether measures of the training embeddings go along with test scores: rank correlations, and a picture of them."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from scipy.stats import spearmanr
+
+from dmlbench.apps.pictures import save_figure
+from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.oodml.split_runs import SplitRun, notes_of
+from dmlbench.oodml.structure import MEASURES, Structure
+from dmlbench.types import ConfigError
+
+DEFAULT = "default"
+"""The kind of the split that everybody uses, in the facts of a run."""
+_FEWEST = 3
+"""Points that a rank correlation needs: two lie on a line always."""
+_MARKERS = "osD^vP*X<>"
+_NAMES = {
+    "intra": "intra-class distance",
+    "inter": "inter-class distance",
+    "density": "density",
+    "spectral_decay": "spectral decay",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run with its measures and its test scores by name."""
+
+    run: SplitRun
+    structure: Structure
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method on a split, mean over repeats.
+
+    Attributes:
+        label: the method.
+        fold: the split.
+        values: measures and scores by name, as they are; None where a run's is undefined.
+    """
+
+    label: str
+    fold: int
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation over ``count`` points; None where it is undefined."""
+
+    rho: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return "undefined" if self.rho is None else f"{self.rho:.2f}"
+
+
+def points_of(measured: Sequence[Measured]) -> list[Point]:
+    """One point for each method on each split, in the order given."""
+    grouped: dict[tuple[str, int], list[dict[str, float | None]]] = {}
+    for one in measured:
+        values = asdict(one.structure) | dict(one.scores)
+        grouped.setdefault((one.run.label, one.run.fold), []).append(values)
+    return [Point(label, fold, {key: _mean([run[key] for run in runs]) for key in runs[0]})
+            for (label, fold), runs in grouped.items()]  # fmt: skip
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if len(known) == len(values) else None
+
+
+def normalized(points: Sequence[Point], x: str, y: str) -> list[tuple[Point, float, float]]:
+    """Points with both values moved and scaled to [0, 1] within their split.
+
+    Points without one of the values are left out, and so are splits on which one of them is constant.
+    """
+    result = []
+    for fold in dict.fromkeys(point.fold for point in points):
+        own = [(p, a, b) for p in points
+               if p.fold == fold and (a := p.values[x]) is not None and (b := p.values[y]) is not None]  # fmt: skip
+        if not own:
+            continue
+        values = np.array([(a, b) for _, a, b in own])
+        low, spread = values.min(axis=0), np.ptp(values, axis=0)
+        if (spread > 0).all():
+            scaled = (values - low) / spread
+            result += [(p, float(a), float(b)) for (p, _, _), (a, b) in zip(own, scaled, strict=True)]
+    return result
+
+
+def correlation(points: Sequence[Point], measure: str, score: str) -> Correlation:
+    """Over all points, normalized by split (of one split that changes no rank)."""
+    scaled = normalized(points, measure, score)
+    if len(scaled) < _FEWEST:
+        return Correlation(None, len(scaled))
+    _, a, b = zip(*scaled, strict=True)
+    return Correlation(float(spearmanr(a, b).statistic), len(scaled))
+
+
+def correlations(points: Sequence[Point], score: str) -> dict[str, dict[int | None, Correlation]]:
+    """By measure: overall (None), then of every split."""
+    folds = sorted({point.fold for point in points})
+    return {
+        measure: {
+            None: correlation(points, measure, score),
+            **{fold: correlation([p for p in points if p.fold == fold], measure, score) for fold in folds},
+        }
+        for measure in MEASURES
+    }
+
+
+def to_markdown(title: str, measured: Sequence[Measured], scores: Sequence[str]) -> str:
+    """Of each score a table: a row a measure, a column for all splits together and for each of them."""
+    points, names = points_of(measured), _names_of_splits(measured)
+    parts = [f"### {title}: rank correlation of measures of the training embeddings with test scores", ""]
+    for score in scores:
+        found = correlations(points, score)
+        heads = [score_named(score).label, "overall", *(names[fold] for fold in sorted(names))]
+        parts += ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+        parts += [
+            f"| {_NAMES[measure]} | " + " | ".join(map(str, of_measure.values())) + " |"
+            for measure, of_measure in found.items()
+        ]
+        counts = ", ".join(f"{_NAMES[measure]} {of_measure[None].count}" for measure, of_measure in found.items())
+        parts += ["", f"- points overall: {counts}", ""]
+    notes = [
+        "Spearman's correlation; a point is a method on a split, mean over repeats; overall: both values normalized to "
+        "[0, 1] on each split",
+        f"undefined: fewer than {_FEWEST} points, or a value that is the same for all; overall leaves out splits on "
+        "which a value is constant, and points without a value",
+        *notes_of([one.run for one in measured]),
+    ]
+    return "\n".join([*parts, *(f"- {note}" for note in notes), ""])
+
+
+def points_to_csv(measured: Sequence[Measured]) -> str:
+    """A line a run: its split, measures and test scores."""
+    lines = [
+        {"row": one.run.label, "cell": one.run.path.parent.name, "fold": one.run.fold, "repeat": one.run.repeat,
+         "distance": one.run.distance, "kind": one.run.kind, **asdict(one.structure), **one.scores,
+         "notes": "; ".join(notes_of([one.run]))} for one in measured
+    ]  # fmt: skip
+    return str(pd.DataFrame(lines).to_csv(index=False))
+
+
+def correlations_to_csv(measured: Sequence[Measured], scores: Sequence[str]) -> str:
+    """A line for each score, measure and split, with an empty correlation where it is undefined."""
+    points = points_of(measured)
+    lines = [
+        {"score": score, "measure": measure, "split": "overall" if fold is None else fold, "spearman": one.rho,
+         "points": one.count}
+        for score in scores for measure, found in correlations(points, score).items() for fold, one in found.items()
+    ]  # fmt: skip
+    return str(pd.DataFrame(lines).to_csv(index=False))
+
+
+def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequence[str]) -> None:
+    """Write a PNG: a row a score, a panel a measure; both normalized by split, markers by method, colors by split.
+
+    Least-squares lines go through all points, and through those of the default split if the facts of one say that.
+    """
+    points, names = points_of(measured), _names_of_splits(measured)
+    default = next((one.run.fold for one in measured if one.run.kind == DEFAULT), None)
+    labels = list(dict.fromkeys(point.label for point in points))
+    if len(labels) > len(_MARKERS):
+        raise ConfigError(
+            f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer cells"
+        )
+    order = {one.run.fold: (one.run.distance or 0.0, one.run.fold) for one in measured}
+    folds = sorted(names, key=order.__getitem__)
+    shades = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(folds)))
+    colors = {fold: tuple(shade) for fold, shade in zip(folds, shades, strict=True)}
+    markers = dict(zip(labels, _MARKERS, strict=False))
+    figure, axes = plt.subplots(
+        len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1.2), squeeze=False,
+        layout="constrained", sharex=True, sharey=True,
+    )  # fmt: skip
+    figure.suptitle(f"{title}: measures of the training embeddings over test scores, both normalized by split")
+    for line, score in zip(axes, scores, strict=True):
+        for axis, measure in zip(line, MEASURES, strict=True):
+            _panel(axis, normalized(points, score, measure), markers, colors, default)
+            axis.set_title(f"{_NAMES[measure]}\nrank correlation {correlation(points, measure, score)}", fontsize=9)
+            axis.set_xlabel(score_named(score).label, fontsize=8)
+    named = [Line2D([], [], color="0.4", marker=markers[label], linestyle="", label=label) for label in labels]
+    named += [Line2D([], [], color=colors[fold], marker="s", linestyle="", label=names[fold]) for fold in folds]
+    named.append(Line2D([], [], color="k", label="all splits"))
+    if default is not None:
+        named.append(Line2D([], [], color="#d73027", linestyle="--", label="default split"))
+    figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
+    if notes := notes_of([one.run for one in measured]):
+        figure.supxlabel("\n".join(textwrap.fill(note, 150) for note in notes), fontsize=7)
+    save_figure(figure, path)
+
+
+def _panel(
+    axis: Axes, scaled: Sequence[tuple[Point, float, float]], markers: Mapping[str, str],
+    colors: Mapping[int, tuple[float, ...]], default: int | None,
+) -> None:  # fmt: skip
+    for point, x, y in scaled:
+        axis.plot(x, y, markers[point.label], color=colors[point.fold], markersize=6, alpha=0.85)
+    for color, style, own in (
+        ("k", "-", scaled),
+        ("#d73027", "--", [one for one in scaled if one[0].fold == default]),
+    ):
+        if own:  # normalized values of a split are 0 and 1 at least, so a line is defined
+            _, x_values, y_values = zip(*own, strict=True)
+            slope, start = np.polyfit(x_values, y_values, 1)
+            axis.plot([0, 1], [start, start + slope], color=color, linestyle=style, linewidth=1.2)
+    axis.set(xlim=(-0.06, 1.06), ylim=(-0.06, 1.06))
+    axis.tick_params(labelsize=7)
+
+
+def _names_of_splits(measured: Sequence[Measured]) -> dict[int, str]:
+    return {one.run.fold: one.run.split + (f", {one.run.kind}" if one.run.kind == DEFAULT else "") for one in measured}

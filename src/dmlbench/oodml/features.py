@@ -1,0 +1,119 @@
+"""Features of all images of a data set by one network, computed once and kept."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from dmlbench import build
+from dmlbench.apps.trained import load_run
+from dmlbench.data.batches.loaders import EvalBatches
+from dmlbench.evaluation.embeddings.embed import embed
+from dmlbench.oodml.frechet import Float
+from dmlbench.runtime import atomic_write, seed_everything, select_device
+from dmlbench.types import ImageTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a network says of every image.
+
+    Attributes:
+        table: the data set.
+        rows: [N, d] float64, in the table's order: the mean over the places of the last map.
+        measured_by: the network and its weights, and the size of the images, in words.
+        sha256: of the rows.
+    """
+
+    table: ImageTable
+    rows: Float
+    measured_by: str
+    sha256: str
+
+
+def features_of(cfg: DictConfig) -> Features:
+    """Features of ``cfg.dataset`` by ``cfg.backbone``, or by the trained backbone of ``cfg.run``; kept in the cache.
+
+    Raises:
+        DataError, ConfigError, RunError: data, network or run cannot be used.
+    """
+    table: ImageTable = build.component(cfg.dataset.table)
+    device = select_device(cfg.device)
+    if cfg.run is not None:
+        setup = load_run(Path(cfg.run), {"num_workers": cfg.num_workers}, device=cfg.device)
+        backbone: Any = setup.model.backbone  # type: ignore[attr-defined]
+        weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"
+    else:
+        seed_everything(0)  # of weights that are random
+        backbone = build.component(cfg.backbone)
+        weights = f"{cfg.network} with {_weights(cfg.backbone)}"
+    transform = build.component(cfg.transform.eval)
+    size = getattr(transform, "crop", None)
+    measured_by = weights + (f", images of {size} pixels" if size else "")
+    state = backbone.state_dict()
+    about = {
+        "data": table.fingerprint,
+        "network": _digest({name: tensor.cpu().numpy().tobytes() for name, tensor in state.items()}),
+        "transform": OmegaConf.to_container(cfg.transform.eval, resolve=True),
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
+    rows = _kept(path, len(table))
+    if rows is None:
+        backbone.to(device).eval()
+        images = build.image_opener(cfg, table, device)(cfg.transform.eval)
+        batches = EvalBatches(
+            table, torch.arange(len(table)).numpy(), images=images, transform=transform,
+            batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
+        )  # fmt: skip
+
+        def pooled(images: torch.Tensor) -> torch.Tensor:
+            pooled_map: torch.Tensor = backbone(backbone.preprocess(images))[-1].mean(dim=(2, 3))
+            return pooled_map
+
+        found = embed(
+            pooled, batches, device=device, describe="features", progress=sys.stderr.isatty(), count=len(table)
+        )
+        rows = found.rows.numpy()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, save({"rows": rows}))
+    return Features(table, rows.astype("float64"), measured_by, hashlib.sha256(rows.tobytes()).hexdigest())
+
+
+def _weights(backbone: DictConfig) -> str:
+    """What the weights are, as far as the configuration says; random ones measure nothing that is worth publishing."""
+    if backbone.get("weights_file") is not None:
+        return f"the weights of {Path(backbone.weights_file).name}"
+    if backbone.get("pretrained"):
+        return "pretrained weights"
+    log.warning("%s has random weights: its distances say little", backbone._target_)
+    return "RANDOM weights"
+
+
+def _digest(parts: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        digest.update(name.encode() + parts[name])
+    return digest.hexdigest()
+
+
+def _kept(path: Path, count: int) -> Any:
+    try:
+        rows = load_file(path)["rows"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    if rows.ndim != 2 or len(rows) != count:
+        return None
+    log.info("features from %s", path)
+    return rows

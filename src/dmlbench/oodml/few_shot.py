@@ -1,0 +1,247 @@
+"""Few-shot adaptation of finished runs: scores of test images before and after the last layer has seen k of each class.
+
+An episode takes k images of each test class as the support, adapts the linear projection to them by the margin loss
+with distance-weighted sampling, and searches the other images, the queries, among themselves; beside it stand the
+scores of the unadapted projection on the same queries. What the projection reads is computed once a run, from the
+images as they are tested, so the support is seen without augmentation (the public code draws random crops of it).
+
+Source: Milbich et al., NeurIPS 2021, section 4.5; settings of its public code (OOD-Study_FewShot.sh,
+utilities/finetune_utils.py: 1,000 steps for 2 shots, 1,500 for 5, ten times the rate of the training, no decay).
+"""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from dmlbench.apps.trained import load_run
+from dmlbench.build import component
+from dmlbench.config import load_config
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.metrics.table import of_queries
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.experiment import Setup
+from dmlbench.models.projection import Projection
+from dmlbench.oodml.adaptation import Adaptation, adapt
+from dmlbench.oodml.cached_features import CachedFeatures, cache_features
+from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
+from dmlbench.results.store import CONFIG, read_result, require_own_files
+from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.signatures import imported
+from dmlbench.training.fit import BEST
+from dmlbench.training.optim import OptimizerSettings
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+
+FEW_SHOT = "few_shot.json"
+"""Scores of episodes, next to a run's result, bound to the weights that were adapted."""
+_SCHEMA = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FewShotPlan:
+    """What is asked for of each run.
+
+    Attributes:
+        shots: numbers of support images of a class.
+        episodes: how many episodes of each.
+        spec: the scores, of rankings.
+        steps, batch_size, images_per_class, beta, margin: of ``Adaptation``.
+        lr_factor: its rate over that of the run's head.
+        weight_decay: its decay; None is the run's.
+        official: published episodes; None draws own ones.
+        memory_bytes: limit of what is kept of the images.
+    """
+
+    shots: tuple[int, ...]
+    episodes: int
+    spec: EvaluationSpec
+    steps: int = 1000
+    batch_size: int = 112
+    images_per_class: int = 2
+    beta: float = 1.2
+    margin: float = 0.2
+    lr_factor: float = 10.0
+    weight_decay: float | None = None
+    official: OfficialEpisodes | None = None
+    memory_bytes: int = 4 * 2**30
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"episodes ({self.episodes}) must be at least 1")
+        if not self.shots:
+            raise ConfigError("shots is empty; name at least one number, such as shots=2,5,10")
+        if len(of_queries(self.spec.scores)) < len(self.spec.scores):
+            others = [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]
+            raise ConfigError(f"metric '{others[0]}' is not one of rankings, which alone are scored of episodes")
+        if self.spec.rerank is not None:
+            raise ConfigError("rerank ranks a shortlist of a distance of its own; the episodes compare unit vectors")
+
+    def adaptation(self, trained_by: OptimizerSettings) -> Adaptation:
+        """How a run that was trained so is adapted."""
+        lr = trained_by.lr * trained_by.lr_multipliers.get("head", 1.0) * self.lr_factor
+        decay = trained_by.weight_decay if self.weight_decay is None else self.weight_decay
+        return Adaptation(self.steps, lr, decay, self.batch_size, self.images_per_class, self.beta, self.margin)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Scores [episodes] of a run by name, before (zero-shot) and after (few-shot) adaptation, on the same queries."""
+
+    zero_shot: Mapping[str, Sequence[float]]
+    few_shot: Mapping[str, Sequence[float]]
+
+    def gains(self, score: str) -> list[float] | None:
+        """(few-shot - zero-shot) / zero-shot of each episode; None where a zero-shot score is 0."""
+        pairs = list(zip(self.zero_shot[score], self.few_shot[score], strict=True))
+        return [(few - zero) / zero for zero, few in pairs] if all(zero for zero, _ in pairs) else None
+
+
+def few_shot_of_run(
+    run_dir: Path, plan: FewShotPlan, *, device: str = "auto", num_workers: int | None = None
+) -> dict[int, Compared]:
+    """Scores of a run's episodes by number of shots: those that ``few_shot.json`` has, others computed and kept.
+
+    It is written after each episode, so an interrupted call has what it finished. Everything random comes from the
+    run's seed, the number of shots and that of the episode.
+
+    Args:
+        run_dir: a complete run with its weights, a linear head, and a test set that is searched within itself.
+        plan: what is asked for.
+        device, num_workers: as in the configuration of a run.
+
+    Raises:
+        RunError: the run is not of this kind.
+        ConfigError: a class has no more images than shots; a value is out of its range.
+    """
+    result = read_result(run_dir)
+    bound = _bound_to(run_dir, result)
+    adaptation = plan.adaptation(component(load_config(run_dir / CONFIG).optim))
+    held = _held(run_dir, bound)
+    keys = {shots: _key(shots, adaptation, plan.official) for shots in plan.shots}
+    names = set(plan.spec.score_names)
+    missing = [
+        (shots, episode)
+        for shots in plan.shots
+        for episode in range(plan.episodes)
+        if not names <= set(held.get(keys[shots], {}).get("episodes", {}).get(str(episode), {}).get("few_shot", {}))
+    ]
+    if missing:
+        loaded = _Loaded(
+            run_dir, load_run(run_dir, {"num_workers": num_workers}, device=device), plan, seed=result["seed"]
+        )  # fmt: skip
+        for shots, episode in tqdm(missing, desc=run_dir.name, disable=not sys.stderr.isatty(), unit="episode"):
+            scores = loaded.episode(shots, episode, adaptation)
+            held = _held(run_dir, bound)  # as another process may have left it meanwhile
+            kept = held.setdefault(keys[shots], {"settings": _settings(shots, adaptation, plan.official)})
+            of_episode = kept.setdefault("episodes", {}).setdefault(str(episode), {})
+            for kind, found in scores.items():
+                of_episode[kind] = of_episode.get(kind, {}) | found
+            write_json(run_dir / FEW_SHOT, {"schema": _SCHEMA, **bound, "adaptations": held})
+    return {shots: _compared(held[keys[shots]]["episodes"], plan) for shots in plan.shots}
+
+
+def _compared(episodes: Mapping[str, Any], plan: FewShotPlan) -> Compared:
+    found = [episodes[str(episode)] for episode in range(plan.episodes)]
+    zero, few = (
+        {name: [float(scores[kind][name]) for scores in found] for name in plan.spec.score_names}
+        for kind in ("zero_shot", "few_shot")
+    )
+    return Compared(zero, few)
+
+
+class _Loaded:
+    """A run's test images as its last layer reads them, and their scores."""
+
+    def __init__(self, run_dir: Path, setup: Setup, plan: FewShotPlan, *, seed: int) -> None:
+        self.run_dir, self.setup, self.plan, self.seed = run_dir, setup, plan, seed
+        test = setup.data.split.test
+        if test is None or test.gallery is not None:
+            raise RunError(
+                f"{run_dir} has no test set that is searched within itself; its queries cannot be adapted to"
+            )
+        self.rows = test.query
+        self.labels: IntArray = setup.data.table.labels[self.rows]
+        check_shots(self.labels, plan.shots, setup.data.table.class_names)
+        # all at once: what a file of episodes lacks is said before the images are read
+        self.support = {(k, e): self._support(k, e) for k in plan.shots for e in range(plan.episodes)}
+
+    @cached_property
+    def features(self) -> CachedFeatures:
+        return cache_features(
+            self.setup, self.rows, memory_bytes=self.plan.memory_bytes, describe=str(self.run_dir)
+        )  # fmt: skip
+
+    @cached_property
+    def unadapted(self) -> torch.Tensor:
+        return self.features.all_embeddings(self.features.projection)
+
+    def _support(self, shots: int, episode: int) -> IntArray:
+        if self.plan.official is not None:
+            return self.plan.official.support(self.setup.data.table, self.rows, shots=shots, episode=episode)
+        return drawn_support(self.labels, shots=shots, seed=self.seed, episode=episode)
+
+    def episode(self, shots: int, episode: int, adaptation: Adaptation) -> dict[str, dict[str, float]]:
+        """Zero-shot and few-shot scores of one episode's queries."""
+        support = self.support[shots, episode]
+        episode_seed = derive_seed(self.seed, "few_shot", shots, episode)
+        adapted = adapt(self.features, support, self.labels[support], adaptation, seed=episode_seed)
+        queries = np.setdiff1d(np.arange(len(self.rows)), support)
+        return {
+            "zero_shot": self._scores(self.unadapted, queries),
+            "few_shot": self._scores(self.features.all_embeddings(adapted), queries),
+        }
+
+    def _scores(self, rows: torch.Tensor, queries: IntArray) -> dict[str, float]:
+        ids, labels = torch.from_numpy(self.rows[queries]), torch.from_numpy(self.labels[queries])
+        return evaluate(EmbeddingSet(rows[torch.from_numpy(queries)], labels, ids), None, self.plan.spec).scores
+
+
+def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
+    """The hash of the weights of a run that can be adapted."""
+    if not result["metrics"].get("test"):
+        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")
+    if not issubclass(head, Projection):
+        raise RunError(f"{run_dir} has no linear layer that makes its embeddings (its head is {head.__name__})")
+    if not (run_dir / BEST).exists():
+        raise RunError(
+            f"{run_dir} has no {BEST}, without which nothing can be adapted; run it again with fit.keep=best"
+        )
+    return require_own_files(run_dir, result, (BEST,))
+
+
+def _settings(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> dict[str, Any]:
+    """Everything that decides an episode's scores besides the run and its number."""
+    drawn = None if official is None else {"sha256": official.sha256, "merge_order": list(official.merge_order)}
+    return {"shots": shots, **asdict(adaptation), "official": drawn}
+
+
+def _key(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> str:
+    text = json.dumps(_settings(shots, adaptation, official), sort_keys=True)
+    return f"{shots}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
+    """What earlier calls found of these very weights, by the key of their settings."""
+    try:
+        held = read_json(run_dir / FEW_SHOT)
+        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
+            return dict(held["adaptations"])
+        log.info("%s is of other weights; computing again", run_dir / FEW_SHOT)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%s); computing again", run_dir / FEW_SHOT, error)
+    return {}

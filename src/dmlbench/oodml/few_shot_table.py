@@ -1,0 +1,128 @@
+"""Few-shot scores of several runs side by side: text, CSV, and a picture like figure 7 of the paper."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.report import COLORS
+from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.oodml.few_shot import Compared
+from dmlbench.oodml.split_runs import SplitRun, notes_of
+
+
+@dataclass(frozen=True)
+class FewShotRow:
+    """A run with its scores by number of shots."""
+
+    run: SplitRun
+    compared: Mapping[int, Compared]
+
+
+def to_markdown(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
+    """A row a run: of each score and number of shots zero-shot, few-shot and relative gain, in percent."""
+    columns = [(shots, score) for score in scores for shots in rows[0].compared]
+    labels = {score: score_named(score).label for score in scores}
+    parts = ("zero-shot", "few-shot", "gain")
+    heads = ["", "split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---" + "|---:" * (len(heads) - 2) + "|"]
+    for row in rows:
+        cells = [row.run.label, row.run.split, str(row.run.repeat)]
+        for shots, score in columns:
+            cells += map(_in_percent, _parts(row.compared[shots], score).values())
+        lines.append("| " + " | ".join(cells) + " |")
+    episodes = len(next(iter(rows[0].compared[columns[0][0]].few_shot.values())))
+    notes = [
+        f"percent; mean ± population std over {episodes} episodes" if episodes > 1 else "percent; one episode",
+        "split: its fold, with its distance where the protocol measures one; gain: (few-shot - zero-shot) / zero-shot "
+        "of the same queries",
+        *notes_of([row.run for row in rows]),
+    ]
+    return "\n".join([f"### {title}", "", *lines, "", *(f"- {note}" for note in notes), ""])
+
+
+def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
+    """A line for each run, number of shots and score, as fractions."""
+    lines = []
+    for row in rows:
+        run = row.run
+        for shots, compared in row.compared.items():
+            for score in scores:
+                line = {"row": run.label, "cell": run.path.parent.name, "fold": run.fold, "repeat": run.repeat,
+                        "distance": run.distance, "shots": shots, "score": score,
+                        "episodes": len(compared.few_shot[score])}  # fmt: skip
+                for part, values in _parts(compared, score).items():
+                    name = part.replace("-", "_")
+                    line[f"{name}_mean"] = None if values is None else float(np.mean(values))
+                    line[f"{name}_std"] = None if values is None else float(np.std(values))
+                lines.append({**line, "notes": "; ".join(notes_of([run]))})
+    return str(pd.DataFrame(lines).to_csv(index=False))
+
+
+def _parts(compared: Compared, score: str) -> dict[str, Sequence[float] | None]:
+    return {"zero-shot": compared.zero_shot[score], "few-shot": compared.few_shot[score], "gain": compared.gains(score)}
+
+
+def _in_percent(values: Sequence[float] | None) -> str:
+    if values is None:
+        return "undefined"
+    mean = f"{100 * np.mean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {100 * np.std(values):.2f}"
+
+
+def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> None:
+    """Write a PNG with a panel for each number of shots.
+
+    Over the splits, in the order of their distance, stand a pair of bars for each method (zero-shot light, few-shot
+    dark, means of repeats) and the methods' mean relative gain as a line.
+    """
+    shots = list(rows[0].compared)
+    labels = list(dict.fromkeys(row.run.label for row in rows))
+    figure, axes = plt.subplots(
+        1, len(shots), figsize=(max(4.5, 1.6 + 0.2 * len(rows)) * len(shots), 4.6), squeeze=False, layout="constrained"
+    )
+    figure.suptitle(f"{title}: {score_named(score).label} before and after few-shot adaptation", fontsize=11)
+    for axis, k in zip(axes[0], shots, strict=True):
+        _panel(axis, rows, labels, k, score)
+    named = [Patch(color=COLORS[i % len(COLORS)], label=label) for i, label in enumerate(labels)]
+    named += [Patch(color="0.75", label="light: zero-shot"), Patch(color="0.25", label="dark: few-shot")]
+    figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
+    if notes := notes_of([row.run for row in rows]):
+        figure.supxlabel("\n".join(textwrap.fill(note, 60 * len(shots)) for note in notes), fontsize=7)
+    save_figure(figure, path)
+
+
+def _panel(axis: Axes, rows: Sequence[FewShotRow], labels: Sequence[str], shots: int, score: str) -> None:
+    splits = sorted({(row.run.distance or 0.0, row.run.fold, row.run.split) for row in rows})
+    width = 0.8 / len(labels)
+    gains = []
+    for x, (_, fold, _) in enumerate(splits):
+        of_methods = []
+        for i, label in enumerate(labels):
+            found = [row.compared[shots] for row in rows if (row.run.fold, row.run.label) == (fold, label)]
+            if not found:
+                continue
+            place = x - 0.4 + width * (i + 0.5)
+            zero, few = (100 * np.concatenate([getattr(one, kind)[score] for one in found])
+                         for kind in ("zero_shot", "few_shot"))  # fmt: skip
+            color = COLORS[i % len(COLORS)]
+            axis.bar(place - width / 4, zero.mean(), width / 2, color=color, alpha=0.4)
+            axis.bar(place + width / 4, few.mean(), width / 2, color=color, yerr=few.std(), ecolor="0.3", capsize=2)
+            of_methods += [gain for one in found for gain in one.gains(score) or ()]
+        gains.append(100 * float(np.mean(of_methods)) if of_methods else np.nan)
+    axis.set_xticks(range(len(splits)), [name for _, _, name in splits], fontsize=8)
+    axis.set_xlabel("split (distance)", fontsize=8)
+    axis.set_ylabel(f"{score_named(score).label}, percent", fontsize=8)
+    axis.set_title(f"{shots} shots", fontsize=9)
+    if not np.isnan(gains).all():
+        line = axis.twinx()
+        line.plot(range(len(splits)), gains, "k.-", linewidth=1)
+        line.set_ylabel("mean relative gain, percent", fontsize=8)
+        line.set_ylim(1.2 * np.nanmin([0.0, *gains]), 1.2 * np.nanmax([1.0, *gains]))

@@ -1,0 +1,195 @@
+"""Scores of cells over the distance of their splits: tables (S3 to S6) and pictures (figures 2, 3 and S4)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.tables import Cell, asked_columns, build_tables, find_cells
+from dmlbench.build import component
+from dmlbench.evaluation.metrics.table import Score, score_named
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.tables import Entry, Table, to_csv, to_latex, to_markdown
+from dmlbench.runtime import atomic_write, read_json
+from dmlbench.types import RunError, is_file_name
+
+Splits = tuple[tuple[str, float], ...]
+"""Names of splits with the distances between their halves, ascending."""
+
+AGS = "AGS"
+
+
+def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
+    """Tables of the cells that ``cfg`` names, one for each data set and sequence of splits, and the files written.
+
+    Raises:
+        RunError: none of the cells was run under ``protocol=oodml``, or they are not aggregated.
+    """
+    spec: EvaluationSpec = component(cfg.evaluation)
+    frozen = [read_json(Path(str(name))) for name in _listed(cfg.frozen)]
+    tables: list[Table] = []
+    written: list[Path] = []
+    found = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
+    for (dataset, protocol), cells in found.items():
+        for i, (splits, alike) in enumerate(_by_splits(cells).items()):
+            scores = [score_named(name) for name in asked_columns(spec)]
+            as_they_are = [one for one in frozen if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
+            table = _with_frozen(_table(dataset, protocol, alike, splits, scores, spec), as_they_are, scores)
+            tables.append(table)
+            stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
+            if cfg.name is not None:
+                if not is_file_name(cfg.name):
+                    raise RunError(f"name ({cfg.name}) must be the name of a file, such as birds")
+                stem = f"{cfg.name}{f'-{len(tables)}' if len(tables) > 1 else ''}"
+            folder = Path(cfg.paths.output_dir) / "tables"
+            folder.mkdir(parents=True, exist_ok=True)
+            for suffix, render in ((".md", to_markdown), (".csv", to_csv), (".tex", to_latex)):
+                atomic_write(folder / f"{stem}{suffix}", render(table).encode())
+                written.append(folder / f"{stem}{suffix}")
+            for score in scores:
+                path = folder / f"{stem}-{score.name}.png"
+                draw_over_distance(alike, splits, score, path, title=table.title, frozen=as_they_are)
+                written.append(path)
+            path = folder / f"{stem}-areas.png"
+            draw_areas(alike, scores, path, title=table.title)
+            written.append(path)
+    if not tables:
+        raise RunError(f"no cell that matches '{cfg.cells}' was run over splits; run some with protocol=oodml")
+    return tables, written
+
+
+def _listed(frozen: Any) -> list[Any]:
+    return [] if frozen is None else [frozen] if isinstance(frozen, str) else list(frozen)
+
+
+def _splits(by_split: Sequence[Mapping[str, Any]]) -> Splits:
+    return tuple((str(own["split"]), float(own["distance"])) for own in by_split)
+
+
+def _by_splits(cells: Sequence[Cell]) -> dict[Splits, list[Cell]]:
+    groups: dict[Splits, list[Cell]] = {}
+    for cell in cells:
+        if "by_split" in cell.summary:
+            groups.setdefault(_splits(cell.summary["by_split"]), []).append(cell)
+    return groups
+
+
+def _table(
+    dataset: str, protocol: str, cells: Sequence[Cell], splits: Splits, scores: Sequence[Score], spec: EvaluationSpec
+) -> Table:
+    """Rows of cells, and for each score a column a split, then the area under them."""
+    (base,) = build_tables({(dataset, protocol): cells}, spec).values()
+    columns = [
+        (score.label, head) for score in scores for head in (*(f"{name} ({at:.1f})" for name, at in splits), AGS)
+    ]
+    rows = []
+    for cell in cells:
+        by_split: Sequence[Mapping[str, Any]] = cell.summary["by_split"]
+        entries = [
+            _entry(own, score)
+            for score in scores
+            for own in (*(split["scores"] for split in by_split), cell.summary["scores"][AGS])
+        ]
+        rows.append((cell.label, tuple(entries)))
+    by = sorted({str(split["distance_by"]) for cell in cells for split in cell.summary["by_split"]})
+    notes = (
+        f"columns are splits, in brackets the squared Frechet distance between their halves, by {'; '.join(by)}",
+        "AGS: area under the score over these distances, brought to [0, 1]",
+    )
+    better = tuple(score.metric.better is not None for score in scores for _ in range(len(splits) + 1))
+    return dataclasses.replace(
+        base, title=f"{dataset} under {protocol}, over the distance of the splits", columns=tuple(columns),
+        higher_is_better=better, rows=tuple(rows), notes=(*notes, *base.notes),
+    )  # fmt: skip
+
+
+def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> Table:
+    """Rows of features as they are below those of trained cells; they do not compete."""
+    rows = []
+    for one in frozen:
+        values = [
+            own.get(score.name)
+            for score in scores
+            for own in (*(split["scores"] for split in one["by_split"]), one[AGS])
+        ]
+        at = [score.scale for score in scores for _ in range(len(one["by_split"]) + 1)]
+        entries = tuple(
+            None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)
+        )
+        rows.append((f"no training: {one['network']}", entries))
+    return dataclasses.replace(
+        table, rows=(*table.rows, *rows), competes=(*table.competes, *(False for _ in rows)),
+        row_notes=(*table.row_notes, *(tuple(one["notes"]) for one in frozen)),
+    )  # fmt: skip
+
+
+def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> Entry | None:
+    found = scores.get(score.name)
+    if found is None or found["mean"] is None:
+        return None
+    return Entry(score.scale * found["mean"], None if found["std"] is None else score.scale * found["std"])
+
+
+def draw_over_distance(
+    cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str,
+    frozen: Sequence[Mapping[str, Any]] = (),
+) -> None:  # fmt: skip
+    """Scores over the distance, and below differences from the mean of all cells (figure 2); bands are deviations.
+
+    Args:
+        cells: a curve each.
+        splits: of all of them.
+        score: what is drawn.
+        path: the PNG.
+        title: above it.
+        frozen: what ``dmlbench oodml frozen`` wrote of these splits, dashed; no part of the mean.
+    """
+    at = [distance for _, distance in splits]
+    curves = {}
+    for cell in cells:
+        entries = [_entry(split["scores"], score) for split in cell.summary["by_split"]]
+        curves[cell.label] = (
+            np.array([np.nan if entry is None else entry.mean for entry in entries]),
+            np.array([0.0 if entry is None or entry.std is None else entry.std for entry in entries]),
+        )
+    average = np.mean([means for means, _ in curves.values()], axis=0)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 6), sharex=True, constrained_layout=True)
+    for label, (means, deviations) in curves.items():
+        for axes, values in ((top, means), (bottom, means - average)):
+            (line,) = axes.plot(at, values, marker="o", markersize=3, label=label)
+            axes.fill_between(at, values - deviations, values + deviations, color=line.get_color(), alpha=0.15)
+    for one in frozen:
+        values = score.scale * np.array([split["scores"].get(score.name, np.nan) for split in one["by_split"]])
+        (line,) = top.plot(at, values, linestyle="--", label=f"no training: {one['network']}")
+        bottom.plot(at, values - average, linestyle="--", color=line.get_color())
+    bottom.axhline(0, color="0.6", linewidth=0.8)
+    unit = " in percent" if score.metric.percent else ""
+    top.set_ylabel(f"{score.label}{unit}")
+    bottom.set_ylabel("difference from the mean of all")
+    bottom.set_xlabel("squared Fréchet distance between train and test half")
+    top.legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    save_figure(figure, path)
+
+
+def draw_areas(cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, title: str) -> None:
+    """Areas under the scores as bars with deviations, a panel each (figures 3 and S4)."""
+    figure, panels = plt.subplots(
+        1, len(scores), figsize=(1.2 + 2.6 * len(scores), 3.4), constrained_layout=True, squeeze=False
+    )
+    for axes, score in zip(panels[0], scores, strict=True):
+        entries = [_entry(cell.summary["scores"][AGS], score) for cell in cells]
+        means = [np.nan if entry is None else entry.mean for entry in entries]
+        deviations = [0.0 if entry is None or entry.std is None else entry.std for entry in entries]
+        axes.bar(range(len(cells)), means, yerr=deviations, capsize=3, color="tab:blue")
+        for i, mean in enumerate(means):
+            axes.annotate(f"{mean:.1f}", (i, mean), ha="center", va="bottom", fontsize=7, xytext=(8, 2),
+                          textcoords="offset points")  # fmt: skip
+        axes.set_xticks(range(len(cells)), [cell.label for cell in cells], rotation=30, ha="right", fontsize=7)
+        axes.set_title(f"AGS of {score.label}", fontsize=8)
+    figure.suptitle(title, fontsize=8)
+    save_figure(figure, path)

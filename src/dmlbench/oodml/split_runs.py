@@ -1,0 +1,103 @@
+"""Complete runs over train-test splits, each with the name of its method and what its split says of itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmlbench.apps.tables import Found, named_cells
+from dmlbench.results.cautions import by_row, cautions_of_rows
+from dmlbench.results.store import RunInfo, find_runs, read_result, require_own_place
+from dmlbench.types import ConfigError, RunError
+
+Group = tuple[str, str]
+"""Data set and protocol, within which runs stand side by side."""
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """A complete run.
+
+    Attributes:
+        path: its directory.
+        result: its ``result.json``.
+        label: of its cell, the shortest that tells the cells of its group apart.
+    """
+
+    path: Path
+    result: Mapping[str, Any]
+    label: str
+
+    @property
+    def fold(self) -> int:
+        return int(self.result["fold"])
+
+    @property
+    def repeat(self) -> int:
+        return int(self.result["repeat"])
+
+    @property
+    def distance(self) -> float | None:
+        """How far the split's test classes are from its training ones, if its facts say so."""
+        value = self.result.get("facts", {}).get("distance")
+        return None if value is None else float(value)
+
+    @property
+    def kind(self) -> str | None:
+        """What kind of split it is, if its facts say so; ``default`` is the one that everybody uses."""
+        value = self.result.get("facts", {}).get("kind")
+        return None if value is None else str(value)
+
+    @property
+    def split(self) -> str:
+        """The split as tables and pictures name it."""
+        return f"fold {self.fold}" if self.distance is None else f"{self.fold} ({self.distance:.4g})"
+
+
+def chosen_runs(runs: Sequence[str], cells: str | None, output_dir: str) -> list[Path]:
+    """Directories of the runs that a command names, or of the complete ones of cells that match a pattern.
+
+    Raises:
+        ConfigError: it names both or neither.
+        RunError: no complete run matches.
+    """
+    if bool(runs) == bool(cells):
+        raise ConfigError("say which runs, by one of the two: run=<run directory> (or several), or cells=<pattern>")
+    if cells is None:
+        return [Path(run).absolute() for run in runs]
+    found = [run.path.absolute() for run in find_runs(output_dir, cells) if run.state == "done"]
+    if not found:
+        raise RunError(f"no complete run under {output_dir} matches '{cells}'; `dmlbench status` lists what there is")
+    return found
+
+
+def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
+    """Runs by data set and protocol, in the order of methods, folds and repeats.
+
+    Of cells that are one but for what they were evaluated by, one is taken; the log says which.
+
+    Raises:
+        RunError: one is not complete, or was copied from another run.
+    """
+    results = {path: read_result(path) for path in dict.fromkeys(paths)}
+    cells: dict[Group, dict[Path, Found]] = {}
+    for path, result in results.items():
+        require_own_place(path, result)
+        group = (str(result["dataset"]), str(result["protocol"]))
+        info = RunInfo(path, *group, path.parent.name, result["fold"], result["repeat"])
+        found = cells.setdefault(group, {}).setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))
+        found[1].append(info)
+    named = named_cells({group: list(found.values()) for group, found in cells.items()})
+    return {
+        group: [
+            SplitRun(run.path, results[run.path], cell.label)
+            for cell in members
+            for run in sorted(cell.runs, key=lambda run: (run.fold, run.repeat))
+        ]
+        for group, members in named.items()
+    }
+
+
+def notes_of(runs: Sequence[SplitRun]) -> list[str]:
+    """What a reader must know of the runs' scores."""
+    return by_row(cautions_of_rows([run.result for run in runs]), [f"{run.label}, {run.path.name}" for run in runs])

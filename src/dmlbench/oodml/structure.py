@@ -1,0 +1,127 @@
+"""How the embeddings of a training set are arranged: within and between classes, and over directions.
+
+Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML 2020
+    (pi_intra, pi_inter, pi_density, rho); Milbich et al., NeurIPS 2021, section 4.3.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+from numpy.typing import ArrayLike
+
+from dmlbench.apps.trained import distance_of_run, load_run
+from dmlbench.evaluation.metrics.clustering import class_distances
+from dmlbench.results.store import read_result, require_own_files
+from dmlbench.runtime import read_json, write_json
+from dmlbench.training.fit import BEST
+from dmlbench.types import DataError, RetrievalSet, RunError
+
+STRUCTURE = "structure.json"
+"""Measures of a run's training embeddings, next to its result, bound to its weights."""
+_SCHEMA = 1
+_ROUNDING = 1e-6
+"""Singular values below this share of the largest are what float32 rows leave of 0."""
+_SAME_DIRECTION = 1e-12
+"""Cosine distances below this are what float64 leaves of 0."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Measures of embeddings as unit vectors.
+
+    Attributes:
+        intra: mean over classes of the mean cosine distance between two different images of the class; classes of one
+            image are left out.
+        inter: mean cosine distance between the normalized means of two different classes.
+        density: intra / inter; None where all class means are one direction.
+        spectral_decay: divergence of the singular values from evenness, sum_i u log(u / s_i) with the singular values s
+            of the rows, divided by their sum, and u = 1 / their number; 0 where all directions count alike. None where
+            it is infinite: the rows do not span all dimensions.
+    """
+
+    intra: float
+    inter: float
+    density: float | None
+    spectral_decay: float | None
+
+
+MEASURES = tuple(field.name for field in fields(Structure))
+
+
+def structure(rows: ArrayLike, labels: ArrayLike) -> Structure:
+    """The measures of embeddings, in float64.
+
+    Args:
+        rows: [N, D], of any length.
+        labels: [N] whole numbers.
+
+    Raises:
+        DataError: shapes that do not fit, numbers that are not finite, fewer than two classes, or none with two images.
+    """
+    given, classes = np.asarray(rows, dtype=np.float64), np.asarray(labels, dtype=np.int64)
+    if given.ndim != 2 or classes.shape != given.shape[:1]:
+        raise DataError(f"rows {given.shape} and labels {classes.shape} must be [N, D] and [N]")
+    if not np.isfinite(given).all():
+        raise DataError("the rows hold NaN or infinity; the model has diverged")
+    _, counts = np.unique(classes, return_counts=True)
+    if len(counts) < 2 or counts.max() < 2:
+        raise DataError(
+            f"{len(classes)} images of {len(counts)} classes: distances within and between classes need two classes, "
+            "one of them with two images"
+        )
+    length = np.linalg.norm(given, axis=1, keepdims=True)
+    unit = given / np.where(length > 0, length, 1.0)
+    intra, inter = class_distances(unit, classes)  # type: ignore[arg-type]  # which it takes of any precision
+    values = scipy.linalg.svdvals(unit)
+    decay = None
+    if values[-1] > _ROUNDING * values[0]:
+        decay = float(-np.mean(np.log(values / values.sum() * len(values))))
+    return Structure(intra, inter, intra / inter if inter > _SAME_DIRECTION else None, decay)
+
+
+def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | None = None) -> Structure:
+    """The measures of a run's training images by its best weights, from ``structure.json`` or computed and kept there.
+
+    Images are seen as in the test, without augmentation.
+
+    Raises:
+        RunError: the run is not complete, has no weights, or does not compare unit vectors.
+    """
+    result = read_result(run_dir)
+    if not (run_dir / BEST).exists():
+        raise RunError(f"{run_dir} has no {BEST} to embed its training images by; run it again with fit.keep=best")
+    bound = require_own_files(run_dir, result, (BEST,))
+    held = _held(run_dir, bound)
+    if held is not None:
+        return held
+    if distance_of_run(run_dir) is not None:
+        raise RunError(f"{run_dir} compares its embeddings by a distance of its own; the measures are of unit vectors")
+    setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
+    embeddings, _ = setup.embed(RetrievalSet(setup.data.split.train))
+    found = structure(embeddings.rows.numpy(), embeddings.labels.numpy())
+    write_json(
+        run_dir / STRUCTURE, {"schema": _SCHEMA, **bound, "n_images": len(embeddings), "measures": asdict(found)}
+    )
+    return found
+
+
+def _held(run_dir: Path, bound: Mapping[str, str]) -> Structure | None:
+    """What an earlier call found of these very weights."""
+    try:
+        held = read_json(run_dir / STRUCTURE)
+        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
+            measures: dict[str, Any] = held["measures"]
+            return Structure(**measures)
+        log.info("%s is of other weights; computing again", run_dir / STRUCTURE)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%s); computing again", run_dir / STRUCTURE, error)
+    return None

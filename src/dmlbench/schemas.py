@@ -1,0 +1,321 @@
+"""The schemas of the top level of every configuration: what keys a command knows, and of which type.
+
+They work without torch, so that a misspelt key fails at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class PathsConfig:
+    """Where files lie: results, data sets of the user, and images prepared once."""
+
+    output_dir: str = MISSING
+    data_dir: str = MISSING
+    cache_dir: str = MISSING
+
+
+@dataclass
+class RuntimeConfig:
+    """Values known only once the data set and the model are there; ``build.py`` sets them, nobody else."""
+
+    num_classes: int = MISSING
+    image_size: Any = MISSING  # height and width of the images that the network gets
+    num_channels: int = MISSING  # of the map that is pooled
+    map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
+    embedding_size: int = MISSING
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    # of the recipe that took part: its name and side, where its values stand, and which of them something replaced
+    recipe: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
+
+
+@dataclass
+class TrainConfig:
+    """Top level of ``dmlbench train``: one run is one cell at its coordinates (fold, repeat)."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    sampler: Any = MISSING
+    protocol: Any = MISSING
+    backbone: Any = MISSING
+    pooling: Any = MISSING
+    head: Any = MISSING
+    loss: Any = MISSING
+    miner: Any = None
+    regularizer: Any = None
+    optim: Any = MISSING
+    schedule: Any = None
+    fit: Any = MISSING
+    evaluation: Any = MISSING
+    logger: Any = None
+    reproduce: Any = None  # of an experiment that is a paper's table: which row is which command, or what is missing
+    fold: int = 0
+    repeat: int = 0
+    base_seed: int = 0
+    device: str = "auto"
+    num_workers: int | None = None
+    image_cache: bool = True
+    eval_batch_size: int = 128
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+
+@dataclass
+class EvaluateConfig:
+    """Top level of ``dmlbench evaluate``: scores of a finished run or of a file of embeddings."""
+
+    run: str | None = None
+    embeddings: str | None = None
+    labels: str | None = None
+    gallery: str | None = None
+    gallery_labels: str | None = None
+    from_checkpoint: bool = False
+    output: str | None = None
+    per_query: str | None = None
+    per_class: str | None = None
+    hardest: int | None = None
+    hardest_by: str = "map_at_r"
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    device: str = "auto"
+    num_workers: int | None = None
+
+
+@dataclass
+class ExplainConfig:
+    """Top level of ``dmlbench explain``: what a trained pooling looks at, or why two images are alike to AVSL."""
+
+    run: Any = None
+    images: Any = None
+    num_images: int = 6
+    pair: Any = None
+    num_nodes: int = 3
+    reliable: int = 128
+    output: str | None = None
+    device: str = "auto"
+
+
+@dataclass
+class CellsConfig:
+    """What the commands that summarize cells have in common: which cells, and by which metrics."""
+
+    cells: str = "**"
+    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    allow_partial: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class AggregateConfig(CellsConfig):
+    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
+
+    force: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+
+
+@dataclass
+class TableConfig(CellsConfig):
+    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
+
+    facts: tuple[str, ...] = ()
+    compare: tuple[str, ...] | None = None
+    name: str | None = None
+
+
+@dataclass
+class ReportConfig(CellsConfig):
+    """Top level of ``dmlbench report``: aggregated cells as a picture."""
+
+    queries: int = 5
+
+
+@dataclass
+class ReproduceConfig:
+    """Top level of ``dmlbench reproduce``: a paper's table from its runs, with the paper's numbers beside ours."""
+
+    table: str | None = None
+    rows: Any = None
+    fold: Any = None
+    repeat: Any = None
+    list: bool = False
+    measured: str | None = None
+    dry_run: bool = False
+    max_hours: float | None = None
+    shard: str | None = None
+    allow_mixed: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class StatusConfig:
+    """Top level of ``dmlbench status``: what became of runs."""
+
+    cells: str = "**"
+    state: Any = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class CleanConfig:
+    """Top level of ``dmlbench clean``: removing runs."""
+
+    cells: str | None = None
+    state: Any = None
+    ask: bool = True
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class DataConfig:
+    """Top level of ``dmlbench data``: looking at a data set, and making it ready."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    decode: bool = True
+    jobs: int | None = None
+    archives: Any = None
+    password: str | None = None
+    download: bool = True
+    accept_other_checksum: bool = False
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class FeaturesConfig:
+    """What the commands have in common that look at a data set by a network."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    backbone: Any = MISSING
+    network: str = MISSING
+    run: str | None = None
+    over: str = "class_means"
+    device: str = "auto"
+    num_workers: int | None = None
+    image_cache: bool = True
+    eval_batch_size: int = 128
+    output: str | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class OodmlSplitsConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml splits``: train-test splits of growing distance."""
+
+    per_step: int | None = None
+    exchanges: int = 24
+    reversed_exchanges: int = 14
+    removals: int = 40
+    keep: float = 0.6
+    picks: int = 8
+    alike: int = 5
+    also: Any = None
+    points: int = 2000
+
+
+@dataclass
+class OodmlDistancesConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml distances``: the splits of a file, measured by a network."""
+
+    splits: str | None = None
+    train: str | None = None
+
+
+@dataclass
+class OodmlFrozenConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml frozen``: a network's features as they are, over the splits of a file."""
+
+    splits: str | None = None
+    metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+
+
+@dataclass
+class OodmlTransferConfig(FeaturesConfig):
+    """Top level of ``dmlbench oodml transfer``: trained models on another data set."""
+
+    runs: Any = None
+    metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+
+
+@dataclass
+class OodmlScoresConfig(CellsConfig):
+    """Top level of ``dmlbench oodml scores``: cells over the distance of their splits."""
+
+    frozen: Any = None
+    name: str | None = None
+
+
+@dataclass
+class OodmlFewShotConfig:
+    """Top level of ``dmlbench oodml few_shot``: finished runs adapted to a few images of each test class."""
+
+    run: Any = None
+    cells: str | None = None
+    shots: Any = (2, 5, 10)
+    episodes: int = 10
+    steps: int = 1000
+    lr_factor: float = 10.0
+    weight_decay: float | None = None
+    batch_size: int = 112
+    images_per_class: int = 2
+    beta: float = 1.2
+    margin: float = 0.2
+    official: str | None = None
+    merge_order: Any = None
+    memory_bytes: int = 4 * 2**30
+    metrics: tuple[str, ...] = ("p_at_1", "oodml_map_at_1000", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    name: str = "few_shot"
+    device: str = "auto"
+    num_workers: int | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class OodmlStructureConfig:
+    """Top level of ``dmlbench oodml structure``: measures of training embeddings beside test scores."""
+
+    cells: str = "**"
+    metrics: tuple[str, ...] = ("p_at_1",)
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    name: str = "structure"
+    device: str = "auto"
+    num_workers: int | None = None
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+SCHEMAS = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "explain": ExplainConfig,
+    "aggregate": AggregateConfig,
+    "table": TableConfig,
+    "report": ReportConfig,
+    "reproduce": ReproduceConfig,
+    "status": StatusConfig,
+    "clean": CleanConfig,
+    "data": DataConfig,
+    "oodml_splits": OodmlSplitsConfig,
+    "oodml_distances": OodmlDistancesConfig,
+    "oodml_scores": OodmlScoresConfig,
+    "oodml_frozen": OodmlFrozenConfig,
+    "oodml_transfer": OodmlTransferConfig,
+    "oodml_few_shot": OodmlFewShotConfig,
+    "oodml_structure": OodmlStructureConfig,
+}

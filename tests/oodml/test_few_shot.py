@@ -1,0 +1,368 @@
+"""Few-shot adaptation: cached features, triplets, what is kept of runs, and the table of several of them."""
+
+import dataclasses
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
+from pytorch_metric_learning.miners import DistanceWeightedMiner
+from pytorch_metric_learning.utils import loss_and_miner_utils
+
+from dmlbench.apps.trained import load_run
+from dmlbench.cli.front import compose
+from dmlbench.cli.oodml_few_shot import task
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.models.projection import Projection
+from dmlbench.oodml import few_shot as module
+from dmlbench.oodml.adaptation import Adaptation, adapt, distance_weighted_triplets, negative_weights
+from dmlbench.oodml.cached_features import CachedFeatures, cache_features
+from dmlbench.oodml.episodes import drawn_support
+from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run
+from dmlbench.oodml.few_shot_table import FewShotRow, draw, to_csv, to_markdown
+from dmlbench.oodml.split_runs import SplitRun, chosen_runs
+from dmlbench.results.store import EMBEDDINGS, read_result, write_result
+from dmlbench.runtime import read_json, write_json
+from dmlbench.types import ConfigError, EmbeddingSet, RunError
+
+SPEC = EvaluationSpec(metrics=("p_at_1", "oodml_map_at_1000", "map_at_r"))
+PLAN = FewShotPlan((2, 3), 2, SPEC, steps=3, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that the tests only read."""
+    root = tmp_path_factory.mktemp("few_shot")
+    for fold in range(2):
+        small_run(root, fold=fold)
+    return root / "out"
+
+
+@pytest.fixture
+def output(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "out"))
+
+
+def run_of(output: Path, fold: int = 0) -> Path:
+    (found,) = output.glob(f"*/*/*/fold{fold}_rep0")
+    return found
+
+
+# --- features
+
+
+def features_of(run_dir: Path, **changes: Any) -> tuple[CachedFeatures, np.ndarray]:
+    setup = load_run(run_dir, {"num_workers": 0}, device="cpu")
+    rows = setup.data.split.test.query
+    return cache_features(setup, rows, memory_bytes=changes.get("memory_bytes", 2**30), describe="x"), rows
+
+
+def test_of_a_pooling_before_the_projection_a_vector_an_image_is_kept_and_gives_the_run_s_embeddings(
+    made: Path,
+) -> None:
+    features, _ = features_of(run_of(made))
+    assert features.values.ndim == 2 and features.pooling is None
+    stored = load_embeddings(run_of(made) / EMBEDDINGS).queries
+    assert torch.allclose(features.all_embeddings(features.projection), stored.rows, rtol=1e-5, atol=1e-6)
+
+
+def test_of_a_pooling_that_projects_first_maps_are_kept_within_the_limit(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path, "pooling=weldon", choices={"pooling": "weldon"})
+    features, rows = features_of(run_dir)
+    assert features.values.ndim == 4 and features.pooling is not None
+    stored = load_embeddings(run_dir / EMBEDDINGS).queries
+    assert torch.allclose(features.all_embeddings(features.projection), stored.rows, rtol=1e-5, atol=1e-6)
+    before = features.projection.weight.clone()
+    labels = stored.labels.numpy()
+    adapted = adapt(features, np.arange(len(rows)), labels, Adaptation(2, 1e-2, 0.0, batch_size=8), seed=0)
+    assert not torch.equal(adapted.weight, before) and torch.equal(features.projection.weight, before)
+    with pytest.raises(
+        RunError, match=r"Weldon needs the projection's result.* memory_bytes allows 0.00 GiB; set memory"
+    ):
+        features_of(run_dir, memory_bytes=1000)
+
+
+# --- adaptation
+
+
+def test_weights_of_negatives_are_those_of_pytorch_metric_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 6, generator=generator) + 0.7  # some distances below 0.5, some above 1.4
+    labels = torch.arange(40) % 10
+    theirs = {}
+
+    def captured(labels: torch.Tensor, ref_labels: torch.Tensor, weights: torch.Tensor) -> Any:
+        theirs["weights"] = weights
+        return (torch.zeros(0, dtype=torch.long),) * 3
+
+    monkeypatch.setattr(loss_and_miner_utils, "get_random_triplet_indices", captured)
+    DistanceWeightedMiner(cutoff=0.5, nonzero_loss_cutoff=1.4)(rows, labels)
+    ours = negative_weights(rows, labels)
+    assert torch.allclose(ours / ours.sum(1, keepdim=True), theirs["weights"], rtol=1e-4, atol=1e-7)
+    distance = torch.cdist(*[torch.nn.functional.normalize(rows)] * 2)
+    assert (distance < 0.5).sum() > 40 and (distance > 1.4).any()
+
+
+def test_each_anchor_has_one_triplet_unless_all_negatives_are_too_far() -> None:
+    rows = torch.eye(4)[[0, 0, 1, 1, 2, 3]] + 0.6
+    rows[5] = -rows[:5].mean(0)  # opposite of all, and alone in its class
+    labels = torch.tensor([0, 0, 1, 1, 2, 3])
+    drawn = [distance_weighted_triplets(rows, labels, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    for anchors, positives, negatives in drawn:
+        assert anchors.tolist() == [0, 1, 2, 3]  # 4 has no positive, 5 neither a positive nor a negative
+        assert positives.tolist() == [1, 0, 3, 2]
+        assert (labels[negatives] != labels[anchors]).all() and 5 not in negatives
+    assert len({tuple(negatives.tolist()) for *_, negatives in drawn}) > 1
+    again = distance_weighted_triplets(rows, labels, torch.Generator().manual_seed(3))
+    assert all(torch.equal(one, other) for one, other in zip(again, drawn[3], strict=True))
+    far = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]])
+    assert not len(distance_weighted_triplets(far, torch.tensor([0, 0, 1, 1]), torch.Generator())[0])
+
+
+def hidden_signal() -> tuple[CachedFeatures, torch.Tensor]:
+    """Features of 12 images in each of 5 classes, of which the projection sees noise above all."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(5).repeat_interleave(12)
+    signal = torch.eye(5)[labels] + 0.1 * torch.randn(60, 5, generator=generator)
+    values = torch.cat([signal, torch.randn(60, 8, generator=generator)], 1)
+    projection = Projection(13, 13)
+    with torch.no_grad():
+        projection.weight.copy_(torch.diag(torch.tensor([0.2] * 5 + [1.0] * 8)))
+    return CachedFeatures(values, None, projection, torch.device("cpu"), "float32", 16), labels
+
+
+def test_adaptation_finds_what_tells_the_classes_apart_and_leaves_the_trained_projection() -> None:
+    features, labels = hidden_signal()
+    support = np.flatnonzero(np.arange(60) % 12 < 4)
+    before = features.projection.weight.clone()
+    adapted = adapt(features, support, labels.numpy()[support], Adaptation(100, 2e-2, 0.0, batch_size=20), seed=1)
+    queries = np.setdiff1d(np.arange(60), support)
+
+    def score(projection: Projection) -> float:
+        rows = features.all_embeddings(projection)[queries]
+        return evaluate(EmbeddingSet(rows, labels[queries], torch.arange(40)), None, SPEC).scores["p_at_1"]
+
+    assert score(features.projection) < 0.5 < 0.85 < score(adapted)
+    assert torch.equal(features.projection.weight, before)
+    again = adapt(features, support, labels.numpy()[support], Adaptation(100, 2e-2, 0.0, batch_size=20), seed=1)
+    assert torch.equal(again.weight, adapted.weight)
+
+
+def test_the_first_step_of_adam_moves_each_weight_by_the_rate_and_decay_shrinks_them() -> None:
+    features, labels = hidden_signal()
+    plain = adapt(features, np.arange(60), labels.numpy(), Adaptation(1, 1e-3, 0.0, batch_size=10), seed=0)
+    moved = (plain.weight - features.projection.weight).abs()
+    assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
+    adapted = adapt(features, np.arange(60), labels.numpy(), Adaptation(1, 1e-3, 1e3, batch_size=10), seed=0)
+    diagonal = torch.arange(13)
+    assert (adapted.weight < features.projection.weight)[diagonal, diagonal].all()
+
+
+def test_values_out_of_range_are_refused() -> None:
+    for changes, message in (
+        ({"steps": 0}, r"steps \(0\)"),
+        ({"lr": 0.0}, "must be above 0; set lr_factor"),
+        ({"weight_decay": -1.0}, "must not be negative"),
+        ({"images_per_class": 1}, "at least 2: an image and a positive"),
+        ({"batch_size": 3}, r"batch_size \(3\) must hold"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Adaptation(**{"steps": 1, "lr": 1.0, "weight_decay": 0.0} | changes)
+    features, labels = hidden_signal()
+    with pytest.raises(ConfigError, match="has 1 class"):
+        adapt(features, np.arange(4), labels.numpy()[:4], Adaptation(1, 1.0, 0.0), seed=0)
+    for changes, message in (
+        ({"episodes": 0}, r"episodes \(0\)"),
+        ({"shots": ()}, "shots is empty"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1", "nmi"))}, "metric 'nmi' is not one of rankings"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1",), rerank=5)}, "rerank"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(PLAN, **changes)
+
+
+# --- runs
+
+
+def test_zero_shot_scores_are_those_of_the_stored_embeddings_of_the_queries(output: Path) -> None:
+    run_dir = run_of(output)
+    found = few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
+    stored, seed = load_embeddings(run_dir / EMBEDDINGS).queries, read_result(run_dir)["seed"]
+    for shots in (2, 3):
+        for episode in range(2):
+            support = drawn_support(stored.labels.numpy(), shots=shots, seed=seed, episode=episode)
+            queries = np.setdiff1d(np.arange(len(stored)), support)
+            assert len(queries) == NUM_TEST_CLASSES * (IMAGES - shots)
+            part = EmbeddingSet(stored.rows[queries], stored.labels[queries], stored.ids[queries])
+            expected = evaluate(part, None, SPEC).scores
+            assert {name: found[shots].zero_shot[name][episode] for name in expected} == pytest.approx(expected)
+
+
+def test_a_second_call_computes_only_what_is_missing(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, calls = run_of(output), []
+    monkeypatch.setattr(module, "adapt", lambda *a, **k: calls.append(a[1]) or adapt(*a, **k))
+    first = few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
+    assert len(calls) == 4
+    more = dataclasses.replace(PLAN, shots=(2,), episodes=3)
+    assert (
+        few_shot_of_run(run_dir, more, device="cpu", num_workers=0)[2].few_shot["p_at_1"][:2]
+        == (first[2].few_shot["p_at_1"])
+    )
+    assert len(calls) == 5
+    monkeypatch.setattr(module, "load_run", None)  # nothing is missing, so nothing is loaded
+    assert few_shot_of_run(run_dir, PLAN) == first
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adapt", lambda *a, **k: calls.append(a[1]) or adapt(*a, **k))
+    others = (
+        dataclasses.replace(PLAN, steps=2),
+        dataclasses.replace(PLAN, spec=SPEC.replaced(metrics=("r_precision",))),
+    )
+    for number, other in enumerate(others, start=1):
+        few_shot_of_run(run_dir, other, device="cpu", num_workers=0)
+        assert len(calls) == 5 + 4 * number
+    kept = read_json(run_dir / FEW_SHOT)
+    write_json(run_dir / FEW_SHOT, {**kept, "best_sha256": "of other weights"})
+    assert few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0) == first
+    assert len(calls) == 17
+    (run_dir / FEW_SHOT).write_text((run_dir / FEW_SHOT).read_text().replace("few_shot", "few_shut", 1))
+    assert few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0) == first
+    assert len(calls) == 21
+
+
+def test_an_interrupted_call_keeps_finished_episodes(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, calls = run_of(output), []
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return adapt(*arguments, **options)
+
+    monkeypatch.setattr(module, "adapt", dying)
+    with pytest.raises(KeyboardInterrupt):
+        few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
+    kept = read_json(run_dir / FEW_SHOT)["adaptations"]
+    assert sorted(len(one["episodes"]) for one in kept.values()) == [1, 2]
+    resumed = few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
+    assert len(calls) == 5
+    (run_dir / FEW_SHOT).unlink()
+    assert few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0) == resumed
+
+
+def test_the_rate_is_ten_times_that_of_the_head_and_the_decay_the_run_s(made: Path) -> None:
+    from dmlbench.build import component
+    from dmlbench.config import load_config
+
+    trained_by = component(load_config(run_of(made) / "config.yaml").optim)
+    found = PLAN.adaptation(dataclasses.replace(trained_by, lr_multipliers={"head": 3.0, "loss": 7.0}))
+    assert (found.lr, found.weight_decay) == (pytest.approx(10 * 3.0 * 1e-3), trained_by.weight_decay)
+    changed = dataclasses.replace(PLAN, lr_factor=2.0, weight_decay=0.0).adaptation(trained_by)
+    assert (changed.lr, changed.weight_decay) == (pytest.approx(2e-3), 0.0)
+
+
+def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:
+    run_dir = run_of(output)
+    result, config = read_result(run_dir), (run_dir / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=rf"shots \({IMAGES}\) must be below .* has {IMAGES}: lower shots"):
+        few_shot_of_run(run_dir, dataclasses.replace(PLAN, shots=(2, IMAGES)), device="cpu", num_workers=0)
+    assert not (run_dir / FEW_SHOT).exists()
+    with pytest.raises(RunError, match="memory_bytes allows"):
+        few_shot_of_run(run_dir, dataclasses.replace(PLAN, memory_bytes=10), device="cpu", num_workers=0)
+    (run_dir / "config.yaml").write_text(
+        config.replace("dmlbench.models.projection.Projection", "dmlbench.models.avsl.AvslHead")
+    )
+    with pytest.raises(RunError, match=r"no linear layer that makes its embeddings \(its head is AvslHead\)"):
+        few_shot_of_run(run_dir, PLAN)
+    (run_dir / "config.yaml").write_text(config)
+    write_result(run_dir, {**result, "metrics": {"val": result["metrics"]["test"]}})
+    with pytest.raises(RunError, match="was never tested"):
+        few_shot_of_run(run_dir, PLAN)
+    write_result(run_dir, result)
+    (run_dir / "best.ckpt").unlink()
+    with pytest.raises(RunError, match=r"has no best.ckpt, without which nothing can be adapted"):
+        few_shot_of_run(run_dir, PLAN)
+    with pytest.raises(RunError, match="holds no complete run"):
+        few_shot_of_run(output, PLAN)
+
+
+def test_a_run_with_a_gallery_of_its_own_is_refused(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_gallery(*arguments: Any, **options: Any) -> Any:
+        setup = load_run(*arguments, **options)
+        test = dataclasses.replace(setup.data.split.test, gallery=setup.data.split.test.query)
+        split = dataclasses.replace(setup.data.split, test=test)
+        return dataclasses.replace(setup, data=dataclasses.replace(setup.data, split=split))
+
+    monkeypatch.setattr(module, "load_run", with_gallery)
+    with pytest.raises(RunError, match="no test set that is searched within itself"):
+        few_shot_of_run(run_of(output), PLAN, device="cpu", num_workers=0)
+
+
+# --- table and picture
+
+
+def made_up_rows() -> list[FewShotRow]:
+    def row(label: str, fold: int, zero: list[float], few: list[float]) -> FewShotRow:
+        result = {"fold": fold, "repeat": 0, "facts": {"distance": 10.0 * fold}, "val_is_test": fold == 1,
+                  "search": "exact", "dataset_fingerprint": "f"}  # fmt: skip
+        run = SplitRun(Path(f"cell/fold{fold}_rep0"), result, label)
+        return FewShotRow(run, {2: Compared({"p_at_1": zero}, {"p_at_1": few})})
+
+    return [row("gap", 0, [0.4, 0.5], [0.6, 0.5]), row("gap", 1, [0.0, 0.2], [0.3, 0.4]),
+            row("gsp", 0, [0.5, 0.5], [0.6, 0.7])]  # fmt: skip
+
+
+def test_a_table_has_both_scores_and_the_gain_of_every_run() -> None:
+    text = to_markdown("cars196 under oodml", made_up_rows(), ["p_at_1"])
+    assert "| gap | 0 (0) | 0 | 45.00 ± 5.00 | 55.00 ± 5.00 | 25.00 ± 25.00 |" in text
+    assert "| gap | 1 (10) | 0 | 10.00 ± 10.00 | 35.00 ± 5.00 | undefined |" in text
+    assert "- gap, fold1_rep0: SELECTED ON TEST" in text and "over 2 episodes" in text
+    frame = pd.read_csv(io.StringIO(to_csv(made_up_rows(), ["p_at_1"])))
+    assert frame["gain_mean"].tolist() == pytest.approx([0.25, np.nan, 0.3], nan_ok=True)
+    assert frame["few_shot_std"].tolist() == pytest.approx([0.05, 0.05, 0.05])
+    assert frame["distance"].tolist() == [0, 10, 0]
+
+
+def test_a_picture_is_drawn_even_where_no_gain_is_defined(tmp_path: Path) -> None:
+    rows = made_up_rows()
+    draw("x", rows, tmp_path / "all.png", score="p_at_1")
+    draw("x", rows[1:2], tmp_path / "undefined.png", score="p_at_1")
+    assert all((tmp_path / name).stat().st_size > 5_000 for name in ("all.png", "undefined.png"))
+
+
+def test_the_command_writes_a_table_of_the_runs_of_cells(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task(compose("oodml_few_shot", [
+        "cells=glyphs/*", "shots=[2]", "episodes=2", "steps=2", "device=cpu", "num_workers=0", "metrics=[p_at_1]",
+        f"paths.output_dir={output}",
+    ]))  # fmt: skip
+    printed = capsys.readouterr().out
+    written = output / "tables/few_shot-glyphs-shifted.md"
+    assert written.read_text() in printed
+    assert "| gap | 0 (1.5) | 0 |" in printed and "| gap | 1 (2.5) | 0 |" in printed
+    assert len(pd.read_csv(written.with_suffix(".csv"))) == 2 and written.with_suffix(".png").exists()
+    settings = [one["settings"] for one in json.loads((run_of(output) / FEW_SHOT).read_text())["adaptations"].values()]
+    assert [(one["shots"], one["steps"]) for one in settings] == [(2, 2)]
+
+
+def test_what_to_adapt_must_be_said_in_one_way(made: Path) -> None:
+    with pytest.raises(ConfigError, match="by one of the two: run="):
+        chosen_runs([], None, str(made))
+    with pytest.raises(ConfigError, match="by one of the two: run="):
+        chosen_runs(["a"], "**", str(made))
+    with pytest.raises(RunError, match=r"no complete run under .* matches 'none'"):
+        chosen_runs([], "none", str(made))
+    assert chosen_runs([], "**", str(made)) == [run_of(made, 0), run_of(made, 1)]
+    for overrides, message in (
+        (["shots=[2,x]"], "must be whole numbers"),
+        (["merge_order=[a,b]"], "merge_order belongs to official"),
+        (["name=a/b"], "name .* names files"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            task(compose("oodml_few_shot", [f"paths.output_dir={made}", "cells=none", *overrides]))

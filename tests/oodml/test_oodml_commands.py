@@ -1,0 +1,197 @@
+"""From a data set to splits, runs over them and their scores, by the commands that users give."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
+from dmlbench.config import cell_id
+from dmlbench.data.given_splits import read_splits
+from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.results.aggregate import aggregate_cell, read_aggregate
+from dmlbench.results.rules import area_under
+from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.run import run
+from dmlbench.runtime import read_json
+
+DATA = ["dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=5", "device=cpu",
+        "dataset.table.image_size=24"]  # fmt: skip
+SPLITS = [*DATA, "backbone=resnet20_small", "exchanges=4", "reversed_exchanges=2", "removals=3", "keep=0.5", "picks=3",
+          "per_step=1", "points=40", "num_workers=0"]  # fmt: skip
+RUN = [*DATA, "transform.train.padding=2", "fit=untrained", "fit.keep=none", "head.out_features=8", "protocol=oodml",
+       "protocol.num_repeats=2", "sampler.classes_per_batch=2", "sampler.images_per_class=2",
+       "fit.monitor=recall_at_1", "evaluation.metrics=[recall_at_1,oodml_map_at_1000]"]  # fmt: skip
+
+
+def dmlbench(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("oodml")
+    assert dmlbench("oodml", "splits", *SPLITS, *places(root)) == 0
+    return root
+
+
+def places(root: Path) -> list[str]:
+    return [f"paths.output_dir={root}/out", f"paths.cache_dir={root}/cache"]
+
+
+def splits_of(folder: Path) -> Path:
+    return folder / "out" / "oodml" / "glyphs-resnet20_small.json"
+
+
+def test_splits_are_disjoint_grow_apart_and_come_out_alike_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = splits_of(folder)
+    file = read_splits(path)
+    distances = [split.distance for split in file.splits]
+    assert distances == sorted(set(distances))
+    assert "default" in [split.kind for split in file.splits]
+    assert all(not set(split.train) & set(split.test) for split in file.splits)
+    assert "RANDOM weights" in file.measured_by
+    assert {path.name for path in path.parent.iterdir()} == {
+        *("glyphs-resnet20_small.json", "glyphs-resnet20_small-way.png", "glyphs-resnet20_small-embedding.png")
+    }
+    stored = read_json(path)
+    assert len(stored["alike"]) == 5
+    before = path.read_bytes()
+    assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0", f"also={path}") == 0
+    assert path.read_bytes() == before
+    assert "halves of the same classes, drawn at random" in capsys.readouterr().out
+
+
+def test_given_splits_are_measured_as_they_were_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = folder / "measured.json"
+    arguments = [*DATA, "backbone=resnet20_small", "num_workers=0", *places(folder), f"splits={splits_of(folder)}"]
+    assert dmlbench("oodml", "distances", *arguments, f"output={output}") == 0
+    measured = read_json(output)
+    assert measured["spearman"] == pytest.approx(1)
+    for own in measured["distances"]:
+        assert own["here"] == pytest.approx(own["given"], rel=1e-9)
+    assert "rank correlation" in capsys.readouterr().out
+    assert dmlbench("oodml", "distances", *DATA, "backbone=resnet20_small", *places(folder)) == 2
+    assert "name the splits" in capsys.readouterr().err
+
+
+def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = [*RUN, f"protocol.splits={splits_of(folder)}", *places(folder)]
+    for fold in range(3):
+        for repeat in range(2):
+            run(compose("train", [*named, f"fold={fold}", f"repeat={repeat}"]))
+    ((cell, runs),) = cells_of(find_runs(folder / "out")).items()
+    results = [read_result(run.path) for run in runs]
+    distances = [split.distance for split in read_splits(splits_of(folder)).splits]
+    assert [result["facts"]["distance"] for result in results] == np.repeat(distances, 2).tolist()
+    summary = aggregate_cell(runs, progress=False)
+    recall = np.array([result["metrics"]["test"]["recall_at_1"] for result in results]).reshape(3, 2)
+    at = (np.array(distances) - distances[0]) / (distances[-1] - distances[0])
+    areas = [
+        sum((at[i + 1] - at[i]) * (recall[i, r] + recall[i + 1, r]) / 2 for i in range(2)) for r in range(2)
+    ]  # fmt: skip
+    assert summary["scores"]["AGS"]["recall_at_1"]["mean"] == pytest.approx(np.mean(areas), abs=1e-15)
+    assert summary["scores"]["AGS"]["recall_at_1"]["std"] == pytest.approx(np.std(areas), abs=1e-15)
+    assert summary["scores"]["mean"]["recall_at_1"]["mean"] == pytest.approx(recall.mean(), abs=1e-15)
+    assert summary["n_query"] == sum(result["n_query"] for result in results[::2])
+    assert [own["distance"] for own in summary["by_split"]] == distances
+    assert summary["by_split"][1]["scores"]["recall_at_1"]["mean"] == pytest.approx(recall[1].mean(), abs=1e-15)
+    assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1,map_at_r", "name=letters") == 0
+    printed = capsys.readouterr().out
+    assert f"1 ({distances[0]:.1f})" in printed
+    assert f"{100 * summary['scores']['AGS']['recall_at_1']['mean']:.2f} ±" in printed
+    assert "SELECTED ON TEST" in printed.upper() or "test half" in printed
+    names = {path.name for path in (folder / "out" / "tables").iterdir()}
+    assert names == {
+        f"letters{end}" for end in (".md", ".csv", ".tex", "-recall_at_1.png", "-map_at_r.png", "-areas.png")
+    }
+    kept = read_aggregate(cell)
+    assert kept is not None and "map_at_r" in kept["by_split"][0]["scores"]
+    assert dmlbench("table", *places(folder)[:1], "facts=[distance]", "metrics=recall_at_1") == 0
+    assert "AGS" in capsys.readouterr().out
+
+
+def test_features_as_they_are_become_a_row_and_a_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = folder / "frozen.json"
+    arguments = [*DATA, "backbone=resnet20_small", "num_workers=0", *places(folder), f"splits={splits_of(folder)}"]
+    assert dmlbench("oodml", "frozen", *arguments, f"output={output}", "metrics=recall_at_1") == 0
+    stored = read_json(output)
+    curve = [split["scores"]["recall_at_1"] for split in stored["by_split"]]
+    distances = [split["distance"] for split in stored["by_split"]]
+    assert stored["AGS"]["recall_at_1"] == pytest.approx(float(area_under(curve, distances)))
+    # split 1 by a loop: cosines of the test images' features, each without itself
+    (file,) = (folder / "cache" / "features").iterdir()
+    rows = load_file(file)["rows"].astype(np.float64)
+    table = glyphs(num_classes=16, images_per_class=5, image_size=24, cache_dir=f"{folder}/cache")
+    names = read_splits(splits_of(folder)).splits[0].test
+    test = [i for i, label in enumerate(table.labels) if table.class_names[label] in names]
+    unit = rows[test] / np.linalg.norm(rows[test], axis=1, keepdims=True)
+    nearest = (unit @ unit.T - 2 * np.eye(len(test))).argmax(axis=1)
+    labels = table.labels[test]
+    assert curve[0] == pytest.approx((labels[nearest] == labels).mean())
+    assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1", f"frozen={output}") == 0
+    assert "no training: resnet20_small" in capsys.readouterr().out
+
+
+def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its own data, as the trivial other: the scores of its own test half under another protocol."""
+    named = [*RUN, "protocol=conventional", "fit.max_steps=1", "fit.keep=best", "protocol.num_repeats=1"]
+    named = [name for name in named if name not in ("fit.keep=none", "protocol=oodml", "protocol.num_repeats=2")]
+    directory = run(compose("train", [*named, *places(folder)]))
+    output = folder / "transfer.json"
+    arguments = [*DATA, "backbone=resnet20_small", "num_workers=0", *places(folder), "metrics=recall_at_1,p_at_1"]
+    assert dmlbench("oodml", "transfer", *arguments, f"runs={directory}", f"output={output}") == 0
+    stored = read_json(output)
+    assert [row["trained_on"] for row in stored["rows"]] == ["glyphs", "as it is"]
+    expected = read_result(Path(directory))["metrics"]["test"]["recall_at_1"]
+    assert stored["rows"][0]["scores"]["recall_at_1"] == expected
+    assert "glyphs -> glyphs" in capsys.readouterr().out
+    assert dmlbench("oodml", "transfer", *arguments) == 2
+    assert "name the trained models" in capsys.readouterr().err
+
+
+def test_a_cell_is_told_by_the_content_of_its_splits_and_not_by_their_place(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "elsewhere.json"
+    copied.write_bytes(splits_of(folder).read_bytes())
+    here, there = (
+        compose("train", [*RUN, f"protocol.splits={path}"], with_hydra=False) for path in (splits_of(folder), copied)
+    )
+    for cfg in (here, there):
+        cfg.runtime.choices = {}
+    assert cell_id(here) == cell_id(there)
+    changed = read_json(copied)
+    copied.write_text(copied.read_text().replace(changed["measured_by"], "another network"))
+    other = compose("train", [*RUN, f"protocol.splits={copied}"])
+    other.runtime.choices = {}
+    assert cell_id(other) != cell_id(here)
+
+
+def test_areas_have_a_closed_form() -> None:
+    assert area_under([1.0, 0.5], [3, 8]) == pytest.approx(0.75)
+    assert area_under([[1.0, 0.5, 0.0], [1, 1, 1]], [10, 15, 20]).tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["oodml"], "say what to do: dmlbench oodml splits|distances|scores"),
+        (["oodml", "split"], "'split' is none of these (did you mean 'splits'?"),
+        (["oodml", "splits", *SPLITS, "picks=1"], "picks (1) must be at least 2"),
+        (["oodml", "splits", *SPLITS, "keep=2"], "keep (2.0) must lie in [0, 1]"),
+        (["oodml", "splits", *SPLITS, "over=pixels"], "over 'pixels' is unknown"),
+        (["oodml", "splits", *SPLITS, "also=none.json"], "there is no file of splits at none.json"),
+        (["train", *RUN], "protocol.splits (not given) must be a file of splits"),
+        (["train", *RUN, "protocol.splits=none.json"], "protocol.splits (none.json) must be a file of splits"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dmlbench(*arguments, *(places(tmp_path) if len(arguments) > 2 else [])) in (1, 2)
+    assert message in capsys.readouterr().err

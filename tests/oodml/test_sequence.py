@@ -1,0 +1,125 @@
+"""Sequences of splits against those of the study's public code, and distances against ones computed from scratch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmlbench.oodml.frechet import frechet_distance
+from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
+from dmlbench.types import DataError
+
+CASES = ["swap0", "swap1", "swap2", "removal0", "removal1"]
+
+
+def recorded(golden_dir: Path, case: str) -> tuple[ClassFeatures, list[int], list[int], dict[str, Any]]:
+    """Features of a recorded case (one row a class), its halves, and what its settings and results are."""
+    with np.load(golden_dir / "ood_splits_fid.npz") as stored:
+        own = {key.removeprefix(f"{case}_"): stored[key] for key in stored.files if key.startswith(f"{case}_")}
+        settings = next(entry for entry in json.loads(str(stored["meta"]))["cases"] if entry["case"] == case)
+    train, test = own["train_cls"], own["test_cls"]
+    labels = np.concatenate([train, test])
+    features = ClassFeatures.of(np.concatenate([own["train_feats"], own["test_feats"]]), labels)
+    return features, train.tolist(), test.tolist(), own | settings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_classes_and_distances_are_those_of_the_public_code(golden_dir: Path, case: str) -> None:
+    features, train, test, stored = recorded(golden_dir, case)
+    count, per_step, memory = stored["N_SWAPS"], stored["SWAPS_PER_ITER"], stored["HISTORY"]
+    if case.startswith("swap"):
+        found = list(
+            exchange(
+                features, train, test, steps=count - 1, per_step=per_step, memory=memory, reverse=stored["inverse"]
+            )
+        )
+        assert [abs(key) for key in stored["keys"]] == [step.count for step in found]
+    else:
+        found = list(
+            removal(
+                features, train, test, steps=count - 1, per_step=per_step, memory=memory, keep=0, rule="exchange_first"
+            )
+        )
+    assert len(found) == count
+    for step, train_classes, test_classes in zip(found, stored["train_splits"], stored["test_splits"], strict=True):
+        assert list(step.train) == sorted(train_classes[train_classes >= 0].tolist())
+        assert list(step.test) == sorted(test_classes[test_classes >= 0].tolist())
+    # the public code adds 1e-8 to the diagonals under the root
+    np.testing.assert_allclose([step.distance for step in found], stored["fids"], rtol=1e-6)
+
+
+def classes_of_images(over: str, *, dimension: int = 6) -> ClassFeatures:
+    generator = np.random.default_rng(1)
+    labels = np.repeat(np.arange(40), generator.integers(2, 7, 40))
+    centers = generator.normal(size=(40, dimension)) * 3 + 100
+    return ClassFeatures.of(centers[labels] + generator.normal(size=(len(labels), dimension)), labels, over=over)
+
+
+def from_scratch(features: ClassFeatures, step: Step) -> float:
+    if features.over == "class_means":
+        halves = [features.means[list(half)] for half in (step.train, step.test)]
+    else:
+        halves = [
+            np.concatenate([features.rows[features.start[c] : features.start[c + 1]] for c in half])
+            for half in (step.train, step.test)
+        ]
+    return frechet_distance(*halves)
+
+
+@pytest.mark.parametrize("over", ["class_means", "samples"])
+@pytest.mark.parametrize("dimension", [6, 60])
+def test_distances_on_the_way_are_those_from_scratch(over: str, dimension: int) -> None:
+    features = classes_of_images(over, dimension=dimension)
+    away = list(exchange(features, range(20), range(20, 40), steps=8, per_step=2))
+    further = list(removal(features, away[-1].train, away[-1].test, steps=20, per_step=1, keep=0.7))
+    assert len(further[-1].train) == 14
+    for step in (*away, *further):
+        assert step.distance == pytest.approx(from_scratch(features, step), rel=1e-9)
+        assert not set(step.train) & set(step.test)
+    assert away[-1].distance > away[0].distance
+    assert further[-1].distance > away[-1].distance
+    nearer = list(exchange(features, range(20), range(20, 40), steps=4, memory=30, reverse=True))
+    assert nearer[-1].distance < nearer[0].distance == away[0].distance
+
+
+def test_halves_of_the_same_classes_are_nearer_than_halves_of_different_ones() -> None:
+    features = classes_of_images("samples")
+    alike = [alike_halves(features, range(40), seed=seed) for seed in range(3)]
+    (default,) = exchange(features, range(20), range(20, 40), steps=0)
+    assert max(alike) < default.distance
+    assert len(set(alike)) == 3
+    assert alike[0] == alike_halves(features, range(40), seed=0)
+    with pytest.raises(DataError, match="class 0 has 1 images"):
+        alike_halves(ClassFeatures.of(np.eye(2), np.arange(2)), [0, 1], seed=0)
+
+
+def test_splits_are_picked_evenly_and_the_given_one_is_among_them() -> None:
+    steps = [
+        Step("default" if distance == 30 else "exchanged", i, (i,), (i + 100,), distance)
+        for i, distance in enumerate([30.0, 31, 40, 50, 55, 70, 90, 10, 20, 88])
+    ]
+    assert [step.distance for step in pick_evenly(steps, 5)] == [10, 30, 50, 70, 90]
+    assert [step.distance for step in pick_evenly(steps, 3)] == [10, 30, 90]
+    assert [step.distance for step in pick_evenly(steps, 2)] in ([10, 30], [30, 90])
+    assert len(pick_evenly(steps, 10)) == 10
+    for count in (1, 11):
+        with pytest.raises(DataError, match=f"{count} splits cannot be picked of 10"):
+            pick_evenly(steps, count)
+
+
+def test_halves_that_cannot_be_are_refused() -> None:
+    features = classes_of_images("class_means")
+    with pytest.raises(DataError, match="share 1 classes, such as 20"):
+        list(exchange(features, range(21), range(20, 40), steps=1))
+    with pytest.raises(DataError, match="the test half has 1 classes"):
+        list(exchange(features, range(20), [30], steps=1))
+    with pytest.raises(DataError, match="1 classes of the test half have no features, such as 77"):
+        list(exchange(features, range(20), [30, 77], steps=1))
+
+
+def test_a_way_ends_when_no_class_is_left_to_exchange() -> None:
+    features = classes_of_images("class_means")
+    found = list(exchange(features, range(3), range(20, 24), steps=50, per_step=1, memory=100))
+    assert [step.count for step in found] == [0, 1, 2, 3]
