@@ -1,6 +1,7 @@
 """Every YAML composes, passes the checks and can be instantiated; mistakes end in messages with a remedy."""
 
 import copy
+import functools
 import itertools
 import re
 import subprocess
@@ -29,20 +30,43 @@ LEVELS = {"backbone": "resnet20_levels", "pooling": "none", "head": "avsl", "los
 OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss", "layered_proxy_anchor")}
 
 
+# Composing a configuration takes most of a test's time, so options of groups that do not depend on each other are
+# tested in one: each option is in one of these rows.
+TOGETHER = (
+    ("pooling", "loss", "fit", "optim", "schedule", "transform"),
+    ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths"),
+    ("miner", "regularizer"),
+    ("head",),
+)
+
+
 def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def choose(group: str, option: str) -> list[str]:
-    """Overrides that choose an option, with what it cannot do without."""
-    rest = {key: other for key, other in LEVELS.items() if (group, option) in OF_LEVELS and key != group}
-    if group == "head":  # any of them finds there the maps that it asks for
-        rest.setdefault("backbone", LEVELS["backbone"])
-    return [f"{key}={value}" for key, value in {group: option, **rest}.items()]
+def rows_of_options() -> Iterator[dict[str, str]]:
+    """Options by group, with what those of levels cannot do without."""
+    for groups in TOGETHER:
+        alone = [(group, option) for group in groups for option in options(group) if (group, option) in OF_LEVELS]
+        yield from ({group: option} for group, option in alone)
+        rest = ([(group, o) for o in options(group) if (group, o) not in OF_LEVELS] for group in groups)
+        for row in itertools.zip_longest(*rest):
+            yield dict(filter(None, row))
 
 
-ALL = [(group.name, option) for group in sorted(CONF.iterdir()) if group.is_dir() for option in options(group.name)]
-SINGLE = [(group, option) for group, option in ALL if group not in ("experiment", "enhancement", "hydra", "recipe")]
+def needed_by(row: dict[str, str]) -> dict[str, str]:
+    """Options of other groups that a row cannot do without."""
+    needed = LEVELS if OF_LEVELS & set(row.items()) else {}
+    if "head" in row:  # any of them finds there the maps that it asks for
+        needed = {"backbone": LEVELS["backbone"], **needed}
+    if row.get("miner") == "rho_distance_weighted":
+        needed = {"loss": "margin_oodml"}
+    if row.get("regularizer") not in (None, "none"):
+        needed = {**needed, "pooling": "gsp_small"}
+    return {group: option for group, option in needed.items() if group not in row}
+
+
+ROWS = list(rows_of_options())
 EXPERIMENTS = sorted(  # of those of which nothing can be run tests/configs/test_experiments.py knows
     str(path.relative_to(CONF / "experiment").with_suffix(""))
     for path in (CONF / "experiment").rglob("*.yaml")
@@ -65,31 +89,36 @@ DERIVED = {
 MADE = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
 
 
-@pytest.mark.parametrize(("group", "option"), SINGLE)
-def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(group: str, option: str) -> None:
-    overrides = choose(group, option)
-    if option == "rho_distance_weighted":
-        overrides.append("loss=margin_oodml")
-    cfg = compose("train", overrides)
+def test_every_option_is_in_one_row() -> None:
+    groups = {folder.name for folder in CONF.iterdir() if folder.is_dir()}
+    single = groups - {"experiment", "enhancement", "hydra", "recipe"}
+    rows = [choice for row in ROWS for choice in row.items()]
+    assert sorted(rows) == sorted((group, option) for group in single for option in options(group))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[" ".join(f"{g}={o}" for g, o in row.items()) for row in ROWS])
+def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(row: dict[str, str]) -> None:
+    cfg = compose("train", [f"{group}={option}" for group, option in {**row, **needed_by(row)}.items()])
     build.check(cfg)
-    nodes = list(components(OmegaConf.to_container(cfg, resolve=False)[group]))
-    assert nodes or "_target_: dmlbench." not in (CONF / group / f"{option}.yaml").read_text()
-    for node in nodes:
-        parameters, _ = parameters_of(imported(node["_target_"], group))
-        assert set(parameters) - set(node) - DERIVED == set()
-    if group in MADE:
-        if group == "backbone" and option in WITHOUT_WEIGHTS:
+    for group, option in row.items():
+        nodes = list(components(OmegaConf.to_container(cfg, resolve=False)[group]))
+        assert nodes or "_target_: dmlbench." not in (CONF / group / f"{option}.yaml").read_text()
+        for node in nodes:
+            parameters, _ = parameters_of(imported(node["_target_"], group))
+            assert set(parameters) - set(node) - DERIVED == set()
+    if row.keys() & set(MADE):
+        if row.get("backbone") in WITHOUT_WEIGHTS:
             cfg.backbone.pretrained = False
         # drawing the weights of large networks would take seconds
-        with torch.device("meta" if group == "backbone" else "cpu"):
-            make(cfg, with_images=group in ("pooling", "loss", "miner"))
+        with torch.device("meta" if "backbone" in row else "cpu"):
+            make(cfg, with_images=not row.keys().isdisjoint(("pooling", "loss", "miner")))
 
 
 def make(cfg: DictConfig, *, with_images: bool) -> None:
     """Everything that a run makes of its configuration."""
     OmegaConf.update(cfg, "runtime.num_classes", 6)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
-    OmegaConf.update(cfg, "runtime.image_size", [64, 64])
+    OmegaConf.update(cfg, "runtime.image_size", [32, 32])
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
     build.build_optimizer(cfg, model, objective)
@@ -97,7 +126,7 @@ def make(cfg: DictConfig, *, with_images: bool) -> None:
     build.component(cfg.evaluation)
     if with_images:
         model.eval()
-        output = model(torch.randint(0, 256, (12, 3, 64, 64), dtype=torch.uint8))
+        output = model(torch.randint(0, 256, (12, 3, 32, 32), dtype=torch.uint8))
         assert output.embedding.shape == (12, model.embedding_size)
         model.observe(output, step=1)
         value = objective(ModelOutput(output.embedding), torch.arange(12) % 6, step=1)["loss"]
@@ -387,6 +416,7 @@ def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
 
 
 def test_what_is_evaluated_names_no_cell_unless_it_selects_the_weights() -> None:
+    @functools.cache
     def digest(*overrides: str) -> str:
         return config_sha256(compose("train", list(overrides)))
 
