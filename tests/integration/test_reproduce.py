@@ -116,7 +116,11 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
     assert "C2+GAP, C2+GMP: rows of one's own: " in first
     assert "; data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
     tables = done / "out" / "tables" / "gsp"
-    rows = list(csv.DictReader((tables / "table2.csv").open()))
+    assert not (tables / "table2.csv").exists()  # what was asked for is a part of it
+    (written_csv,) = tables.glob("table2-cub200-C2+GAP,C2+GMP-*.csv")
+    assert f"written: {written_csv.relative_to(done).with_suffix('.md')}, .csv, .tex" in first
+    assert "a part of the table: dataset=cub200; row=C2+GAP,C2+GMP\n" in first
+    rows = list(csv.DictReader(written_csv.open()))
     assert {(row["row"], row["verdict"]) for row in rows} == {(r, "not comparable") for r in ("C2+GAP", "C2+GMP")}
     run = find_runs("out", "*gap*")[0].path
     assert read_result(run)["choices"]["backbone"] == "resnet20_small"
@@ -130,9 +134,26 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
     assert {path: path.read_bytes() for path in tables.iterdir()} == written
     assert {path.suffix for path in written} == {".md", ".csv", ".tex"}
 
+
+def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: Path, capsys) -> None:
+    tables = done / "out" / "tables" / "gsp"
+    reproduce(capsys, "gsp/table2", "max_hours=0")
+    before = {path: path.read_bytes() for path in tables.iterdir()}
+    assert len(before) == 6
+    names = set()
+    for rows in ("rows=C2+GAP", "rows=C2+GMP", "rows='C2+G[M]P'", "rows=C2+GMP,C2+GAP", "rows=C2+GA*,C2+GMP"):
+        out, _ = reproduce(capsys, "gsp/table2", "dataset=cub200", rows, "max_hours=0")
+        names.add(out.partition("written: ")[2].partition(",")[0])
+    assert len(names) == 3
+    by_hand, _ = reproduce(capsys, "gsp/table2", *HALF, "fit.max_steps=1", "max_hours=0")
+    assert "written: out/tables/gsp/table2-cub200-C2+GAP,C2+GMP-own-" in by_hand
+    out, _ = reproduce(capsys, "gsp/table2", "fold=0", "max_hours=0")
+    assert "written: out/tables/gsp/table2.md, .csv, .tex" in out
+    assert {path: path.read_bytes() for path in before} == before
+
     listed, _ = reproduce(capsys, "--list")
     (line,) = [line for line in listed.splitlines() if line.startswith("gsp/table2 ")]
-    assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 8 not comparable"
+    assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 32 not comparable, 16 not run"
     assert "\ngsp/figure3           needs tokens\n" in listed
     assert "\nproxynca_pp/figure4a  runnable" in listed
 
@@ -143,7 +164,8 @@ def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     assert sorted(run.state for run in find_runs("out")) == ["done"] * 4 + ["failed"]
     assert "1 of 1 runs failed: " in error.splitlines()[-1]
     assert "training stopped at step" in error.splitlines()[-2]
-    verdicts = {row["row"]: row["verdict"] for row in csv.DictReader((done / "out/tables/gsp/table2.csv").open())}
+    (written,) = (done / "out/tables/gsp").glob("table2-cub200-C2+DeLF,C2+GAP-*.csv")
+    verdicts = {row["row"]: row["verdict"] for row in csv.DictReader(written.open())}
     assert verdicts == {"C2+GAP": "not comparable", "C2+DeLF": "not run"}
     out, _ = reproduce(capsys, "gsp/table2", *rows, "max_hours=0")
     assert "failed: out/glyphs/mlrc/resnet20_small-gap-contrastive-" in out
@@ -256,9 +278,10 @@ def test_killed_at_random_points_it_completes_to_the_same_table(folder: Path) ->
     assert code == 0, error
     assert kills > 0
     assert out.partition("gsp/table2: ")[2] == whole.partition("gsp/table2: ")[2] != ""
-    for suffix in ("md", "csv", "tex"):
-        name = f"tables/gsp/table2.{suffix}"
-        assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    written = sorted((folder / "out/tables/gsp").iterdir())
+    assert [path.suffix for path in written] == [".csv", ".md", ".tex"]
+    for path in written:
+        assert path.read_bytes() == (folder / "whole/tables/gsp" / path.name).read_bytes()
 
 
 @pytest.mark.slow

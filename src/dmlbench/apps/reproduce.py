@@ -165,15 +165,25 @@ def others(score: PaperScore, summary: Mapping[str, Any]) -> list[str]:
 
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
     """Overrides of the command line that make a table another one than the paper's."""
-    found = []
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("~+")
-        if key == _WEIGHTS:
-            if not _are_published(override.partition("=")[2].strip("'\"")):
-                found.append(f"OTHER WEIGHTS: {override}")
-        elif key not in NARROWING and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING)):
-            found.append(f"given by hand: {override}")
-    return found
+    return [
+        f"{'OTHER WEIGHTS' if _key_of(override) == _WEIGHTS else 'given by hand'}: {override}"
+        for override in moving(overrides)
+    ]
+
+
+def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> list[str]:
+    """Overrides that make other cells than an experiment's own; ``choosing`` are keys that choose among these."""
+    return [
+        override
+        for override in overrides
+        if (key := _key_of(override)) not in choosing
+        and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING))
+        and not (key == _WEIGHTS and _are_published(override.partition("=")[2].strip("'\"")))
+    ]
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("~+")
 
 
 def _are_published(weights_file: str) -> bool:

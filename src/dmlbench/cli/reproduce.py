@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.apps.experiment_tables import (
     QUOTED,
-    about,
     experiments,
     hours_per_run,
     paper_tables,
@@ -32,11 +31,12 @@ from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
 from dmlbench.cli.front import Prepared, explain, groups, prepare_process, require_output_dir, run_hydra
 from dmlbench.cli.sweeps import SweepFailed, launcher_for
+from dmlbench.cli.written_table import print_table
 from dmlbench.config import ReproduceConfig, TrainConfig, composing, config_folder, settle
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 if TYPE_CHECKING:
-    from dmlbench.apps.plan import Cell, Plan, Run
+    from dmlbench.apps.plan import Plan, Run
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _reproduce(
     if table.lines and not file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {file}"]
     whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
-    _print_table(cfg, table, whole, cells, by_hand, mixed)
+    print_table(cfg, table, whole, cells, by_hand, mixed)
     _print_problems(plan, but="failed" if failed else "")
     if failed:
         raise SweepFailed(failed, sum(map(len, waves)))
@@ -261,70 +261,6 @@ def _launch(
         if is_used_up:  # what follows needs what was not begun
             break
     return launcher.failures
-
-
-def _print_table(
-    cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"],
-    by_hand: Sequence[str], mixed: Sequence[str],
-) -> None:  # fmt: skip
-    """Sum up, print and write the table; one with values given by hand has a name of its own."""
-    from dmlbench.apps.reproduce import compare_lines, grid_tables, spec_for, summarize
-    from dmlbench.evaluation.spec import EvaluationSpec
-    from dmlbench.results import side_by_side
-    from dmlbench.results import tables as plain
-    from dmlbench.runtime import remove_leftovers
-
-    reasons = [*by_hand, *mixed]
-    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{'-own' if by_hand else ''}"
-    if table.lines:
-        labels: dict[str, list[str]] = {}
-        for line in table.lines:
-            cell = cells.get(line.overrides)
-            if not line.why and cell is not None and not isinstance(cell, str):
-                labels.setdefault(cell.sha256, []).append(line.label)
-        summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
-        found = compare_lines(table.lines, cells, summaries, reasons)
-        done = side_by_side.SideBySide(table.name, about(table.name), tuple(found), _notes(table))
-        print(side_by_side.to_text(done))
-        renders = {suffix: getattr(side_by_side, f"to_{how}")(done) for suffix, how in _SUFFIXES.items()}
-        remove_leftovers(base.parent)
-        _write(base, renders)
-        return
-    spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
-    summaries = summarize(plan, spec)
-    for cell in plan.cells:
-        if problem := summaries[cell.sha256].problem:
-            print(f"{cell.name} cannot be summed up: {problem}")
-    if not any(summary.found for summary in summaries.values()):
-        print(f"{table.name}: no cell has a complete run yet")
-        return
-    for note in reasons:
-        print(note)
-    made = grid_tables(summaries, spec)
-    remove_leftovers(base.parent)
-    for (dataset, protocol), one in made.items():
-        print(plain.to_text(one))
-        renders = {suffix: getattr(plain, f"to_{how}")(one) for suffix, how in _SUFFIXES.items()}
-        _write(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"), renders)
-
-
-_SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
-
-
-def _write(base: Path, renders: Mapping[str, str]) -> None:
-    from dmlbench.runtime import atomic_write
-
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in renders.items():
-        atomic_write(base.with_name(f"{base.name}.{suffix}"), text.encode())
-    print(f"written: {base}.md, .csv, .tex\n")
-
-
-def _notes(table: Table) -> tuple[str, ...]:
-    from dmlbench.papers import describe_table
-
-    described = describe_table(table.name)
-    return (f"the paper's numbers: {described.numbers}", *([described.note] if described.note else []))
 
 
 def _print_problems(plan: "Plan", *, but: str) -> None:
