@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from forked import Process
 
 from dmlbench.cli.main import main
+from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import RESULT, find_runs, read_result
-from dmlbench.runtime import write_json
+from dmlbench.runtime import file_sha256, write_json
 
 TABLE = """
 # @package _global_
@@ -202,6 +204,18 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     assert "C2+GAP: MIXED CODE: " in out
     out, _ = reproduce(capsys, *ONE, "--dry-run")
     assert "MIXED CODE: " in out
+
+
+def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsys) -> None:
+    torch.save(ResNet20(stem_stride=2).state_dict(), "resnet50-0676ba61.pth")
+    out, _ = reproduce(capsys, *ONE, "fold=0", "backbone.weights_file=resnet50-0676ba61.pth")
+    digest = file_sha256("resnet50-0676ba61.pth")
+    assert f"; OTHER WEIGHTS: resnet50-0676ba61.pth (SHA-256 {digest[:12]})" in out
+    (run,) = [run.path for run in find_runs("out", "*gap*") if "weights_sha256" in read_result(run.path)]
+    assert read_result(run)["weights_sha256"] == digest
+    Path("resnet50-0676ba61.pth").write_bytes(b"another file of this name")
+    out, _ = reproduce(capsys, *ONE, "backbone.weights_file=resnet50-0676ba61.pth", "max_hours=0")
+    assert f"(SHA-256 {digest[:12]})" in out
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ class Run:
         wall_s: of a done run, else None.
         code: the code that made a done run, else None.
         fingerprint: of the data of a done run, else None.
+        weights: SHA-256 of the file of weights that a done run started from; None where it names none.
     """
 
     cell: Cell
@@ -87,6 +88,7 @@ class Run:
     wall_s: float | None = None
     code: str | None = None
     fingerprint: str | None = None
+    weights: str | None = None
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -332,6 +334,7 @@ def _looked_at(run: Run) -> Run:
         float(result["wall_s"]),
         result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"),
         result["dataset_fingerprint"],
+        result.get("weights_sha256"),
     )
 
 

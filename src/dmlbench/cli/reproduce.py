@@ -99,7 +99,7 @@ def _reproduce(
     cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], folder: Path | None
 ) -> None:
     from dmlbench.apps.plan import CellCache, make_plan
-    from dmlbench.apps.reproduce import given_by_hand, mixtures
+    from dmlbench.apps.reproduce import mixtures, moving
 
     if cfg.max_hours is not None and not 0 <= cfg.max_hours < float("inf"):
         raise ConfigError(f"max_hours ({cfg.max_hours}) must be a number of hours from 0, or null for no limit")
@@ -138,12 +138,12 @@ def _reproduce(
         before, plan = plan, plan.refreshed()
         everything = plan if everything is before else everything.refreshed()
         mixed = mixtures(everything.all_runs(plan), to_do=False)
-    by_hand = given_by_hand(given) if table.lines else []
+    moved = moving(given) if table.lines else []
     file = experiments(folders)[name]
     if table.lines and not file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {file}"]
     whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
-    print_table(cfg, table, whole, cells, by_hand, mixed)
+    print_table(cfg, table, whole, cells, moved, mixed)
     _print_problems(plan, but="failed" if failed else "")
     if failed:
         raise SweepFailed(failed, sum(map(len, waves)))

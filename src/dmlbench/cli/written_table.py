@@ -22,17 +22,26 @@ _LONGEST = 40
 
 def print_table(
     cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"],
-    by_hand: Sequence[str], mixed: Sequence[str],
+    moved: Sequence[str], mixed: Sequence[str],
 ) -> None:  # fmt: skip
-    """Sum up, print and write the table; a part of it, or one with values given by hand, has a name of its own."""
-    from dmlbench.apps.reproduce import compare_lines, grid_tables, spec_for, summarize
+    """Sum up, print and write the table; a part of it, or one with values given by hand, has a name of its own.
+
+    Args:
+        cfg: of the command.
+        table: what was asked for.
+        plan: all runs of its cells as they are now.
+        cells: by their overrides, or why they cannot be composed.
+        moved: overrides of the command line that make other cells than the paper's.
+        mixed: what else forbids to compare anything with the paper.
+    """
+    from dmlbench.apps.reproduce import compare_lines, given_by_hand, grid_tables, spec_for, summarize
     from dmlbench.evaluation.spec import EvaluationSpec
     from dmlbench.results import side_by_side
     from dmlbench.results import tables as plain
     from dmlbench.runtime import remove_leftovers
 
-    reasons = [*by_hand, *mixed]
-    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, by_hand)}"
+    reasons = [*given_by_hand(moved), *mixed]
+    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if table.lines:
         labels: dict[str, list[str]] = {}
@@ -67,14 +76,14 @@ def print_table(
         _write(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"), renders)
 
 
-def _suffix(part: Sequence[str], by_hand: Sequence[str]) -> str:
+def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:
     """What follows a table's name in those of its files; empty for the whole table as the paper has it."""
-    if not part and not by_hand:
+    if not part and not moved:
         return ""
     values = "-".join(word.partition("=")[2] or word for word in part)
     readable = re.sub(r"[^\w+.,-]+", "_", values[:_LONGEST])
-    words = [*([readable] if part else []), *(["own"] if by_hand else [])]
-    digest = hashlib.sha256("\n".join([*part, "", *sorted(by_hand)]).encode()).hexdigest()
+    words = [*([readable] if part else []), *(["own"] if moved else [])]
+    digest = hashlib.sha256("\n".join([*part, "", *sorted(moved)]).encode()).hexdigest()
     return f"-{'-'.join([*words, digest[:8]])}"
 
 
