@@ -173,6 +173,36 @@ def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     assert "failed: out/glyphs/mlrc/resnet20_small-gap-contrastive-" in out
 
 
+def _with_rows(folder: Path, rows: dict[str, str], table: str = TABLE) -> None:
+    text = "".join(f"    {label}: {overrides}\n" for label, overrides in rows.items())
+    (folder / "conf/experiment/gsp/table2.yaml").write_text(f"{table}\nreproduce:\n  rows:\n{text}")
+
+
+def test_missing_data_or_weights_are_one_error_before_anything_is_begun(folder: Path, capsys) -> None:
+    gone = "dataset=glyphs backbone=resnet20_small backbone.weights_file=gone.pth"
+    without_data = TABLE.replace("dataset: {table: {num_classes: 8, images_per_class: 5, image_size: 24}}\n", "")
+    _with_rows(folder, {"C2+GAP": gone, "C2+GMP": "dataset=cub200 backbone=resnet20_small"}, without_data)
+    _, error = reproduce(capsys, "gsp/table2", *HALF, "paths.data_dir=nowhere", code=2)
+    (said,) = [line for line in error.splitlines() if "error: " in line]
+    assert said.count("weights file 'gone.pth' is not there") == 1
+    assert said.count("nowhere") == 1
+    assert "training images" not in error
+    assert not (folder / "out").exists()
+
+
+def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(done: Path, capsys) -> None:
+    small = "dataset=glyphs backbone=resnet20_small fit.max_steps=1"
+    gone = f"{small} backbone.weights_file=gone.pth"
+    _with_rows(done, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} pooling=gmp"})
+    out, error = reproduce(capsys, "gsp/table2", "dataset=cub200", "fold=0", code=1)
+    assert error.count("weights file 'gone.pth' is not there") == 1
+    assert error.splitlines()[-1].startswith("dmlbench: error: 2 of 3 runs were not begun: weights file 'gone.pth'")
+    assert out.count("weights file 'gone.pth' is not there") == 1
+    assert "  C2+GAP, C2+DeLF: weights file" in out
+    assert error.count("training images of") == 1
+    assert {run.state for run in find_runs("out")} == {"done"}
+
+
 ONE = ("gsp/table2", "dataset=cub200", "rows=C2+GAP")
 
 

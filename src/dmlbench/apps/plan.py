@@ -6,6 +6,7 @@ what is needed of it is kept in a file that is bound to everything that it follo
 
 import contextlib
 import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dmlbench import __version__
@@ -51,6 +52,7 @@ class Cell:
         dataset, protocol, name, sha256: which say where its runs lie and whose they are.
         num_folds, num_repeats: of its protocol.
         base_seed: what the seeds of its runs derive from.
+        ingredients: a hash of its data and backbone, which cells that begin with the same share.
         planned_by: overrides of the cell whose runs must come first; None where there is none.
     """
 
@@ -62,6 +64,7 @@ class Cell:
     num_folds: int
     num_repeats: int
     base_seed: int
+    ingredients: str
     planned_by: tuple[str, ...] | None
 
 
@@ -171,6 +174,8 @@ def _fingerprint(folders: Sequence[Path]) -> str:
 def _facts(cfg: DictConfig) -> dict[str, Any]:
     protocol = component(cfg.protocol)
     first = protocol.planned_by
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    begins_with = [container["dataset"].get("table"), container.get("backbone")]
     return {
         "dataset": cfg.dataset.name,
         "protocol": protocol.name,
@@ -179,6 +184,7 @@ def _facts(cfg: DictConfig) -> dict[str, Any]:
         "num_folds": protocol.num_folds,
         "num_repeats": protocol.num_repeats,
         "base_seed": cfg.base_seed,
+        "ingredients": hashlib.sha256(json.dumps(begins_with, sort_keys=True).encode()).hexdigest()[:16],
         "planned_by": None if first is None else [f"protocol.{key}={value}" for key, value in first.items()],
     }
 

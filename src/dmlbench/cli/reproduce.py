@@ -33,7 +33,7 @@ from dmlbench.cli.front import Prepared, explain, groups, prepare_process, requi
 from dmlbench.cli.sweeps import SweepFailed, launcher_for
 from dmlbench.cli.written_table import print_table
 from dmlbench.config import ReproduceConfig, TrainConfig, composing, config_folder, settle
-from dmlbench.types import ConfigError, DmlbenchError, closest
+from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Plan, Run
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OWN = tuple(ReproduceConfig.__dataclass_fields__)
+_ON_OTHER_MACHINES = "launcher=submitit_slurm"
+"""Which may have the data where this one has none."""
 _OF_RUNS = ("hydra", *TrainConfig.__dataclass_fields__)
 
 
@@ -98,6 +100,7 @@ def _parts(line: CommandLine) -> tuple[CommandLine, list[str], list[str]]:
 def _reproduce(
     cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], folder: Path | None
 ) -> None:
+    from dmlbench.apps.ingredients import what_is_missing
     from dmlbench.apps.plan import CellCache, make_plan
     from dmlbench.apps.reproduce import mixtures, moving
 
@@ -132,6 +135,13 @@ def _reproduce(
             print(note)
         return
     failed: Sequence[tuple[str, Exception]] = ()
+    blocked: dict[str, DmlbenchError] = {}
+    count = sum(map(len, waves))
+    if waves and cfg.max_hours != 0 and not any(_ON_OTHER_MACHINES in override for override in launching):
+        blocked = what_is_missing({run.cell.sha256: run.cell for wave in waves for run in wave}.values(), compose)
+        waves = [kept for wave in waves if (kept := [run for run in wave if run.cell.sha256 not in blocked])]
+        if blocked and not waves and not any(run.state == "done" for run in everything.runs):
+            raise _one_error(blocked)
     if waves:
         jobs = [[(run.overrides, seconds.get(run.cell.sha256)) for run in wave] for wave in waves]
         failed = _launch(jobs, cfg.max_hours, [*launching, *searching], folder)
@@ -143,10 +153,18 @@ def _reproduce(
     if table.lines and not file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {file}"]
     whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
-    print_table(cfg, table, whole, cells, moved, mixed)
+    print_table(cfg, table, whole, cells, moved, mixed, blocked)
     _print_problems(plan, but="failed" if failed else "")
     if failed:
-        raise SweepFailed(failed, sum(map(len, waves)))
+        raise SweepFailed(failed, count)
+    if blocked:
+        raise RunError(f"{count - sum(map(len, waves))} of {count} runs were not begun: {_one_error(blocked)}")
+
+
+def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
+    """The errors of several cells as one that says each of them once."""
+    errors = list({str(error): error for error in blocked.values()}.values())
+    return errors[0] if len(errors) == 1 else type(errors[0])("; ".join(map(str, errors)))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.experiment_tables import about
 from dmlbench.cli.asked_table import Table
+from dmlbench.types import DmlbenchError
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Cell, Plan
@@ -22,7 +23,7 @@ _LONGEST = 40
 
 def print_table(
     cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"],
-    moved: Sequence[str], mixed: Sequence[str],
+    moved: Sequence[str], mixed: Sequence[str], blocked: Mapping[str, DmlbenchError],
 ) -> None:  # fmt: skip
     """Sum up, print and write the table; a part of it, or one with values given by hand, has a name of its own.
 
@@ -33,6 +34,7 @@ def print_table(
         cells: by their overrides, or why they cannot be composed.
         moved: overrides of the command line that make other cells than the paper's.
         mixed: what else forbids to compare anything with the paper.
+        blocked: why runs of cells could not begin, by ``sha256``.
     """
     from dmlbench.apps.reproduce import compare_lines, given_by_hand, grid_tables, spec_for, summarize
     from dmlbench.evaluation.spec import EvaluationSpec
@@ -50,6 +52,9 @@ def print_table(
             if not line.why and cell is not None and not isinstance(cell, str):
                 labels.setdefault(cell.sha256, []).append(line.label)
         summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
+        for sha256, error in blocked.items():
+            if sha256 in summaries and summaries[sha256].found is None:
+                summaries[sha256] = replace(summaries[sha256], problem=str(error))
         found = compare_lines(table.lines, cells, summaries, reasons)
         done = side_by_side.SideBySide(table.name, about(table.name), tuple(found), (*_notes(table), *notes))
         print(side_by_side.to_text(done))
