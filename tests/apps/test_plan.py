@@ -82,6 +82,23 @@ def test_a_cell_is_composed_once_until_something_that_it_follows_from_changes(tm
     assert compose.count == 6
 
 
+def test_modules_beside_a_configuration_folder_renew_the_plan(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "here" / "conf", tmp_path / "elsewhere"
+    for path in (folder.parent / "mine" / "deep", folder.parent / "space" / "inner", elsewhere):
+        path.mkdir(parents=True)
+    folder.symlink_to(elsewhere)  # modules are searched for beside the link
+    files = [folder.parent / name for name in ("single.py", "mine/a.py", "mine/deep/b.py", "space/inner/c.py")]
+    seen = {_cache(folder, Composer()).path.name}
+    for file in files:
+        for text in ("a = 1\n", "a = 10\n"):
+            file.write_text(text)
+            seen.add(_cache(folder, Composer()).path.name)
+    assert len(seen) == 1 + 2 * len(files)
+    (tmp_path / "other.py").write_text("")
+    (folder.parent / "notes.txt").write_text("")
+    assert _cache(folder, Composer()).path.name in seen
+
+
 def test_a_cell_that_cannot_be_composed_does_not_keep_others_from_it(tmp_path: Path) -> None:
     found = _cache(tmp_path, Composer()).cells([("pooling=wrong",), *CELLS])
     assert found["pooling=wrong",] == "pooling=wrong is unknown"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from dmlbench import __version__
 from dmlbench.build import component
-from dmlbench.config import cell_id, cell_sha256
+from dmlbench.config import cell_id, cell_sha256, config_folder
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
@@ -160,15 +160,28 @@ def _fingerprint(folders: Sequence[Path]) -> str:
     package = Path(__file__).resolve().parents[1]
     files = [*package.rglob("*.py")]
     for folder in folders:
-        files += [
-            *folder.rglob("*.yaml"),
-            *folder.resolve().parent.glob("*.py"),
-        ]  # modules beside a folder can be named
+        files += [*folder.rglob("*.yaml"), *(_modules_beside(folder) if folder != config_folder() else ())]
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(files):
         status = path.stat()
         digest.update(f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _modules_beside(folder: Path) -> list[Path]:
+    """Modules and packages next to a user's folder, which configurations can name: its parent is searched for them."""
+    beside = folder.absolute().parent  # not resolved, as for the search
+    packages = [path for path in beside.iterdir() if path.name.isidentifier() and path.is_dir()]
+    return [
+        *beside.glob("*.py"),
+        # folders of data and of results, whose listing takes long, have none in their first levels
+        *(
+            file
+            for path in packages
+            if any(path.glob("*.py")) or any(path.glob("*/*.py"))
+            for file in path.rglob("*.py")
+        ),
+    ]
 
 
 def _facts(cfg: DictConfig) -> dict[str, Any]:
