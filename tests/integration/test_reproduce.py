@@ -252,7 +252,6 @@ def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsy
     ("arguments", "said"),
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
-        (["gsp/tabel2"], "oodml/table_s8"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
         (["oodml/table_s1"], "oodml/table_s1 cannot be run: it needs protocol=oodml"),
         (["gsp/table2", "fold=7"], "fold (7) is outside of the table's protocol, which has 0 to 1"),
@@ -276,6 +275,14 @@ def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[
     assert said in error.splitlines()[-1]
     assert "Traceback" not in error
     assert not (folder / "out").exists()
+
+
+def test_an_unknown_table_is_one_line_that_names_each_known_one_once(folder: Path, capsys) -> None:
+    _, error = reproduce(capsys, "gsp/tabel2", code=2)
+    (said,) = error.splitlines()
+    known = said.partition(" known: ")[2].split(", ")
+    assert len(known) == len(set(known)) > 60
+    assert {"gsp/table2", "oodml/table_s8", "proxynca_pp/figure4a", "mine"} <= set(known)
 
 
 def test_a_grid_is_a_table_with_its_additional_cells_and_costs_are_bounded(done: Path, capsys) -> None:

@@ -60,7 +60,7 @@ def known_name(name: str | None, folders: Sequence[Path]) -> str:
         return name
     if name in tables():
         raise ConfigError(f"{name} has no experiment yet: none of its rows can be run by name")
-    raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed)}; all: {', '.join(listed)}")
+    raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed, most=len(listed))}")
 
 
 def shard_of(shard: Any) -> tuple[int, int]:
