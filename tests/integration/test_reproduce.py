@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from forked import Process
 
 from dmlbench.cli.main import main
 from dmlbench.models.resnet_cifar import ResNet20
-from dmlbench.results.store import RESULT, find_runs, read_result
+from dmlbench.results.store import RESULT, find_runs, locked, read_result
 from dmlbench.runtime import file_sha256, write_json
 
 TABLE = """
@@ -285,9 +286,34 @@ def test_an_unknown_table_is_one_line_that_names_each_known_one_once(folder: Pat
     assert {"gsp/table2", "oodml/table_s8", "proxynca_pp/figure4a", "mine"} <= set(known)
 
 
+def test_runs_of_others_are_come_back_to_within_the_hours_and_else_named(done: Path, capsys, monkeypatch) -> None:
+    run, *others = (run.path for run in find_runs("out"))
+    (run / RESULT).unlink()
+    for other in others:  # what runs take, on a machine as busy as it may be
+        write_json(other / RESULT, {**read_result(other), "wall_s": 0.1})
+    with locked(run):
+        out, error = reproduce(capsys, *ONE, "max_hours=0.001")
+    assert f"left, as there is no time to wait for them: {run}" in out
+    assert "training images of" not in error
+    assert "1 of 2 runs" in out
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(locked(run))
+        monkeypatch.setattr("dmlbench.cli.sweeps.time", SimpleNamespace(sleep=lambda _: held.close()))
+        out, error = reproduce(capsys, *ONE, "max_hours=0.1")
+    assert f"waiting for runs of other processes: {run}" in out
+    assert error.count("training images of") == 1
+    assert "left to the processes that have them" not in out
+    with locked(run):
+        (run / RESULT).rename("result.json")
+        out, _ = reproduce(capsys, *ONE, "max_hours=0")
+    assert f"left to the processes that have them: 1 runs ({run})" in out
+
+
 def test_a_grid_is_a_table_with_its_additional_cells_and_costs_are_bounded(done: Path, capsys) -> None:
     out, error = reproduce(capsys, "mine", "--shard", "2/2", "--max-hours", "0.0000001")
-    assert "3 cells, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.00 hours measured here\n" in out
+    assert "3 cells, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.0" in out
+    assert " hours measured here\n" in out
     assert "max_hours=1e-07 is used up" in error
     assert "training images" not in error
     out, error = reproduce(capsys, "mine", "fold=0")

@@ -254,17 +254,22 @@ def _launch(
     launcher = launcher_for(Prepared("train", train.task, folder), in_train(overrides))
     is_basic = launcher.is_in_this_process
     started, number, planned, is_used_up = time.monotonic(), 0, 0.0, False
+    limit = float("inf") if max_hours is None else 3600 * max_hours
+    takes = {tuple(job): seconds or 0.0 for wave in waves for job, seconds in wave}
+
+    def has_time(job: Sequence[str]) -> bool:
+        return time.monotonic() - started + takes[tuple(job)] <= limit
+
     for wave in waves:
         jobs: list[tuple[str, ...]] = []
         for job, seconds in wave:
             if max_hours is not None and max_hours > 0 and seconds is None and not is_basic:
                 raise ConfigError("max_hours needs to know what a run takes: run one of them first, without a launcher")
-            spent = time.monotonic() - started if is_basic else planned
-            if max_hours is not None and (max_hours <= 0 or spent + (seconds or 0.0) > 3600 * max_hours):
+            if limit <= 0 or not has_time(job) or (not is_basic and planned + takes[tuple(job)] > limit):
                 log.info("max_hours=%s is used up; start the same command again for the rest", max_hours)
                 is_used_up = True
                 break
-            planned += seconds or 0.0
+            planned += takes[tuple(job)]
             if is_basic and max_hours is not None:
                 launcher.launch([job], number)
                 number += 1
@@ -275,9 +280,9 @@ def _launch(
             number += len(jobs)
         if max_hours is None:
             launcher.wait()
-        launcher.leave()
         if is_used_up:  # what follows needs what was not begun
             break
+    launcher.wait(has_time)  # for what others have, as long as there is time to run it
     return launcher.failures
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dmlbench.apps.plan import Cell, Plan
 
 _SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
+_MOST_LISTED = 5
 _LONGEST = 40
 """Characters of a file's name that say in words which part of a table it holds; a hash tells it from all others."""
 
@@ -45,6 +46,10 @@ def print_table(
     reasons = [*given_by_hand(moved), *mixed]
     base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
+    in_use = [str(run.path) for run in plan.runs if run.state == "running"]
+    if in_use:
+        listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
+        notes.append(f"left to the processes that have them: {len(in_use)} runs ({listed})")
     if table.lines:
         labels: dict[str, list[str]] = {}
         for line in table.lines:
