@@ -130,7 +130,18 @@ _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 
 
 def load_config(path: Path) -> DictConfig:
-    """The composed configuration that a run has stored at ``path``.
+    """The composed configuration that a run has stored at ``path``, in the words of now.
+
+    Raises:
+        RunError: it is missing, or damaged.
+    """
+    present = OmegaConf.create(rename_targets(read_config(path), present_name))
+    assert isinstance(present, DictConfig)
+    return present
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration that a run has stored at ``path``, as it stands there.
 
     Raises:
         RunError: it is missing, or damaged.
@@ -146,9 +157,8 @@ def load_config(path: Path) -> DictConfig:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     if not isinstance(config, DictConfig) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
-    present = OmegaConf.create(rename_targets(OmegaConf.to_container(config, resolve=False), present_name))
-    assert isinstance(present, DictConfig)
-    return present
+    container: Any = OmegaConf.to_container(config, resolve=False)
+    return dict(container)
 
 
 def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
 from dmlbench.models.head import MetricModel
-from dmlbench.runtime import autocast, derive_seed, seed_everything
+from dmlbench.runtime import autocast, derive_seed, file_sha256, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.stage_plan import Plan
@@ -120,6 +120,7 @@ class Experiment:
         objective, optimizer, schedule, loggers: of the training; no schedule is None.
         num_classes: classes to train on.
         steps_per_epoch: optimizer steps of the sampler's epoch.
+        weights_sha256: of the file of pretrained weights; None where none was named.
         recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
         configuration: all settings with every value resolved, as YAML.
     """
@@ -140,6 +141,7 @@ class Experiment:
     loggers: list[Logger]
     num_classes: int
     steps_per_epoch: int
+    weights_sha256: str | None
     recipe: dict[str, Any]
     configuration: str
 
@@ -209,6 +211,7 @@ def make_experiment(
     setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
     optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
+    weights_file = cfg.backbone.get("weights_file")
     return Experiment(
         setup=setup,
         protocol=component(cfg.protocol),
@@ -226,6 +229,7 @@ def make_experiment(
         loggers=build.build_loggers(cfg, run_dir),
         num_classes=cfg.runtime.num_classes,
         steps_per_epoch=cfg.runtime.steps_per_epoch,
+        weights_sha256=None if weights_file is None else file_sha256(weights_file),
         recipe=recipe,
         configuration=OmegaConf.to_yaml(cfg, resolve=True),
     )

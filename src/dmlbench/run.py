@@ -268,6 +268,7 @@ def _result(
         **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "config_sha256")},
         "choices": setup.choices,
         **({"recipe": {k: experiment.recipe[k] for k in ("name", "side", "overridden")}} if experiment.recipe else {}),
+        **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),

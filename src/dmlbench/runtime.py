@@ -183,6 +183,12 @@ _CHECKSUM = "checksum"
 """Key of the SHA-256 of a file's other values, in a canonical form."""
 
 
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write a JSON object atomically, with a checksum of its values, so that later changes are noticed.
 

@@ -226,14 +226,14 @@ def escape_latex(text: str) -> str:
     return text.translate(str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks}))
 
 
-def closest(name: str, known: Sequence[str]) -> str:
-    """A sentence part that points from a misspelt name to the known ones, for error messages."""
+def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) -> str:
+    """A sentence part that points from a misspelt name to the known ones, so many at most, for error messages."""
     import difflib
 
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listing = ", ".join(sorted(known)[:_NAMES_IN_ERRORS])
-    if len(known) > _NAMES_IN_ERRORS:
-        listing += f" and {len(known) - _NAMES_IN_ERRORS:,} more"
+    listing = ", ".join(sorted(known)[:most])
+    if len(known) > most:
+        listing += f" and {len(known) - most:,} more"
     return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
 
 

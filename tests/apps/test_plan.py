@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.apps.origins import Origin
 from dmlbench.apps.plan import CellCache, Plan, make_plan
-from dmlbench.apps.reproduce import given_by_hand, mixtures, others, seconds_per_run
+from dmlbench.apps.reproduce import given_by_hand, mixtures, moving, others, seconds_per_run
 from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
@@ -79,6 +80,23 @@ def test_a_cell_is_composed_once_until_something_that_it_follows_from_changes(tm
     file.write_text("{")
     assert _plan(tmp_path, compose).runs == first.runs
     assert compose.count == 6
+
+
+def test_modules_beside_a_configuration_folder_renew_the_plan(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "here" / "conf", tmp_path / "elsewhere"
+    for path in (folder.parent / "mine" / "deep", folder.parent / "space" / "inner", elsewhere):
+        path.mkdir(parents=True)
+    folder.symlink_to(elsewhere)  # modules are searched for beside the link
+    files = [folder.parent / name for name in ("single.py", "mine/a.py", "mine/deep/b.py", "space/inner/c.py")]
+    seen = {_cache(folder, Composer()).path.name}
+    for file in files:
+        for text in ("a = 1\n", "a = 10\n"):
+            file.write_text(text)
+            seen.add(_cache(folder, Composer()).path.name)
+    assert len(seen) == 1 + 2 * len(files)
+    (tmp_path / "other.py").write_text("")
+    (folder.parent / "notes.txt").write_text("")
+    assert _cache(folder, Composer()).path.name in seen
 
 
 def test_a_cell_that_cannot_be_composed_does_not_keep_others_from_it(tmp_path: Path) -> None:
@@ -181,10 +199,11 @@ def test_what_was_given_by_hand_and_moves_a_number_is_told(tmp_path: Path) -> No
         "given by hand: fit.max_steps=2",
         "given by hand: ~schedule",
     ]
-    assert given_by_hand(["backbone.weights_file=gone/bn_inception-52deb4733.pth"]) == []
+    assert moving(["backbone.weights_file=gone/bn_inception-52deb4733.pth"]) == []
     other = tmp_path / "bn_inception-52deb4733.pth"
     other.write_bytes(b"other weights")
-    assert given_by_hand([f"backbone.weights_file={other}"]) == [f"OTHER WEIGHTS: backbone.weights_file={other}"]
+    assert moving([f"backbone.weights_file={other}"]) == [f"backbone.weights_file={other}"]
+    assert given_by_hand([f"backbone.weights_file={other}"]) == []  # the runs say what they started from
 
 
 def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> None:
@@ -192,19 +211,24 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
 
     score = next(s for s in load_table("gsp/table2") if s.dataset == "cub200" and s.kind == "separated")
     summary = {"dataset": "cub200", "protocol": "mlrc", "choices": {"backbone": "bn_inception_levels"}, "scores": {}}
-    assert others(score, summary | {"dimension": {"separated": 128}}) == []
+    unknown = Origin()
+    assert others(score, summary | {"dimension": {"separated": 128}}, unknown) == []
     changed = {
         "dataset": "glyphs",
         "protocol": "hpo",
         "choices": {"backbone": "resnet20"},
         "dimension": {"separated": 8},
     }
-    assert others(score, summary | changed) == [
+    assert others(score, summary | changed, Origin(("OTHER WEIGHTS: random ones",), 128)) == [
         "data set glyphs instead of cub200",
         "protocol hpo instead of mlrc",
         "backbone resnet20 instead of bn_inception",
         "8 dimensions instead of 128",
+        "OTHER WEIGHTS: random ones",
     ]
+    # a rule over repeats sums up no dimensions: the runs' own configuration has them
+    assert others(score, summary, Origin(embedding_size=64)) == ["64 dimensions instead of 128"]
+    assert others(score, summary, Origin(embedding_size=128)) == others(score, summary, unknown) == []
 
 
 def test_the_file_of_known_cells_is_json(tmp_path: Path) -> None:

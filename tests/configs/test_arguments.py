@@ -81,13 +81,11 @@ def test_lists_patterns_and_names_of_files_mean_the_same_in_every_command() -> N
     assert hydra_takes("data", "password=0123", "archives=a b (1).zip") == ["password='0123'", "archives='a b (1).zip'"]
 
 
-_SHOWN = ("clean", "oodml splits")
 LINES = [*(name for name in COMMANDS if name != "oodml"), *(f"oodml {word}" for word in WORDS)]
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(name, marks=() if name in ("clean", "oodml splits") else pytest.mark.slow) for name in LINES],
+    "command", [pytest.param(line, marks=() if line == "oodml splits" else pytest.mark.slow) for line in LINES]
 )
 def test_every_command_shows_examples_of_its_own_and_lists_the_keys_that_it_knows(
     capsys, tmp_path, monkeypatch, command

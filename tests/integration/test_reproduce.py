@@ -8,13 +8,16 @@ import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from forked import Process
 
 from dmlbench.cli.main import main
-from dmlbench.results.store import RESULT, find_runs, read_result
-from dmlbench.runtime import write_json
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.results.store import RESULT, find_runs, locked, read_result
+from dmlbench.runtime import file_sha256, write_json
 
 TABLE = """
 # @package _global_
@@ -116,7 +119,11 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
     assert "C2+GAP, C2+GMP: rows of one's own: " in first
     assert "; data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
     tables = done / "out" / "tables" / "gsp"
-    rows = list(csv.DictReader((tables / "table2.csv").open()))
+    assert not (tables / "table2.csv").exists()  # what was asked for is a part of it
+    (written_csv,) = tables.glob("table2-cub200-C2+GAP,C2+GMP-*.csv")
+    assert f"written: {written_csv.relative_to(done).with_suffix('.md')}, .csv, .tex" in first
+    assert "a part of the table: dataset=cub200; row=C2+GAP,C2+GMP\n" in first
+    rows = list(csv.DictReader(written_csv.open()))
     assert {(row["row"], row["verdict"]) for row in rows} == {(r, "not comparable") for r in ("C2+GAP", "C2+GMP")}
     run = find_runs("out", "*gap*")[0].path
     assert read_result(run)["choices"]["backbone"] == "resnet20_small"
@@ -130,9 +137,26 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
     assert {path: path.read_bytes() for path in tables.iterdir()} == written
     assert {path.suffix for path in written} == {".md", ".csv", ".tex"}
 
+
+def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: Path, capsys) -> None:
+    tables = done / "out" / "tables" / "gsp"
+    reproduce(capsys, "gsp/table2", "max_hours=0")
+    before = {path: path.read_bytes() for path in tables.iterdir()}
+    assert len(before) == 6
+    names = set()
+    for rows in ("rows=C2+GAP", "rows=C2+GMP", "rows='C2+G[M]P'", "rows=C2+GMP,C2+GAP", "rows=C2+GA*,C2+GMP"):
+        out, _ = reproduce(capsys, "gsp/table2", "dataset=cub200", rows, "max_hours=0")
+        names.add(out.partition("written: ")[2].partition(",")[0])
+    assert len(names) == 3
+    by_hand, _ = reproduce(capsys, "gsp/table2", *HALF, "fit.max_steps=1", "max_hours=0")
+    assert "written: out/tables/gsp/table2-cub200-C2+GAP,C2+GMP-own-" in by_hand
+    out, _ = reproduce(capsys, "gsp/table2", "fold=0", "max_hours=0")
+    assert "written: out/tables/gsp/table2.md, .csv, .tex" in out
+    assert {path: path.read_bytes() for path in before} == before
+
     listed, _ = reproduce(capsys, "--list")
     (line,) = [line for line in listed.splitlines() if line.startswith("gsp/table2 ")]
-    assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 8 not comparable"
+    assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 32 not comparable, 16 not run"
     assert "\ngsp/figure3           needs tokens\n" in listed
     assert "\nproxynca_pp/figure4a  runnable" in listed
 
@@ -143,10 +167,41 @@ def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     assert sorted(run.state for run in find_runs("out")) == ["done"] * 4 + ["failed"]
     assert "1 of 1 runs failed: " in error.splitlines()[-1]
     assert "training stopped at step" in error.splitlines()[-2]
-    verdicts = {row["row"]: row["verdict"] for row in csv.DictReader((done / "out/tables/gsp/table2.csv").open())}
+    (written,) = (done / "out/tables/gsp").glob("table2-cub200-C2+DeLF,C2+GAP-*.csv")
+    verdicts = {row["row"]: row["verdict"] for row in csv.DictReader(written.open())}
     assert verdicts == {"C2+GAP": "not comparable", "C2+DeLF": "not run"}
     out, _ = reproduce(capsys, "gsp/table2", *rows, "max_hours=0")
     assert "failed: out/glyphs/mlrc/resnet20_small-gap-contrastive-" in out
+
+
+def _with_rows(folder: Path, rows: dict[str, str], table: str = TABLE) -> None:
+    text = "".join(f"    {label}: {overrides}\n" for label, overrides in rows.items())
+    (folder / "conf/experiment/gsp/table2.yaml").write_text(f"{table}\nreproduce:\n  rows:\n{text}")
+
+
+def test_missing_data_or_weights_are_one_error_before_anything_is_begun(folder: Path, capsys) -> None:
+    gone = "dataset=glyphs backbone=resnet20_small backbone.weights_file=gone.pth"
+    without_data = TABLE.replace("dataset: {table: {num_classes: 8, images_per_class: 5, image_size: 24}}\n", "")
+    _with_rows(folder, {"C2+GAP": gone, "C2+GMP": "dataset=cub200 backbone=resnet20_small"}, without_data)
+    _, error = reproduce(capsys, "gsp/table2", *HALF, "paths.data_dir=nowhere", code=2)
+    (said,) = [line for line in error.splitlines() if "error: " in line]
+    assert said.count("weights file 'gone.pth' is not there") == 1
+    assert said.count("nowhere") == 1
+    assert "training images" not in error
+    assert not (folder / "out").exists()
+
+
+def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(done: Path, capsys) -> None:
+    small = "dataset=glyphs backbone=resnet20_small fit.max_steps=1"
+    gone = f"{small} backbone.weights_file=gone.pth"
+    _with_rows(done, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} pooling=gmp"})
+    out, error = reproduce(capsys, "gsp/table2", "dataset=cub200", "fold=0", code=1)
+    assert error.count("weights file 'gone.pth' is not there") == 1
+    assert error.splitlines()[-1].startswith("dmlbench: error: 2 of 3 runs were not begun: weights file 'gone.pth'")
+    assert out.count("weights file 'gone.pth' is not there") == 1
+    assert "  C2+GAP, C2+DeLF: weights file" in out
+    assert error.count("training images of") == 1
+    assert {run.state for run in find_runs("out")} == {"done"}
 
 
 ONE = ("gsp/table2", "dataset=cub200", "rows=C2+GAP")
@@ -182,11 +237,22 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     assert "MIXED CODE: " in out
 
 
+def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsys) -> None:
+    torch.save(ResNet20(stem_stride=2).state_dict(), "resnet50-0676ba61.pth")
+    out, _ = reproduce(capsys, *ONE, "fold=0", "backbone.weights_file=resnet50-0676ba61.pth")
+    digest = file_sha256("resnet50-0676ba61.pth")
+    assert f"; OTHER WEIGHTS: resnet50-0676ba61.pth (SHA-256 {digest[:12]})" in out
+    (run,) = [run.path for run in find_runs("out", "*gap*") if "weights_sha256" in read_result(run.path)]
+    assert read_result(run)["weights_sha256"] == digest
+    Path("resnet50-0676ba61.pth").write_bytes(b"another file of this name")
+    out, _ = reproduce(capsys, *ONE, "backbone.weights_file=resnet50-0676ba61.pth", "max_hours=0")
+    assert f"(SHA-256 {digest[:12]})" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
-        (["gsp/tabel2"], "oodml/table_s8"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
         (["oodml/table_s1"], "oodml/table_s1 cannot be run: it needs protocol=oodml"),
         (["gsp/table2", "fold=7"], "fold (7) is outside of the table's protocol, which has 0 to 1"),
@@ -212,9 +278,42 @@ def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[
     assert not (folder / "out").exists()
 
 
+def test_an_unknown_table_is_one_line_that_names_each_known_one_once(folder: Path, capsys) -> None:
+    _, error = reproduce(capsys, "gsp/tabel2", code=2)
+    (said,) = error.splitlines()
+    known = said.partition(" known: ")[2].split(", ")
+    assert len(known) == len(set(known)) > 60
+    assert {"gsp/table2", "oodml/table_s8", "proxynca_pp/figure4a", "mine"} <= set(known)
+
+
+def test_runs_of_others_are_come_back_to_within_the_hours_and_else_named(done: Path, capsys, monkeypatch) -> None:
+    run, *others = (run.path for run in find_runs("out"))
+    (run / RESULT).unlink()
+    for other in others:  # what runs take, on a machine as busy as it may be
+        write_json(other / RESULT, {**read_result(other), "wall_s": 0.1})
+    with locked(run):
+        out, error = reproduce(capsys, *ONE, "max_hours=0.001")
+    assert f"left, as there is no time to wait for them: {run}" in out
+    assert "training images of" not in error
+    assert "1 of 2 runs" in out
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(locked(run))
+        monkeypatch.setattr("dmlbench.cli.sweeps.time", SimpleNamespace(sleep=lambda _: held.close()))
+        out, error = reproduce(capsys, *ONE, "max_hours=0.1")
+    assert f"waiting for runs of other processes: {run}" in out
+    assert error.count("training images of") == 1
+    assert "left to the processes that have them" not in out
+    with locked(run):
+        (run / RESULT).rename("result.json")
+        out, _ = reproduce(capsys, *ONE, "max_hours=0")
+    assert f"left to the processes that have them: 1 runs ({run})" in out
+
+
 def test_a_grid_is_a_table_with_its_additional_cells_and_costs_are_bounded(done: Path, capsys) -> None:
     out, error = reproduce(capsys, "mine", "--shard", "2/2", "--max-hours", "0.0000001")
-    assert "3 cells, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.00 hours measured here\n" in out
+    assert "3 cells, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.0" in out
+    assert " hours measured here\n" in out
     assert "max_hours=1e-07 is used up" in error
     assert "training images" not in error
     out, error = reproduce(capsys, "mine", "fold=0")
@@ -256,9 +355,10 @@ def test_killed_at_random_points_it_completes_to_the_same_table(folder: Path) ->
     assert code == 0, error
     assert kills > 0
     assert out.partition("gsp/table2: ")[2] == whole.partition("gsp/table2: ")[2] != ""
-    for suffix in ("md", "csv", "tex"):
-        name = f"tables/gsp/table2.{suffix}"
-        assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    written = sorted((folder / "out/tables/gsp").iterdir())
+    assert [path.suffix for path in written] == [".csv", ".md", ".tex"]
+    for path in written:
+        assert path.read_bytes() == (folder / "whole/tables/gsp" / path.name).read_bytes()
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Sweeps that share a grid, in real processes; and what they say of the jobs that failed."""
 
+import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,23 @@ def test_a_sweep_comes_back_to_runs_in_use_until_they_are_done_and_names_what_fa
     assert "ValueError: a defect" in error and "Traceback" in error
     assert "2 of 4 runs failed: loss=c; loss=d;" in error.splitlines()[-1]
     assert inner.script == {"a": [], "b": [], "c": [], "d": []}
+
+
+def test_runs_in_use_are_come_back_to_only_while_there_is_time_for_them(tmp_path: Path, caplog) -> None:
+    in_use = RunInUse("in use", tmp_path / "run")
+    launcher = SharingLauncher(Scripted(a=[in_use, None], b=[in_use, in_use]))
+    launcher.launch([["loss=a"], ["loss=b"]], 0)
+    asked: list[str] = []
+
+    def may_begin(job: Sequence[str]) -> bool:
+        asked.append(job[0])
+        return asked.count("loss=b") < 2
+
+    with caplog.at_level(logging.INFO):
+        launcher.wait(may_begin)
+    assert f"left, as there is no time to wait for them: {tmp_path / 'run'}" in caplog.text
+    assert (launcher.in_use, launcher.failures) == ([], [])
+    assert asked == ["loss=a", "loss=b", "loss=b"]
 
 
 def test_a_sweep_of_bad_configurations_ends_as_one_of_them_does(capsys) -> None:

@@ -114,7 +114,7 @@ def test_files_of_a_run_that_cannot_be_read_or_removed_are_named(tmp_path, monke
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store.hashlib, "file_digest", denied)
+    monkeypatch.setattr(store, "file_sha256", denied)
     with pytest.raises(RunError, match=r"safetensors cannot be read \(Permission denied\); make it readable"):
         store.hashes_of(path)
     monkeypatch.setattr(store.shutil, "rmtree", denied)

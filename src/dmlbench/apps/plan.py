@@ -6,6 +6,7 @@ what is needed of it is kept in a file that is bound to everything that it follo
 
 import contextlib
 import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dmlbench import __version__
 from dmlbench.build import component
-from dmlbench.config import cell_id, cell_sha256
+from dmlbench.config import cell_id, cell_sha256, config_folder
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
@@ -51,6 +52,7 @@ class Cell:
         dataset, protocol, name, sha256: which say where its runs lie and whose they are.
         num_folds, num_repeats: of its protocol.
         base_seed: what the seeds of its runs derive from.
+        ingredients: a hash of its data and backbone, which cells that begin with the same share.
         planned_by: overrides of the cell whose runs must come first; None where there is none.
     """
 
@@ -62,6 +64,7 @@ class Cell:
     num_folds: int
     num_repeats: int
     base_seed: int
+    ingredients: str
     planned_by: tuple[str, ...] | None
 
 
@@ -76,6 +79,7 @@ class Run:
         wall_s: of a done run, else None.
         code: the code that made a done run, else None.
         fingerprint: of the data of a done run, else None.
+        weights: SHA-256 of the file of weights that a done run started from; None where it names none.
     """
 
     cell: Cell
@@ -87,6 +91,7 @@ class Run:
     wall_s: float | None = None
     code: str | None = None
     fingerprint: str | None = None
+    weights: str | None = None
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -155,10 +160,7 @@ def _fingerprint(folders: Sequence[Path]) -> str:
     package = Path(__file__).resolve().parents[1]
     files = [*package.rglob("*.py")]
     for folder in folders:
-        files += [
-            *folder.rglob("*.yaml"),
-            *folder.resolve().parent.glob("*.py"),
-        ]  # modules beside a folder can be named
+        files += [*folder.rglob("*.yaml"), *(_modules_beside(folder) if folder != config_folder() else ())]
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(files):
         status = path.stat()
@@ -166,9 +168,27 @@ def _fingerprint(folders: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _modules_beside(folder: Path) -> list[Path]:
+    """Modules and packages next to a user's folder, which configurations can name: its parent is searched for them."""
+    beside = folder.absolute().parent  # not resolved, as for the search
+    packages = [path for path in beside.iterdir() if path.name.isidentifier() and path.is_dir()]
+    return [
+        *beside.glob("*.py"),
+        # folders of data and of results, whose listing takes long, have none in their first levels
+        *(
+            file
+            for path in packages
+            if any(path.glob("*.py")) or any(path.glob("*/*.py"))
+            for file in path.rglob("*.py")
+        ),
+    ]
+
+
 def _facts(cfg: DictConfig) -> dict[str, Any]:
     protocol = component(cfg.protocol)
     first = protocol.planned_by
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    begins_with = [container["dataset"].get("table"), container.get("backbone")]
     return {
         "dataset": cfg.dataset.name,
         "protocol": protocol.name,
@@ -177,6 +197,7 @@ def _facts(cfg: DictConfig) -> dict[str, Any]:
         "num_folds": protocol.num_folds,
         "num_repeats": protocol.num_repeats,
         "base_seed": cfg.base_seed,
+        "ingredients": hashlib.sha256(json.dumps(begins_with, sort_keys=True).encode()).hexdigest()[:16],
         "planned_by": None if first is None else [f"protocol.{key}={value}" for key, value in first.items()],
     }
 
@@ -332,6 +353,7 @@ def _looked_at(run: Run) -> Run:
         float(result["wall_s"]),
         result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"),
         result["dataset_fingerprint"],
+        result.get("weights_sha256"),
     )
 
 

@@ -1,6 +1,5 @@
 """From the runs of a table to the table: summaries of its cells, beside the paper's numbers where there are any."""
 
-import hashlib
 import logging
 import re
 import sys
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from dmlbench import __version__
 from dmlbench.apps.experiment_tables import NARROWING, QUOTED, Line
+from dmlbench.apps.origins import Origin, are_published, origin_of
 from dmlbench.apps.plan import Cell, Plan, Run
 from dmlbench.apps.tables import Found, build_tables, named_cells
 from dmlbench.apps.trained import distances_by_cell
@@ -25,7 +25,7 @@ from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import incomparable
 from dmlbench.results.run_scores import spec_of_run
-from dmlbench.results.store import RunInfo, preferred
+from dmlbench.results.store import CONFIG, RunInfo, preferred
 from dmlbench.results.tables import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
@@ -39,8 +39,9 @@ _MOVES_NOTHING = (
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"
-_PUBLISHED_WEIGHTS = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
-"""How the SHA-256 of a file of weights begins that the papers' authors started from, by backbone."""
+
+
+_UNKNOWN = Origin()
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class Summary:
     Attributes:
         found: its folder, runs and summary; None where it has no complete run, or where they cannot be summarized.
         problem: why they cannot.
+        origin: what the runs say of their weights and of their width.
     """
 
     found: Found | None
     problem: str = ""
+    origin: Origin = _UNKNOWN
 
 
 def summarize(plan: Plan, spec: EvaluationSpec | Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
@@ -85,11 +88,17 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
     try:
         while True:
             try:
-                return Summary((folder, found, _aggregate(folder, found, spec)))
+                made = _aggregate(folder, found, spec)
+                return Summary((folder, found, made), origin=_origin(runs, str(made["choices"].get("backbone", ""))))
             except RunInUse:
                 time.sleep(_PAUSE_S)
     except DmlbenchError as error:
         return Summary(None, str(error))
+
+
+def _origin(runs: Sequence[Run], backbone: str) -> Origin:
+    done = [run for run in runs if run.state == "done"]
+    return origin_of(done[0].path / CONFIG, backbone, [run.weights for run in done])
 
 
 def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[str, Any]:
@@ -147,43 +156,41 @@ def _compared(
     if summary.found is None:
         return Comparison(line.score, NOT_RUN, note=summary.problem)
     made = summary.found[2]
-    return compare(line.score, made, [*reasons, *others(line.score, made), *incomparable(made)], label=line.label)
+    found = [*reasons, *others(line.score, made, summary.origin), *incomparable(made)]
+    return compare(line.score, made, found, label=line.label)
 
 
-def others(score: PaperScore, summary: Mapping[str, Any]) -> list[str]:
+def others(score: PaperScore, summary: Mapping[str, Any], origin: Origin) -> list[str]:
     """What a summary is of, where the paper's score is of something else."""
     choices = summary["choices"]
-    size = summary.get("dimension", {}).get(kind_of(score, summary))
+    size = summary.get("dimension", {}).get(kind_of(score, summary), origin.embedding_size)
     pairs = [("data set", summary["dataset"], score.dataset), ("protocol", summary["protocol"], score.protocol)]
     found = [f"{what} {ours} instead of {paper}" for what, ours, paper in pairs if paper and ours != paper]
     if score.backbone and not str(choices.get("backbone", "")).startswith(score.backbone):
         found.append(f"backbone {choices.get('backbone')} instead of {score.backbone}")
     if size and score.embedding_size and size != score.embedding_size:
         found.append(f"{size} dimensions instead of {score.embedding_size}")
-    return found
+    return [*found, *origin.other_weights]
 
 
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
-    """Overrides of the command line that make a table another one than the paper's."""
-    found = []
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("~+")
-        if key == _WEIGHTS:
-            if not _are_published(override.partition("=")[2].strip("'\"")):
-                found.append(f"OTHER WEIGHTS: {override}")
-        elif key not in NARROWING and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING)):
-            found.append(f"given by hand: {override}")
-    return found
+    """Overrides of the command line that make other runs than the paper's, but for weights, which the runs tell."""
+    return [f"given by hand: {override}" for override in moving(overrides) if _key_of(override) != _WEIGHTS]
 
 
-def _are_published(weights_file: str) -> bool:
-    """Whether a file of weights is one that the papers' authors started from; one that is gone is known by its name."""
-    path = Path(weights_file).expanduser()
-    if path.is_file():
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest.startswith(tuple(_PUBLISHED_WEIGHTS.values()))
-    return path.stem.endswith(tuple(_PUBLISHED_WEIGHTS.values()))
+def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> list[str]:
+    """Overrides that make other cells than an experiment's own; ``choosing`` are keys that choose among these."""
+    return [
+        override
+        for override in overrides
+        if (key := _key_of(override)) not in choosing
+        and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING))
+        and not (key == _WEIGHTS and are_published(override.partition("=")[2].strip("'\"")))
+    ]
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("~+")
 
 
 def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:

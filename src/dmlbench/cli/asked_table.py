@@ -38,8 +38,9 @@ class Table:
         reproduce: what it says of its rows.
         lines: the paper's scores; empty where there are none.
         wanted: overrides of all cells.
-        coordinates: folds and repeats, where they are narrowed.
+        coordinates: folds and repeats, where they are narrowed; the table has all runs that there are.
         backbone: that the experiment has.
+        part: what tells these lines or cells from the whole table, as in "dataset=cub200"; empty for the whole.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Table:
     wanted: tuple[tuple[str, ...], ...]
     coordinates: Mapping[str, Sequence[int]]
     backbone: str
+    part: tuple[str, ...]
 
 
 def known_name(name: str | None, folders: Sequence[Path]) -> str:
@@ -59,7 +61,7 @@ def known_name(name: str | None, folders: Sequence[Path]) -> str:
         return name
     if name in tables():
         raise ConfigError(f"{name} has no experiment yet: none of its rows can be run by name")
-    raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed)}; all: {', '.join(listed)}")
+    raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed, most=len(listed))}")
 
 
 def shard_of(shard: Any) -> tuple[int, int]:
@@ -75,6 +77,8 @@ def asked_table(
     cfg: DictConfig, name: str, folders: Sequence[Path], given: Sequence[str], searching: Sequence[str]
 ) -> Table:
     """The lines and cells that the command line asks for."""
+    from dmlbench.apps.reproduce import moving  # torch comes with it, which a mistake need not wait for
+
     narrowing = {key: _options_of(given, key) for key in NARROWING}
     coordinates = {key: _numbers(key, cfg[key]) for key in ("fold", "repeat") if cfg[key] is not None}
     own = reproduce_of(experiments(folders)[name])
@@ -85,12 +89,15 @@ def asked_table(
             f"{name} is no table of runs: {told}" if own.get("commands") else f"{name} cannot be run: it {told}"
         )
     choices, params = _base(experiment, searching)
+    part: tuple[str, ...] = () if rows is None else (f"row={','.join(sorted(set(rows)))}",)
     if own.get("rows") and name in tables():
         groups = {key: options for key, options in narrowing.items() if options}
         rest = in_train([override for override in given if key_of(override) not in NARROWING])
+        everything = lines_of(name, own, choices)
+        kept = narrowed(everything, rows, groups)
+        part = _part(kept, everything)
         lines = [
-            replace(line, overrides=last_of_each([*line.overrides, *rest]) if not line.why else ())
-            for line in narrowed(lines_of(name, own, choices), rows, groups)
+            replace(line, overrides=last_of_each([*line.overrides, *rest]) if not line.why else ()) for line in kept
         ]
         wanted = [line.overrides for line in lines if not line.why]
         if not wanted:
@@ -111,7 +118,20 @@ def asked_table(
         coordinates = {**named, **coordinates}
         also = [tuple(in_train([*words(extra), *given], is_grid=True)) for extra in own.get("also", ())]
         wanted = [last_of_each([experiment, *cell]) for cell in [*also, *cells]]
-    return Table(name, own, tuple(lines), tuple(dict.fromkeys(wanted)), coordinates, choices.get("backbone", ""))
+    if not lines:  # of a grid whatever is given chooses among its cells, or makes other ones
+        part = (*part, *sorted(moving(given, choosing=())))
+    backbone = choices.get("backbone", "")
+    return Table(name, own, tuple(lines), tuple(dict.fromkeys(wanted)), coordinates, backbone, part)
+
+
+def _part(kept: Sequence[Line], everything: Sequence[Line]) -> tuple[str, ...]:
+    """What tells lines from all of their table, the same however they were asked for."""
+    found = []
+    for key in (*NARROWING, "row"):
+        own, known = ({str(getattr(line.score, key)) for line in lines} for lines in (kept, everything))
+        if own != known:
+            found.append(f"{key}={','.join(sorted(own))}")
+    return tuple(found)
 
 
 def _base(experiment: str, searching: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:

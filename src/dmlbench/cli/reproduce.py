@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.apps.experiment_tables import (
     QUOTED,
-    about,
     experiments,
     hours_per_run,
     paper_tables,
@@ -32,16 +31,19 @@ from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
 from dmlbench.cli.front import Prepared, explain, groups, prepare_process, require_output_dir, run_hydra
 from dmlbench.cli.sweeps import SweepFailed, launcher_for
+from dmlbench.cli.written_table import print_table
 from dmlbench.config import composing, config_folder, settle
 from dmlbench.schemas import ReproduceConfig, TrainConfig
-from dmlbench.types import ConfigError, DmlbenchError, closest
+from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
 
 if TYPE_CHECKING:
-    from dmlbench.apps.plan import Cell, Plan, Run
+    from dmlbench.apps.plan import Plan, Run
 
 log = logging.getLogger(__name__)
 
 _OWN = tuple(ReproduceConfig.__dataclass_fields__)
+_ON_OTHER_MACHINES = "launcher=submitit_slurm"
+"""Which may have the data where this one has none."""
 _OF_RUNS = ("hydra", *TrainConfig.__dataclass_fields__)
 
 
@@ -99,8 +101,9 @@ def _parts(line: CommandLine) -> tuple[CommandLine, list[str], list[str]]:
 def _reproduce(
     cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], folder: Path | None
 ) -> None:
+    from dmlbench.apps.ingredients import what_is_missing
     from dmlbench.apps.plan import CellCache, make_plan
-    from dmlbench.apps.reproduce import given_by_hand, mixtures
+    from dmlbench.apps.reproduce import mixtures, moving
 
     if cfg.max_hours is not None and not 0 <= cfg.max_hours < float("inf"):
         raise ConfigError(f"max_hours ({cfg.max_hours}) must be a number of hours from 0, or null for no limit")
@@ -133,21 +136,36 @@ def _reproduce(
             print(note)
         return
     failed: Sequence[tuple[str, Exception]] = ()
+    blocked: dict[str, DmlbenchError] = {}
+    count = sum(map(len, waves))
+    if waves and cfg.max_hours != 0 and not any(_ON_OTHER_MACHINES in override for override in launching):
+        blocked = what_is_missing({run.cell.sha256: run.cell for wave in waves for run in wave}.values(), compose)
+        waves = [kept for wave in waves if (kept := [run for run in wave if run.cell.sha256 not in blocked])]
+        if blocked and not waves and not any(run.state == "done" for run in everything.runs):
+            raise _one_error(blocked)
     if waves:
         jobs = [[(run.overrides, seconds.get(run.cell.sha256)) for run in wave] for wave in waves]
         failed = _launch(jobs, cfg.max_hours, [*launching, *searching], folder)
         before, plan = plan, plan.refreshed()
         everything = plan if everything is before else everything.refreshed()
         mixed = mixtures(everything.all_runs(plan), to_do=False)
-    by_hand = given_by_hand(given) if table.lines else []
+    moved = moving(given) if table.lines else []
     file = experiments(folders)[name]
     if table.lines and not file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {file}"]
     whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
-    _print_table(cfg, table, whole, cells, by_hand, mixed)
+    print_table(cfg, table, whole, cells, moved, mixed, blocked)
     _print_problems(plan, but="failed" if failed else "")
     if failed:
-        raise SweepFailed(failed, sum(map(len, waves)))
+        raise SweepFailed(failed, count)
+    if blocked:
+        raise RunError(f"{count - sum(map(len, waves))} of {count} runs were not begun: {_one_error(blocked)}")
+
+
+def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
+    """The errors of several cells as one that says each of them once."""
+    errors = list({str(error): error for error in blocked.values()}.values())
+    return errors[0] if len(errors) == 1 else type(errors[0])("; ".join(map(str, errors)))
 
 
 @contextlib.contextmanager
@@ -237,17 +255,22 @@ def _launch(
     launcher = launcher_for(Prepared("train", train.task, folder), in_train(overrides))
     is_basic = launcher.is_in_this_process
     started, number, planned, is_used_up = time.monotonic(), 0, 0.0, False
+    limit = float("inf") if max_hours is None else 3600 * max_hours
+    takes = {tuple(job): seconds or 0.0 for wave in waves for job, seconds in wave}
+
+    def has_time(job: Sequence[str]) -> bool:
+        return time.monotonic() - started + takes[tuple(job)] <= limit
+
     for wave in waves:
         jobs: list[tuple[str, ...]] = []
         for job, seconds in wave:
             if max_hours is not None and max_hours > 0 and seconds is None and not is_basic:
                 raise ConfigError("max_hours needs to know what a run takes: run one of them first, without a launcher")
-            spent = time.monotonic() - started if is_basic else planned
-            if max_hours is not None and (max_hours <= 0 or spent + (seconds or 0.0) > 3600 * max_hours):
+            if limit <= 0 or not has_time(job) or (not is_basic and planned + takes[tuple(job)] > limit):
                 log.info("max_hours=%s is used up; start the same command again for the rest", max_hours)
                 is_used_up = True
                 break
-            planned += seconds or 0.0
+            planned += takes[tuple(job)]
             if is_basic and max_hours is not None:
                 launcher.launch([job], number)
                 number += 1
@@ -258,74 +281,10 @@ def _launch(
             number += len(jobs)
         if max_hours is None:
             launcher.wait()
-        launcher.leave()
         if is_used_up:  # what follows needs what was not begun
             break
+    launcher.wait(has_time)  # for what others have, as long as there is time to run it
     return launcher.failures
-
-
-def _print_table(
-    cfg: DictConfig, table: Table, plan: "Plan", cells: Mapping[tuple[str, ...], "Cell | str"],
-    by_hand: Sequence[str], mixed: Sequence[str],
-) -> None:  # fmt: skip
-    """Sum up, print and write the table; one with values given by hand has a name of its own."""
-    from dmlbench.apps.reproduce import compare_lines, grid_tables, spec_for, summarize
-    from dmlbench.evaluation.spec import EvaluationSpec
-    from dmlbench.results import side_by_side
-    from dmlbench.results import tables as plain
-    from dmlbench.runtime import remove_leftovers
-
-    reasons = [*by_hand, *mixed]
-    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{'-own' if by_hand else ''}"
-    if table.lines:
-        labels: dict[str, list[str]] = {}
-        for line in table.lines:
-            cell = cells.get(line.overrides)
-            if not line.why and cell is not None and not isinstance(cell, str):
-                labels.setdefault(cell.sha256, []).append(line.label)
-        summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
-        found = compare_lines(table.lines, cells, summaries, reasons)
-        done = side_by_side.SideBySide(table.name, about(table.name), tuple(found), _notes(table))
-        print(side_by_side.to_text(done))
-        renders = {suffix: getattr(side_by_side, f"to_{how}")(done) for suffix, how in _SUFFIXES.items()}
-        remove_leftovers(base.parent)
-        _write(base, renders)
-        return
-    spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
-    summaries = summarize(plan, spec)
-    for cell in plan.cells:
-        if problem := summaries[cell.sha256].problem:
-            print(f"{cell.name} cannot be summed up: {problem}")
-    if not any(summary.found for summary in summaries.values()):
-        print(f"{table.name}: no cell has a complete run yet")
-        return
-    for note in reasons:
-        print(note)
-    made = grid_tables(summaries, spec)
-    remove_leftovers(base.parent)
-    for (dataset, protocol), one in made.items():
-        print(plain.to_text(one))
-        renders = {suffix: getattr(plain, f"to_{how}")(one) for suffix, how in _SUFFIXES.items()}
-        _write(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"), renders)
-
-
-_SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
-
-
-def _write(base: Path, renders: Mapping[str, str]) -> None:
-    from dmlbench.runtime import atomic_write
-
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in renders.items():
-        atomic_write(base.with_name(f"{base.name}.{suffix}"), text.encode())
-    print(f"written: {base}.md, .csv, .tex\n")
-
-
-def _notes(table: Table) -> tuple[str, ...]:
-    from dmlbench.papers import describe_table
-
-    described = describe_table(table.name)
-    return (f"the paper's numbers: {described.numbers}", *([described.note] if described.note else []))
 
 
 def _print_problems(plan: "Plan", *, but: str) -> None:

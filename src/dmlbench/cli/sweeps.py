@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
@@ -73,26 +73,28 @@ class SharingLauncher(Launcher):
                 self.failed.append((job, error))
         return done
 
-    def leave(self) -> None:
-        """Leave what other processes have to them."""
-        if self.in_use:
-            names = ", ".join(str(error.run_dir) for _, error in self.in_use)
-            log.info("left to the processes that have them: %s", names)
-            self.in_use = []
+    def wait(self, may_begin: Callable[[Job], bool] = lambda job: True) -> None:
+        """Wait for the runs of other processes: skip those that become complete, run those that are left.
 
-    def wait(self) -> None:
-        """Wait for the runs of other processes: skip those that become complete, run those that are left."""
-        from dmlbench.results.store import is_locked  # torch comes with it, which a mistake need not wait for
+        Args:
+            may_begin: whether there is time for a job, asked again and again; one that there is none for is left.
+        """
+        from dmlbench.results.store import RESULT, is_locked  # torch comes with it, which a mistake need not wait for
 
         if self.in_use:
             names = ", ".join(str(error.run_dir) for _, error in self.in_use)
             log.info("waiting for runs of other processes: %s", names)
         while self.in_use:
+            late = [(job, error) for job, error in self.in_use if not may_begin(job)]
+            if late:
+                self.in_use = [entry for entry in self.in_use if entry not in late]
+                if names := ", ".join(str(e.run_dir) for _, e in late if not (e.run_dir / RESULT).exists()):
+                    log.info("left, as there is no time to wait for them: %s", names)
             free = [job for job, error in self.in_use if not is_locked(error.run_dir)]
             if free:
                 self.in_use = [(job, error) for job, error in self.in_use if job not in free]
                 self._launch(free, len(self.jobs))
-            else:
+            elif self.in_use:
                 time.sleep(_PAUSE_S)
 
     def finish(self) -> None:

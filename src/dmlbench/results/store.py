@@ -1,7 +1,6 @@
 """Run directories: their names, their state, and the result that makes a run complete."""
 
 import glob
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dmlbench.results.locks import LOCK as LOCK
 from dmlbench.results.locks import is_locked as is_locked
 from dmlbench.results.locks import locked as locked
 from dmlbench.results.locks import require_file
-from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.runtime import derive_seed, file_sha256, read_json, write_json
 from dmlbench.types import ConfigError, RunError, check_choice
 
 RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
@@ -134,8 +133,7 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
     for name in files:
         require_file(run_dir / name)
         try:
-            with (run_dir / name).open("rb") as file:
-                hashes[f"{Path(name).stem}_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+            hashes[f"{Path(name).stem}_sha256"] = file_sha256(run_dir / name)
         except OSError as error:
             raise RunError(f"{run_dir / name} cannot be read ({error.strerror}); make it readable") from error
     return hashes

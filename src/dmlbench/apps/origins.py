@@ -1,0 +1,82 @@
+"""What runs say of themselves that a paper's number may differ in: the weights they started from, and their width."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmlbench.config import read_config
+from dmlbench.runtime import file_sha256
+from dmlbench.types import RunError
+
+PUBLISHED = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
+"""How the SHA-256 of a file of weights begins that the papers' authors started from, by backbone."""
+_OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
+"""What timm calls the same weights."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """
+    Attributes:
+        other_weights: why the weights that runs started from are not those of the papers' authors.
+        embedding_size: D, of a head of levels that of what it compares; None where the runs do not say.
+    """
+
+    other_weights: tuple[str, ...] = ()
+    embedding_size: int | None = None
+
+
+def origin_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Origin:
+    """What the runs of a cell say of themselves.
+
+    Args:
+        config_file: of one of them.
+        backbone: the option that they chose.
+        hashes: of the file of weights of each; None where a run, an early one or one without a file, names none.
+    """
+    try:
+        config = read_config(config_file)
+    except RunError as error:
+        return Origin((f"UNKNOWN WEIGHTS: {error}",))
+    head, said = config.get("head") or {}, config.get("runtime") or {}
+    size = said.get("embedding_size")
+    if "level_size" in head:  # what is compared is a level, or all of them one after the other
+        size = head["level_size"] * (head["num_levels"] if head.get("inference") == "concat" else 1)
+    family = next((name for name in PUBLISHED if backbone.startswith(name)), None)
+    return Origin(tuple(_other_weights(config.get("backbone") or {}, family, set(hashes))), size)
+
+
+def _other_weights(node: Mapping[str, Any], family: str | None, hashes: set[str | None]) -> list[str]:
+    file = node.get("weights_file")
+    if file is not None:
+        others = [
+            f" (SHA-256 {digest[:12]})" if digest else ""
+            for digest in sorted(hashes, key=str)
+            if not (are_published(file, family) if digest is None else digest.startswith(_known(family)))
+        ]
+        return [f"OTHER WEIGHTS: {file}{other}" for other in others]
+    if family is not None and not node.get("pretrained"):
+        return ["OTHER WEIGHTS: random ones"]
+    if family in _OF_TIMM and node.get("name") != _OF_TIMM[family]:
+        return [f"OTHER WEIGHTS: {node.get('name')} of timm"]
+    return []
+
+
+def are_published(weights_file: str, family: str | None = None) -> bool:
+    """Whether a file of weights is one that the papers' authors started from; one that is gone is known by its name."""
+    path = Path(weights_file).expanduser()
+    if not path.is_file():
+        return path.stem.endswith(_known(family))
+    status = path.stat()
+    return _hashed_once(path, status.st_size, status.st_mtime_ns).startswith(_known(family))
+
+
+def _known(family: str | None) -> tuple[str, ...]:
+    return (PUBLISHED[family],) if family else tuple(PUBLISHED.values())
+
+
+@functools.cache
+def _hashed_once(path: Path, size: int, changed: int) -> str:
+    return file_sha256(path)
