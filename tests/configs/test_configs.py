@@ -18,6 +18,8 @@ from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.front import guarded
 from dmlbench.config import cell_id, compose, config_folder, config_sha256
+from dmlbench.data.given_splits import FORMAT
+from dmlbench.runtime import write_json
 from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -99,9 +101,12 @@ def test_every_option_is_in_one_row() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=[" ".join(f"{g}={o}" for g, o in row.items()) for row in ROWS])
 def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(row: dict[str, str], tmp_path: Path) -> None:
     overrides = [f"{group}={option}" for group, option in {**row, **needed_by(row)}.items()]
-    if row.get("protocol") == "oodml":  # it is known by the content of its file, which is read with the data
-        (tmp_path / "splits").touch()
-        overrides.append(f"protocol.splits={tmp_path / 'splits'}")
+    if row.get("protocol") == "oodml":
+        halves = {"train": ["a"], "test": ["b"], "fitted": [], "validation": []}
+        split = {"name": "1", "kind": "default", "distance": 1.0, **halves}
+        document = {"format": FORMAT, "dataset": "", "measured_by": "nothing", "splits": [split]}
+        write_json(tmp_path / "splits.json", document)
+        overrides.append(f"protocol.splits={tmp_path / 'splits.json'}")
     cfg = compose("train", overrides)
     build.check(cfg)
     for group, option in row.items():
