@@ -62,12 +62,14 @@ def settle(cfg: DictConfig) -> None:
 def _settle_splits(protocol: Any) -> None:
     """A file of splits is part of a cell by its content, not by its name."""
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
-        path = Path("" if OmegaConf.is_missing(protocol, "splits") else protocol.splits).expanduser()
+        given = "" if OmegaConf.is_missing(protocol, "splits") else protocol.splits
+        path = Path(given if isinstance(given, str) else "").expanduser()
         if not path.name or not_a_file(path) or not path.exists():
             raise ConfigError(
-                f"protocol.splits ({path if path.name else 'not given'}) must be a file of splits; make one with "
+                f"protocol.splits ({given or 'not given'}) must be a file of splits; make one with "
                 "`dmlbench oodml splits dataset=...`, then protocol.splits=<file>"
             )
+        protocol.splits = str(path.absolute())  # so that commands on a run find it from anywhere
         protocol.splits_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -199,7 +199,6 @@ class FeaturesConfig:
     backbone: Any = MISSING
     network: str = MISSING
     run: str | None = None
-    over: str = "class_means"
     device: str = "auto"
     num_workers: int | None = None
     image_cache: bool = True
@@ -212,6 +211,7 @@ class FeaturesConfig:
 class OodmlSplitsConfig(FeaturesConfig):
     """Top level of ``dmlbench oodml splits``: train-test splits of growing distance."""
 
+    over: str = "class_means"
     per_step: int | None = None
     exchanges: int = 24
     reversed_exchanges: int = 14
@@ -227,6 +227,7 @@ class OodmlSplitsConfig(FeaturesConfig):
 class OodmlDistancesConfig(FeaturesConfig):
     """Top level of ``dmlbench oodml distances``: the splits of a file, measured by a network."""
 
+    over: str = "class_means"
     splits: str | None = None
     train: str | None = None
 

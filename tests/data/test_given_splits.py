@@ -133,6 +133,27 @@ def test_splits_of_other_data_and_unknown_classes_are_named(tmp_path: Path) -> N
         Oodml(str(path)).split(table(), fold=0)
 
 
+def test_distances_of_other_images_and_the_data_s_own_split_are_said(tmp_path: Path) -> None:
+    own = split(train=list(NAMES[:3]), test=list(NAMES[3:]), fitted=[], validation=[])
+    facts = Oodml(str(written(tmp_path, own, dataset_fingerprint="f"))).split(table(), fold=0).facts
+    assert facts["kind"] == "default"
+    assert facts["distance_by"] == "a network, ON OTHER IMAGES"
+    same = replace(table(), fingerprint="f")
+    assert Oodml(str(tmp_path / "splits.json")).split(same, fold=0).facts["distance_by"] == "a network"
+
+
+def test_names_that_differ_in_punctuation_alone_are_told_apart_by_their_exact_words(tmp_path: Path) -> None:
+    two = table(("A-4", "A 4", "B", "C"))
+    exact = split(train=["A-4", "B"], test=["A 4", "C"], fitted=[], validation=[])
+    assert Oodml(str(written(tmp_path, exact))).split(two, fold=0).train.tolist() == [0, 1, 4, 5]
+    with pytest.raises(DataError, match=r"names 1 classes that 'cars' does not have: 'A\.4'"):
+        vague = split(train=["A.4", "B"], test=["C"], fitted=[], validation=[])
+        Oodml(str(written(tmp_path, vague))).split(two, fold=0)
+    twice = split(train=["Fiat 500", "BMW X6"], test=["Fiat-500", "Audi 100"], fitted=[], validation=[])
+    with pytest.raises(DataError, match="share images, such as those of class 'Fiat 500'"):
+        Oodml(str(written(tmp_path, twice))).split(table(), fold=0)
+
+
 def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, split())
     digest = read_splits(path).sha256

@@ -20,11 +20,11 @@ def test_own_episodes_take_k_images_of_each_class_and_differ_by_run_shots_and_ep
     assert not any(np.array_equal(support, other) for other in others)
 
 
-def test_shots_must_leave_a_query_in_every_class() -> None:
-    labels = np.array([4, 4, 4, 7, 7, 7, 7])
+def test_shots_must_leave_two_images_in_every_class() -> None:
+    labels = np.array([4, 4, 4, 4, 7, 7, 7, 7, 7])
     names = [f"class {i}" for i in range(8)]
     check_shots(labels, [2], names)
-    with pytest.raises(ConfigError, match=r"shots \(3\) must be below .* class 'class 4' has 3"):
+    with pytest.raises(ConfigError, match=r"shots \(3\) must leave two images .* class 'class 4' has 4"):
         check_shots(labels, [2, 3], names)
     with pytest.raises(ConfigError, match=r"shots \(1\) must be at least 2"):
         check_shots(labels, [1], names)

@@ -271,7 +271,7 @@ def test_the_rate_is_ten_times_that_of_the_head_and_the_decay_the_run_s(made: Pa
 def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:
     run_dir = run_of(output)
     result, config = read_result(run_dir), (run_dir / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match=rf"shots \({IMAGES}\) must be below .* has {IMAGES}: lower shots"):
+    with pytest.raises(ConfigError, match=rf"shots \({IMAGES}\) must leave two .* has {IMAGES}: lower shots"):
         few_shot_of_run(run_dir, dataclasses.replace(PLAN, shots=(2, IMAGES)), device="cpu", num_workers=0)
     assert not (run_dir / FEW_SHOT).exists()
     with pytest.raises(RunError, match="memory_bytes allows"):
@@ -346,7 +346,10 @@ def test_the_command_writes_a_table_of_the_runs_of_cells(output: Path, capsys: p
     written = output / "tables/few_shot-glyphs-shifted.md"
     assert written.read_text() in printed
     assert "| gap | 0 (1.5) | 0 |" in printed and "| gap | 1 (2.5) | 0 |" in printed
-    assert len(pd.read_csv(written.with_suffix(".csv"))) == 2 and written.with_suffix(".png").exists()
+    assert (
+        len(pd.read_csv(written.with_suffix(".csv"))) == 2
+        and written.with_name("few_shot-glyphs-shifted-p_at_1.png").exists()
+    )
     settings = [one["settings"] for one in json.loads((run_of(output) / FEW_SHOT).read_text())["adaptations"].values()]
     assert [(one["shots"], one["steps"]) for one in settings] == [(2, 2)]
 

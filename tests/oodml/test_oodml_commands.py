@@ -136,7 +136,20 @@ def test_features_as_they_are_become_a_row_and_a_curve(folder: Path, capsys: pyt
     labels = table.labels[test]
     assert curve[0] == pytest.approx((labels[nearest] == labels).mean())
     assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1", f"frozen={output}") == 0
-    assert "no training: resnet20_small" in capsys.readouterr().out
+    assert "as it is: resnet20_small" in capsys.readouterr().out
+    output.write_text("{}")
+    assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1", f"frozen={output}") == 1
+    assert "has no scores of features as they are" in capsys.readouterr().err
+
+
+def test_features_are_those_of_the_network_as_it_is_configured(folder: Path) -> None:
+    """The same first weights with another stride give other features, which must not be taken from the cache."""
+    before = set((folder / "cache" / "features").iterdir())
+    arguments = [*DATA, "backbone=resnet20", "num_workers=0", *places(folder), f"splits={splits_of(folder)}"]
+    assert dmlbench("oodml", "frozen", *arguments, "metrics=recall_at_1") == 0
+    (new,) = set((folder / "cache" / "features").iterdir()) - before
+    others = [load_file(file)["rows"] for file in before]
+    assert not any(np.array_equal(load_file(new)["rows"], rows) for rows in others)
 
 
 def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

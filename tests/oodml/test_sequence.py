@@ -95,6 +95,13 @@ def test_halves_of_the_same_classes_are_nearer_than_halves_of_different_ones() -
         alike_halves(ClassFeatures.of(np.eye(2), np.arange(2)), [0, 1], seed=0)
 
 
+def test_the_given_split_stays_the_given_one_where_a_way_comes_back_to_it() -> None:
+    steps = [Step("default", 0, (1,), (2,), 1.0), Step("exchanged", 2, (3,), (4,), 5.0)]
+    assert [step.kind for step in pick_evenly([*steps, Step("exchanged", 4, (1,), (2,), 1.0)], 2)] == [
+        "default", "exchanged",
+    ]  # fmt: skip
+
+
 def test_splits_are_picked_evenly_and_the_given_one_is_among_them() -> None:
     steps = [
         Step("default" if distance == 30 else "exchanged", i, (i,), (i + 100,), distance)

@@ -44,8 +44,9 @@ def task(cfg: DictConfig) -> None:
         stem = folder / f"{cfg.name}-{dataset}-{protocol}"
         atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
         atomic_write(stem.with_name(f"{stem.name}.csv"), to_csv(rows, scores).encode())
-        draw(title, rows, stem.with_name(f"{stem.name}.png"), score=scores[0])
-        print(f"written: {stem}.md, .csv, .png\n")
+        for score in scores:
+            draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
+        print(f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n")
 
 
 def _listed(value: object) -> list:

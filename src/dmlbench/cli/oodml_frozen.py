@@ -14,7 +14,7 @@ def task(cfg: DictConfig) -> None:
 
     found = frozen_scores(cfg)
     scores = [score_named(name) for name in asked_columns(component(cfg.evaluation))]
-    print(f"{found['dataset']}: {found['network']}, no training")
+    print(f"{found['dataset']}: {found['network']}, as it is")
     print(f"{'split':>7}  {'distance':>10}" + "".join(f"{score.label:>12}" for score in scores))
     for split in found["by_split"]:
         values = "".join(f"{score.scale * split['scores'][score.name]:12.2f}" for score in scores)

@@ -67,12 +67,19 @@ class SplitFile:
         dataset: the data set that they were made of; empty where the file does not say.
         measured_by: by what the distances were measured, in words.
         sha256: of the file.
+        fingerprint: of the data set that they were measured on; empty where the file does not say.
     """
 
     splits: tuple[GivenSplit, ...]
     dataset: str
     measured_by: str
     sha256: str
+    fingerprint: str = ""
+
+    def measured_on(self, table: ImageTable) -> str:
+        """By what the distances were measured, and whether on other images than those of ``table``."""
+        is_other = self.fingerprint not in ("", table.fingerprint)
+        return f"{self.measured_by}, ON OTHER IMAGES" if is_other else self.measured_by
 
 
 def read_splits(path: str | Path) -> SplitFile:
@@ -98,7 +105,8 @@ def _read(path: Path, changed: int, size: int) -> SplitFile:
             if found.get("format") != FORMAT:
                 raise DataError(f"'{path}' is JSON, but no file of splits ({FORMAT}); {_REMEDY}")
             splits = [_own(split) for split in found["splits"]]
-            file = SplitFile(tuple(splits), str(found["dataset"]), str(found["measured_by"]), digest)
+            made_of = str(found.get("dataset_fingerprint", ""))
+            file = SplitFile(tuple(splits), str(found["dataset"]), str(found["measured_by"]), digest, made_of)
         else:
             stored = read_pickle(content, name=str(path))
             splits = [_published(str(key), split) for key, split in stored.items()]
@@ -152,18 +160,22 @@ def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
     Raises:
         DataError: classes that the data set does not have.
     """
-    known = _classes_by_name(table)
+    exact, plain = _classes_by_name(table)
     rows = {}
     for key in ("train", "test", "fitted", "validation"):
         names = getattr(split, key)
-        unknown = [name for name in names if _plain(name) not in known]
+        found = [exact.get(name, plain.get(_plain(name), -1)) for name in names]
+        unknown = [name for name, label in zip(names, found, strict=True) if label < 0]
         if unknown:
             listed = ", ".join(f"'{name}'" for name in unknown[:_NAMED]) + " ..." * (len(unknown) > _NAMED)
             raise DataError(
                 f"split {split.name} names {len(unknown)} classes that '{table.name}' does not have: {listed} "
                 f"('{unknown[0]}': {closest(unknown[0], table.class_names)}); take the splits of this data set"
             )
-        rows[key] = rows_of_classes(table, np.array(sorted({known[_plain(name)] for name in names}), dtype=np.int64))
+        rows[key] = rows_of_classes(table, np.array(sorted(set(found)), dtype=np.int64))
+    if len(shared := np.intersect1d(rows["train"], rows["test"])):
+        name = table.class_names[table.labels[shared[0]]]
+        raise DataError(f"the halves of split {split.name} share images, such as those of class '{name}'; {_REMEDY}")
     return rows
 
 
@@ -171,14 +183,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", " ", name).strip().lower()
 
 
-def _classes_by_name(table: ImageTable) -> dict[str, int]:
-    known = {_plain(name): i for i, name in enumerate(table.class_names)}
-    if len(known) < table.num_classes:  # names that differ in punctuation alone
-        known = {name: i for i, name in enumerate(table.class_names)}
+def _classes_by_name(table: ImageTable) -> tuple[dict[str, int], dict[str, int]]:
+    """Classes by exact names, and by plain ones as far as these are of one class."""
+    exact = {name: i for i, name in enumerate(table.class_names)}
     if table.name == "sop":
         numbers = (Path(str(path)).name.partition("_")[0] for path in table.paths)
-        known |= {f"{number}": int(label) for number, label in zip(numbers, table.labels, strict=True)}
-    return known
+        exact |= {number: int(label) for number, label in zip(numbers, table.labels, strict=True)}
+    classes: dict[str, list[int]] = {}
+    for i, name in enumerate(table.class_names):
+        classes.setdefault(_plain(name), []).append(i)
+    return exact, {name: own[0] for name, own in classes.items() if len(own) == 1}
 
 
 @dataclass(frozen=True)
@@ -233,9 +247,9 @@ class Oodml(Protocol):
         name = f"{table.name} {self.name} split {given.name}"
         facts: dict[str, float | int | str] = {
             "split": given.name,
-            "kind": given.kind,
+            "kind": "default" if _is_own_split(rows, table) else given.kind,
             "distance": given.distance,
-            "distance_by": file.measured_by,
+            "distance_by": file.measured_on(table),
         }
         test = RetrievalSet(rows["test"])
         if self.select_on == "official_test":
@@ -245,6 +259,12 @@ class Oodml(Protocol):
                 f"split {given.name} of {self.splits} has no validation classes; use select_on=official_test"
             )
         return Split(name, fold, train=rows["fitted"], val=RetrievalSet(rows["validation"]), test=test, facts=facts)
+
+
+def _is_own_split(rows: Mapping[str, IntArray], table: ImageTable) -> bool:
+    """Whether a split is that of the data set itself."""
+    own = np.flatnonzero(table.role == "train"), np.flatnonzero(table.role != "train")
+    return all(np.array_equal(np.sort(rows[key]), half) for key, half in zip(("train", "test"), own, strict=True))
 
 
 def validation_part(train: Sequence[str], *, share: float = 0.25) -> tuple[tuple[str, ...], tuple[str, ...]]:

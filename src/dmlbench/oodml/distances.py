@@ -14,6 +14,7 @@ from dmlbench.data.given_splits import GivenSplit, read_splits, rows_of_split
 from dmlbench.oodml.features import Features, features_of
 from dmlbench.oodml.frechet import Float, frechet_distance
 from dmlbench.oodml.sequence import OVER
+from dmlbench.oodml.splits import halves_of
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, DataError, IntArray, check_choice
 
@@ -122,6 +123,8 @@ def measure_between(cfg: DictConfig) -> BetweenDataSets:
     """
     if cfg.splits is not None:
         raise ConfigError(f"splits={cfg.splits} and train={cfg.train} ask for different distances; give one of them")
+    if cfg.over != "class_means":
+        raise ConfigError(f"over={cfg.over}: distances between data sets are over class_means")
     files = {path.stem: path for path in (config_folder() / "dataset").glob("*.yaml")}
     check_choice("train", str(cfg.train), list(files))
     other = copy.deepcopy(cfg)
@@ -129,9 +132,9 @@ def measure_between(cfg: DictConfig) -> BetweenDataSets:
     other.dataset = {"name": node.name, "table": node.table}
     features = [features_of(one) for one in (other, cfg)]
     halves = []
-    for one, of_train in zip(features, (True, False), strict=True):
-        rows = np.flatnonzero((one.table.role == "train") == of_train)
-        halves.append(_class_means(one, rows))
+    for one, half in zip(features, (0, 1), strict=True):
+        classes = halves_of(one.table)[half]
+        halves.append(_class_means(one, np.flatnonzero(np.isin(one.table.labels, classes))))
     notes = tuple(f"{one.table.name}: {note}" for one in features for note in one.table.notes)
     first, second = features
     return BetweenDataSets(
@@ -170,6 +173,6 @@ def measure_splits(cfg: DictConfig) -> Measured:
         rows = rows_of_split(split, table)
         distances.append(frechet_distance(half(rows["train"]), half(rows["test"])))
     return Measured(
-        str(cfg.splits), table.name, file.measured_by, features.measured_by, cfg.over, file.splits, tuple(distances),
-        table.notes,
+        str(cfg.splits), table.name, file.measured_on(table), features.measured_by, cfg.over, file.splits,
+        tuple(distances), table.notes,
     )  # fmt: skip

@@ -33,16 +33,16 @@ def drawn_support(labels: IntArray, *, shots: int, seed: int, episode: int) -> I
 def check_shots(labels: IntArray, shots: Sequence[int], class_names: Sequence[str]) -> None:
     """
     Raises:
-        ConfigError: a number of shots is below 2, or leaves no query of a class.
+        ConfigError: a number of shots is below 2, or leaves fewer than two images of a class.
     """
     names, counts = np.unique(labels, return_counts=True)
     smallest = int(counts.argmin())
     for k in shots:
         if k < 2:
             raise ConfigError(f"shots ({k}) must be at least 2: the margin loss needs two images of a class")
-        if k >= counts[smallest]:
+        if k > counts[smallest] - 2:
             raise ConfigError(
-                f"shots ({k}) must be below the number of images of every test class, so that queries are left; class "
+                f"shots ({k}) must leave two images of every test class, so that queries have something to find; class "
                 f"'{class_names[names[smallest]]}' has {counts[smallest]}: lower shots"
             )
 

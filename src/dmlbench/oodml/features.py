@@ -16,10 +16,12 @@ from safetensors.numpy import load_file, save
 
 from dmlbench import build
 from dmlbench.apps.trained import load_run
+from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
-from dmlbench.runtime import atomic_write, seed_everything, select_device
+from dmlbench.results.store import CONFIG
+from dmlbench.runtime import atomic_write, seed_everything, select_device, set_strict_float32
 from dmlbench.types import ImageTable
 
 log = logging.getLogger(__name__)
@@ -48,31 +50,39 @@ def features_of(cfg: DictConfig) -> Features:
     Raises:
         DataError, ConfigError, RunError: data, network or run cannot be used.
     """
+    set_strict_float32()
     table: ImageTable = build.component(cfg.dataset.table)
     device = select_device(cfg.device)
     if cfg.run is not None:
         setup = load_run(Path(cfg.run), {"num_workers": cfg.num_workers}, device=cfg.device)
         backbone: Any = setup.model.backbone  # type: ignore[attr-defined]
+        of_run = load_config(Path(cfg.run) / CONFIG)
+        node, of_images = of_run.backbone, of_run.transform.eval
         weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"
     else:
         seed_everything(0)  # of weights that are random
         backbone = build.component(cfg.backbone)
-        weights = f"{cfg.network} with {_weights(cfg.backbone)}"
-    transform = build.component(cfg.transform.eval)
+        node, of_images = cfg.backbone, cfg.transform.eval
+        weights = f"{network_name(cfg)} with {_weights(cfg.backbone)}"
+    transform = build.component(of_images)
     size = getattr(transform, "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     state = backbone.state_dict()
+    settings: Any = OmegaConf.to_container(node, resolve=True)
     about = {
         "data": table.fingerprint,
-        "network": _digest({name: tensor.cpu().numpy().tobytes() for name, tensor in state.items()}),
-        "transform": OmegaConf.to_container(cfg.transform.eval, resolve=True),
+        "weights": _digest({name: tensor.cpu().numpy().tobytes() for name, tensor in state.items()}),
+        # the same weights make other features with another stride, other levels, other means of colors
+        "network": {key: value for key, value in settings.items() if key not in ("pretrained", "weights_file")},
+        "colors": [getattr(backbone, name).flatten().tolist() for name in ("mean", "std") if hasattr(backbone, name)],
+        "transform": OmegaConf.to_container(of_images, resolve=True),
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
     rows = _kept(path, len(table))
     if rows is None:
         backbone.to(device).eval()
-        images = build.image_opener(cfg, table, device)(cfg.transform.eval)
+        images = build.image_opener(cfg, table, device)(of_images)
         batches = EvalBatches(
             table, torch.arange(len(table)).numpy(), images=images, transform=transform,
             batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
@@ -89,6 +99,11 @@ def features_of(cfg: DictConfig) -> Features:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, save({"rows": rows}))
     return Features(table, rows.astype("float64"), measured_by, hashlib.sha256(rows.tobytes()).hexdigest())
+
+
+def network_name(cfg: DictConfig) -> str:
+    """The chosen option, and of timm's networks their own names."""
+    return str(cfg.backbone.get("name") or cfg.network)
 
 
 def _weights(backbone: DictConfig) -> str:

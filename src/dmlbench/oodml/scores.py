@@ -30,14 +30,17 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
         RunError: none of the cells was run under ``protocol=oodml``, or they are not aggregated.
     """
     spec: EvaluationSpec = component(cfg.evaluation)
-    frozen = [read_json(Path(str(name))) for name in _listed(cfg.frozen)]
+    frozen = {str(name): _read_frozen(Path(str(name))) for name in _listed(cfg.frozen)}
+    unused = set(frozen)
     tables: list[Table] = []
     written: list[Path] = []
     found = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
     for (dataset, protocol), cells in found.items():
         for i, (splits, alike) in enumerate(_by_splits(cells).items()):
             scores = [score_named(name) for name in asked_columns(spec)]
-            as_they_are = [one for one in frozen if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
+            fit = [n for n, one in frozen.items() if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
+            unused -= set(fit)
+            as_they_are = [frozen[name] for name in fit]
             table = _with_frozen(_table(dataset, protocol, alike, splits, scores, spec), as_they_are, scores)
             tables.append(table)
             stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
@@ -59,7 +62,20 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
             written.append(path)
     if not tables:
         raise RunError(f"no cell that matches '{cfg.cells}' was run over splits; run some with protocol=oodml")
+    if unused:
+        raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these cells; leave it out")
     return tables, written
+
+
+def _read_frozen(path: Path) -> dict[str, Any]:
+    remedy = "name files that `dmlbench oodml frozen output=...` wrote"
+    try:
+        found = dict(read_json(path))
+        [(one["split"], float(one["distance"]), one["scores"]) for one in found["by_split"]]
+        found["dataset"], found["network"], found["notes"], found[AGS]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RunError(f"'{path}' has no scores of features as they are ({error!r}); {remedy}") from error
+    return found
 
 
 def _listed(frozen: Any) -> list[Any]:
@@ -120,7 +136,7 @@ def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequ
         entries = tuple(
             None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)
         )
-        rows.append((f"no training: {one['network']}", entries))
+        rows.append((f"as it is: {one['network']}", entries))
     return dataclasses.replace(
         table, rows=(*table.rows, *rows), competes=(*table.competes, *(False for _ in rows)),
         row_notes=(*table.row_notes, *(tuple(one["notes"]) for one in frozen)),
@@ -164,7 +180,7 @@ def draw_over_distance(
             axes.fill_between(at, values - deviations, values + deviations, color=line.get_color(), alpha=0.15)
     for one in frozen:
         values = score.scale * np.array([split["scores"].get(score.name, np.nan) for split in one["by_split"]])
-        (line,) = top.plot(at, values, linestyle="--", label=f"no training: {one['network']}")
+        (line,) = top.plot(at, values, linestyle="--", label=f"as it is: {one['network']}")
         bottom.plot(at, values - average, linestyle="--", color=line.get_color())
     bottom.axhline(0, color="0.6", linewidth=0.8)
     unit = " in percent" if score.metric.percent else ""

@@ -208,14 +208,16 @@ def exchange(
     Source: T. Milbich et al., NeurIPS 2021, section 3.3 and public code.
     """
     halves, lately = _Halves(features, train, test), _Memory(memory)
+    exchanged = 0
     yield halves.step("default", 0)
-    for i in range(steps):
+    for _ in range(steps):
         orders = [halves.order(own, reverse=reverse) for own in (0, 1)]
         slots = lately.pick(orders, per_step)
         if not slots:
             return
         halves.exchange(slots)
-        yield halves.step("reversed" if reverse else "exchanged", (i + 1) * per_step)
+        exchanged += len(slots)
+        yield halves.step("reversed" if reverse else "exchanged", exchanged)
 
 
 def removal(
@@ -232,7 +234,7 @@ def removal(
         keep: share of each half's classes that must remain.
         rule: "nearest" removes the classes that are nearest to the center of the other half, as the paper says;
             "exchange_first" does what its public code does: it tries an exchange, which stays if it brings the halves
-            closer together, and else removes the classes that would have been exchanged.
+            closer together, and else removes the classes that would have been exchanged (from Python only).
         memory: of "exchange_first", as in ``exchange``.
 
     Raises:
@@ -293,7 +295,8 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
     Raises:
         DataError: there are not so many splits of different distance.
     """
-    ordered = sorted({(step.train, step.test): step for step in steps}.values(), key=lambda step: step.distance)
+    own_first = sorted(steps, key=lambda step: step.kind == "default")  # the last of equal ones is kept
+    ordered = sorted({(step.train, step.test): step for step in own_first}.values(), key=lambda step: step.distance)
     if count < 2 or len(ordered) < count:
         raise DataError(
             f"{count} splits cannot be picked of {len(ordered)} different ones; ask for 2 to {len(ordered)}"

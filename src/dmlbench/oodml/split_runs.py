@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dmlbench.apps.tables import Found, named_cells
+from dmlbench.config import load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
-from dmlbench.results.store import RunInfo, find_runs, read_result, require_own_place
+from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.types import ConfigError, RunError
 
 Group = tuple[str, str]
@@ -74,17 +75,24 @@ def chosen_runs(runs: Sequence[str], cells: str | None, output_dir: str) -> list
 def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     """Runs by data set and protocol, in the order of methods, folds and repeats.
 
+    Runs over the splits of several files are groups of their own: fold 0 of one is another split than that of another.
+
     Of cells that are one but for what they were evaluated by, one is taken; the log says which.
 
     Raises:
         RunError: one is not complete, or was copied from another run.
     """
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
+    sequences = {cell: _splits_of(next(path for path in results if path.parent == cell)) for cell in
+                 dict.fromkeys(path.parent for path in results)}  # fmt: skip
+    several = len(set(sequences.values())) > 1
     cells: dict[Group, dict[Path, Found]] = {}
     for path, result in results.items():
         require_own_place(path, result)
-        group = (str(result["dataset"]), str(result["protocol"]))
-        info = RunInfo(path, *group, path.parent.name, result["fold"], result["repeat"])
+        of_run = (str(result["dataset"]), str(result["protocol"]))
+        of_splits = f"-{sequences[path.parent]}" if several and sequences[path.parent] else ""
+        group = (of_run[0], of_run[1] + of_splits)
+        info = RunInfo(path, *of_run, path.parent.name, result["fold"], result["repeat"])
         found = cells.setdefault(group, {}).setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))
         found[1].append(info)
     named = named_cells({group: list(found.values()) for group, found in cells.items()})
@@ -96,6 +104,11 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
         ]
         for group, members in named.items()
     }
+
+
+def _splits_of(run: Path) -> str:
+    """Which file of splits a run is of; empty where its protocol reads none."""
+    return str(load_config(run / CONFIG).protocol.get("splits_sha256") or "")[:8]
 
 
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig
 from tqdm import tqdm
 
 from dmlbench.data.given_splits import FORMAT, read_splits, validation_part
-from dmlbench.oodml.features import Features, features_of
+from dmlbench.oodml.features import Features, features_of, network_name
 from dmlbench.oodml.pictures import draw_embedding, draw_progression
 from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
 from dmlbench.runtime import read_json, write_json
@@ -173,25 +173,20 @@ def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], 
     notes = [f"NOT THE PUBLISHED DATA: {note}" for note in features.table.notes]
     dimension = features.rows.shape[1]
     counts = np.diff(by_class.start)
-    for step in picked:
-        least = min(
-            len(half) if by_class.over == "class_means" else int(counts[list(half)].sum())
-            for half in (step.train, step.test)
-        )
-        if least <= dimension:
-            what = "means of classes" if by_class.over == "class_means" else "images"
-            notes.append(
-                f"{least} {what} in {dimension} dimensions: covariances of rank {least - 1} at most, which is computed "
-                "as it is"
-            )
-            break
+    over_means = by_class.over == "class_means"
+    halves = [half for step in picked for half in (step.train, step.test)]
+    least = min(len(half) if over_means else int(counts[list(half)].sum()) for half in halves)
+    if least <= dimension:
+        what = "means of classes" if over_means else "images"
+        rank = f"covariances of rank {least - 1} then, which are computed as they are"
+        notes.append(f"halves of down to {least} {what} in {dimension} dimensions: {rank}")
     if single:
         notes.append(f"{single} classes of one image take no part in the halves of the same classes")
     return tuple(notes)
 
 
 def _file_stem(cfg: DictConfig) -> str:
-    stem = cfg.network if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
+    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
     over = "" if cfg.over == "class_means" else f"-{cfg.over}"
     name = f"{stem}{over}".replace("/", "_")
     return name if is_file_name(name) else "splits"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 
@@ -59,7 +60,8 @@ def transfer(cfg: DictConfig) -> Transferred:
     """Scores of the runs of ``cfg.runs`` on the test half of ``cfg.dataset``, and of ``cfg.backbone``'s own features.
 
     Raises:
-        ConfigError: no run is named. RunError: one of them cannot be loaded. DataError: the data set has no test half.
+        ConfigError: no run is named, or one was trained on classes of this test half.
+        RunError: one of them cannot be loaded. DataError: the data set has no test half.
     """
     spec: EvaluationSpec = build.component(cfg.evaluation)
     named = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
@@ -74,13 +76,19 @@ def transfer(cfg: DictConfig) -> Transferred:
     for name in map(Path, named):
         result = read_result(name)
         setup = load_run(name, {"num_workers": cfg.num_workers}, device=cfg.device)
+        own_data: ImageTable = setup.data.table
+        shared = np.intersect1d(own_data.labels[setup.data.split.train], table.labels[test.rows])
+        if own_data.fingerprint == table.fingerprint and len(shared):
+            raise ConfigError(
+                f"{name} was trained on {len(shared)} classes of the test half of {table.name}, such as "
+                f"'{table.class_names[shared[0]]}'; name another data set"
+            )
         open_images = build.image_opener(cfg, table, setup.device)
         other = dataclasses.replace(
             setup,
             data=dataclasses.replace(setup.data, table=table),
             images=open_images(load_config(name / CONFIG).transform.eval),
         )
-        own_data: ImageTable = setup.data.table
         found = other.score(*other.embed(test), spec)
         rows.append((f"{name.parent.name}/{name.name}", str(result["dataset"]), found.scores))
         if own_data.name != table.name:
@@ -121,6 +129,7 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
         "dataset": table.name,
         "network": features.measured_by,
         "notes": list(table.notes),
+        "distance_by": file.measured_on(table),
         "by_split": splits,
         "AGS": {
             name: float(area_under([split["scores"][name] for split in splits], at))
