@@ -1,5 +1,7 @@
 """Which settings of a stored run its chosen options do not have: given by hand, or by an experiment."""
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,11 +35,12 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     recipe = runtime.get("recipe") or {}
     of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
     found: dict[str, str] = {}
+    own = OmegaConf.create(container)
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
         option = _option(group, choices.get(group, ""), choices)
-        own = OmegaConf.create({**container, group: option})
+        own[group] = option  # among the other values of the run, which the option's may refer to
         target = str(container[group].get("_target_"))
         is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]
         for key, value in flatten(container[group], group).items():
@@ -49,6 +52,7 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
             of_option = replaced[key] if key in replaced else _value(own, key)
             if of_option != value:
                 found[key] = BY_HAND if of_option is _ABSENT else f"where the option has {of_option}"
+        own[group] = container[group]
     return found
 
 
@@ -63,7 +67,7 @@ def _value(config: DictConfig, key: str) -> Any:
 
 def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, Any]:
     """The node of an option with those that it is built on; empty if there is no such option."""
-    content = _file(f"{group}/{option}") or {}
+    content = copy.deepcopy(_file(f"{group}/{option}")) or {}
     node: dict[str, Any] = {}
     for entry in content.pop("defaults", ()):
         if isinstance(entry, str):
@@ -77,8 +81,9 @@ def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, An
     return _merged(node, content)
 
 
+@functools.cache
 def _file(name: str) -> Any:
-    """Content of a configuration file, not resolved; None if there is none."""
+    """Content of a configuration file of the project, not resolved; None if there is none."""
     path = config_folder() / f"{name}.yaml"
     return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
 
