@@ -310,18 +310,28 @@ _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 
 
 def load_config(path: Path) -> DictConfig:
-    """The composed configuration that a run has stored at ``path``, in the words of now.
+    """``read_settings`` of a run as a configuration.
 
     Raises:
         RunError: it is missing, or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
     try:
-        present = OmegaConf.create(rename_targets(read_config(path), present_name))
+        present = OmegaConf.create(read_settings(path))
     except OmegaConfBaseException as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     assert isinstance(present, DictConfig)
     return present
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The composed configuration that a run has stored at ``path``, in the words of now; plain values read fast.
+
+    Raises:
+        RunError: it is missing, or damaged.
+    """
+    settings: dict[str, Any] = rename_targets(read_config(path), present_name)
+    return settings
 
 
 def read_config(path: Path) -> dict[str, Any]:

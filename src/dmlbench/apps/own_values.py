@@ -14,7 +14,7 @@ BY_HAND = "given by hand"
 _ABSENT = object()
 
 
-def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]:
+def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
     """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
     The option's value is that of its file or of the recipe that took part. Where there is none (a key that
@@ -22,11 +22,10 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     come with the project, the command line says what was.
 
     Args:
-        stored: the configuration of a run, resolved.
+        container: the configuration of a run, resolved.
         groups: such as ``pooling``.
     """
     register_schemas()  # ${epochs:3}
-    container: Any = OmegaConf.to_container(stored)
     runtime = container.get("runtime") or {}
     choices = {group: str(option) for group, option in (runtime.get("choices") or {}).items()}
     if choices.get("backbone") == (container.get("backbone") or {}).get("name"):
@@ -35,7 +34,7 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     recipe = runtime.get("recipe") or {}
     of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
     found: dict[str, str] = {}
-    own = OmegaConf.create(container)
+    own = OmegaConf.create(dict(container))
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
