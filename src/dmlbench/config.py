@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dmlbench.moved import first_name, present_name, rename_targets
 from dmlbench.recipes import register_recipes, settle_recipe
@@ -132,14 +133,28 @@ _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 
 
 def load_config(path: Path) -> DictConfig:
-    """The composed configuration that a run has stored at ``path``, in the words of now.
+    """``read_settings`` of a run as a configuration.
 
     Raises:
         RunError: it is missing, or damaged.
     """
-    present = OmegaConf.create(rename_targets(read_config(path), present_name))
+    remedy = "remove the run with `dmlbench clean` and run it again"
+    try:
+        present = OmegaConf.create(read_settings(path))
+    except OmegaConfBaseException as error:
+        raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     assert isinstance(present, DictConfig)
     return present
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The composed configuration that a run has stored at ``path``, in the words of now; plain values read fast.
+
+    Raises:
+        RunError: it is missing, or damaged.
+    """
+    settings: dict[str, Any] = rename_targets(read_config(path), present_name)
+    return settings
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -152,15 +167,27 @@ def read_config(path: Path) -> dict[str, Any]:
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; {remedy}")
     try:
-        config = OmegaConf.load(path)
+        config = yaml.load(path.read_bytes(), _Loader)
     except FileNotFoundError:
         raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
-    except (OSError, UnicodeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
-    if not isinstance(config, DictConfig) or not config:
+    if not isinstance(config, dict) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
-    container: Any = OmegaConf.to_container(config, resolve=False)
-    return dict(container)
+    return config
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads YAML as OmegaConf does (1e-4 is a number, a date a text, no key stands twice), in a tenth of the time."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+            raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' stands twice", node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:

@@ -104,15 +104,32 @@ def directory_of(cfg: DictConfig) -> Path:
     return used / named.name
 
 
-def folders_of_cell(named: Path, identity: Callable[[], str], config: Callable[[], DictConfig]) -> list[Path]:
+def stored_identity(cell: Path) -> str | None:
+    """The ``cell_sha256`` that the first run of a stored cell names; None where it names none."""
+    with contextlib.suppress(RunError):
+        found: str | None = store.read_result(min(cell.glob("fold*_rep*"), default=cell)).get("cell_sha256")
+        return found
+    return None
+
+
+def folders_of_cell(
+    named: Path, identity: Callable[[], str], config: Callable[[], DictConfig],
+    stored: Callable[[Path], str | None] = stored_identity,
+) -> list[Path]:  # fmt: skip
     """Where runs of one cell may lie: folders of former names with its settings, then ``named``, the one of its name.
 
     Args:
         named: folder by today's name.
         identity: its ``cell_sha256``.
         config: its configuration, which is asked for if a stored run does not know its identity.
+        stored: ``stored_identity``, which somebody who asks for many cells does well to keep.
     """
-    return [*(c for c in store.former_names(named.parent, named.name) if _is_same_cell(identity, config, c)), named]
+
+    def is_same(cell: Path) -> bool:
+        known = stored(cell)
+        return _is_same_cell(identity, config, cell) if known is None else known == identity()
+
+    return [*filter(is_same, store.former_names(named.parent, named.name)), named]
 
 
 def _is_same_cell(identity: Callable[[], str], config: Callable[[], DictConfig], cell: Path) -> bool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from dmlbench.apps.own_values import BY_HAND, given_otherwise
 from dmlbench.apps.tables import _distinct
@@ -21,15 +21,14 @@ def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The configuration that ``dmlbench train`` would store."""
     monkeypatch.chdir(tmp_path)
 
-    def command(*arguments: str) -> DictConfig:
+    def command(*arguments: str) -> dict:
         found = []
         monkeypatch.setattr("dmlbench.run.run", lambda cfg: found.append(cfg.copy()))
         with pytest.raises(SystemExit) as info:
             main(["train", *arguments])
         assert info.value.code == 0
         found[0].runtime.update(RUNTIME)
-        container = OmegaConf.to_container(found[0], resolve=True)
-        return OmegaConf.create(container)
+        return OmegaConf.to_container(found[0], resolve=True)
 
     return command
 
@@ -65,7 +64,7 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
         "pooling.x": BY_HAND,
         "optim.lr_multipliers.loss": "where the option has 100.0",
     }  # smoothing is the recipe's for a loss with proxies
-    assert by_hand.pooling.smoothing == 0.5
+    assert by_hand["pooling"]["smoothing"] == 0.5
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
     (tmp_path / "my_conf" / "pooling").mkdir(parents=True)

@@ -1,5 +1,7 @@
 """Which settings of a stored run its chosen options do not have: given by hand, or by an experiment."""
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ BY_HAND = "given by hand"
 _ABSENT = object()
 
 
-def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]:
+def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
     """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
     The option's value is that of its file or of the recipe that took part. Where there is none (a key that
@@ -20,11 +22,10 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     come with the project, the command line says what was.
 
     Args:
-        stored: the configuration of a run, resolved.
+        container: the configuration of a run, resolved.
         groups: such as ``pooling``.
     """
     register_schemas()  # ${epochs:3}
-    container: Any = OmegaConf.to_container(stored)
     runtime = container.get("runtime") or {}
     choices = {group: str(option) for group, option in (runtime.get("choices") or {}).items()}
     if choices.get("backbone") == (container.get("backbone") or {}).get("name"):
@@ -33,11 +34,12 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
     recipe = runtime.get("recipe") or {}
     of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
     found: dict[str, str] = {}
+    own = OmegaConf.create(dict(container))
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
         option = _option(group, choices.get(group, ""), choices)
-        own = OmegaConf.create({**container, group: option})
+        own[group] = option  # among the other values of the run, which the option's may refer to
         target = str(container[group].get("_target_"))
         is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]
         for key, value in flatten(container[group], group).items():
@@ -49,6 +51,7 @@ def given_otherwise(stored: DictConfig, groups: Sequence[str]) -> dict[str, str]
             of_option = replaced[key] if key in replaced else _value(own, key)
             if of_option != value:
                 found[key] = BY_HAND if of_option is _ABSENT else f"where the option has {of_option}"
+        own[group] = container[group]
     return found
 
 
@@ -63,7 +66,7 @@ def _value(config: DictConfig, key: str) -> Any:
 
 def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, Any]:
     """The node of an option with those that it is built on; empty if there is no such option."""
-    content = _file(f"{group}/{option}") or {}
+    content = copy.deepcopy(_file(f"{group}/{option}")) or {}
     node: dict[str, Any] = {}
     for entry in content.pop("defaults", ()):
         if isinstance(entry, str):
@@ -77,8 +80,9 @@ def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, An
     return _merged(node, content)
 
 
+@functools.cache
 def _file(name: str) -> Any:
-    """Content of a configuration file, not resolved; None if there is none."""
+    """Content of a configuration file of the project, not resolved; None if there is none."""
     path = config_folder() / f"{name}.yaml"
     return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
 

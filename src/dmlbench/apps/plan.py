@@ -5,6 +5,7 @@ what is needed of it is kept in a file that is bound to everything that it follo
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ from dmlbench.results.store import (
     run_directory,
     run_state,
 )
-from dmlbench.run import folders_of_cell
+from dmlbench.run import folders_of_cell, stored_identity
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
@@ -305,8 +306,9 @@ def _runs(
 ) -> tuple[Run, ...]:
     placed = []
     bar = tqdm(cells, "looking at runs", unit="cell", disable=not sys.stderr.isatty() or len(cells) < 20)
+    stored = functools.cache(stored_identity)  # cells whose names differ in the hash alone are looked at by each other
     for i, cell in enumerate(bar):
-        folders = _folders(cell, compose, output_dir)
+        folders = _folders(cell, compose, output_dir, stored)
         for fold in coordinates.get("fold", range(cell.num_folds)):
             for repeat in coordinates.get("repeat", range(cell.num_repeats)):
                 if fold < cell.num_folds:  # more repeats than usual are welcome
@@ -315,11 +317,11 @@ def _runs(
     return tuple(run for *_, run in sorted(placed, key=lambda entry: entry[:3]))
 
 
-def _folders(cell: Cell, compose: Compose, output_dir: str) -> list[Path]:
+def _folders(cell: Cell, compose: Compose, output_dir: str, stored: Callable[[Path], str | None]) -> list[Path]:
     named = run_directory(output_dir, cell.dataset, cell.protocol, cell.name, 0, 0).parent
     if not named.parent.is_dir():
         return [named]
-    return folders_of_cell(named, lambda: cell.sha256, lambda: compose(cell.overrides))
+    return folders_of_cell(named, lambda: cell.sha256, lambda: compose(cell.overrides), stored)
 
 
 def _looked_at(run: Run) -> Run:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.own_values import given_otherwise
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import load_config, settings_of_cell
+from dmlbench.config import read_settings, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
@@ -95,7 +94,7 @@ def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[st
     result = {}
     for key, everything in grouped.items():
         configs = {
-            path: load_config(next(run.path for run in runs if run.state == "done") / CONFIG)
+            path: read_settings(next(run.path for run in runs if run.state == "done") / CONFIG)
             for path, runs, _ in everything
         }
         settings = {path: _settings(config) for path, config in configs.items()}
@@ -144,15 +143,14 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
     """Notes on settings in which the cells of runs, given with their choices, differ beyond their names."""
-    configs = [load_config(run_dir / CONFIG) for run_dir, _ in runs]
+    configs = [read_settings(run_dir / CONFIG) for run_dir, _ in runs]
     cells = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
     return cell_labels(cells, [given_otherwise(config, NAMING_GROUPS) for config in configs])[1]
 
 
-def _settings(stored: DictConfig) -> dict[str, Any]:
+def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What defines the cell of a run's configuration, flattened."""
-    config: Any = OmegaConf.to_container(stored)
-    return settings_of_cell(config)
+    return settings_of_cell(dict(stored))
 
 
 def _distinct(labels: Sequence[str], cells: Sequence[Path]) -> list[str]:

@@ -1,0 +1,98 @@
+"""Seconds (clock, processor) that planning, listing and summing up take of many complete runs, written for this.
+
+python scripts/bench_reproduce.py FOLDER [--cells 408]
+
+FOLDER gets the runs, or has them from before. Cells have 4 folds and 3 repeats (408 are 4,896 runs), each run a result,
+the configuration of a real one and tiny embeddings. Composing is left out: what it found is in the file of known cells.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.apps.plan import CellCache, Plan, make_plan
+from dmlbench.apps.reproduce import grid_tables, summarize
+from dmlbench.cli import status
+from dmlbench.config import compose
+from dmlbench.evaluation.embeddings.embed import save_embeddings
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.store import CONFIG, EMBEDDINGS, hashes_of, write_result
+from dmlbench.runtime import derive_seed
+from dmlbench.types import EmbeddingSet
+
+DATASETS = ("cub200", "cars196", "sop", "inshop")
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    clock, processor = time.perf_counter(), time.process_time()
+    yield
+    print(f"{what:<30} {time.perf_counter() - clock:7.2f} {time.process_time() - processor:7.2f}", flush=True)
+
+
+def made(overrides: Sequence[str], base: DictConfig) -> DictConfig:
+    cfg = base.copy()
+    for override in overrides:
+        OmegaConf.update(cfg, *override.split("="))
+    return cfg
+
+
+def write_runs(plan: Plan, base: DictConfig) -> None:
+    """Results, configurations and embeddings of all runs of a plan."""
+    labels = torch.arange(4).repeat_interleave(4)
+    configs = {cell.sha256: OmegaConf.to_yaml(made(cell.overrides, base)) for cell in plan.cells}
+    for number, run in enumerate(plan.runs):
+        run.path.mkdir(parents=True)
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+        save_embeddings(run.path / EMBEDDINGS, EmbeddingSet(rows, labels, torch.arange(16)), None, {})
+        (run.path / CONFIG).write_text(configs[run.cell.sha256])
+        write_result(run.path, {
+            "cell_id": run.cell.name, "cell_sha256": run.cell.sha256, "dataset": run.cell.dataset,
+            "dataset_fingerprint": run.cell.dataset, "protocol": "mlrc", "aggregation": "collections", "num_folds": 4,
+            "num_repeats": 3, "fold": run.fold, "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat),
+            "base_seed": 0, "choices": {"backbone": "resnet20", "pooling": "gap", "loss": run.cell.name},
+            "search": "exact", "val_is_test": False, "monitor": "map_at_r", "wall_s": 1.0, "n_query": 16,
+            "metrics": {"test": {"p_at_1": 0.5, "map_at_r": 0.25}}, "n_gallery": 16, "n_skipped_queries": 0,
+            "steps": 0, **hashes_of(run.path),
+        })  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cells", type=int, default=408)
+    given = parser.parse_args()
+    base = compose("train", ["dataset=glyphs", "backbone=resnet20", "protocol=mlrc"])
+    cells = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(given.cells)]
+
+    def planned() -> Plan:
+        cache = CellCache(given.folder / "plans", "bench", [], lambda overrides: made(overrides, base))
+        known = [cell for cell in cache.cells(cells).values() if not isinstance(cell, str)]
+        return make_plan(known, cache, str(given.folder / "out"), {})
+
+    plan = planned()
+    if not (given.folder / "out").exists():
+        fsync, os.fsync = os.fsync, lambda descriptor: None  # making the runs is not what is measured
+        write_runs(plan, base)
+        os.fsync = fsync
+    with timed("plan, cells known"):
+        plan = planned()
+    assert {run.state for run in plan.runs} == {"done"}
+    with timed(f"status of {len(plan.runs)} runs"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        status.task(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "cells": "**", "state": None}))
+    for what in ("summaries", "summaries, nothing new"):
+        with timed(what):
+            summaries = summarize(plan, EvaluationSpec(metrics=("p_at_1", "map_at_r")))
+        assert all(summary.found for summary in summaries.values())
+    with timed("tables of a grid"):
+        grid_tables(summaries, EvaluationSpec(metrics=("p_at_1", "map_at_r")))
+
+
+if __name__ == "__main__":
+    main()
