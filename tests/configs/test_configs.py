@@ -72,7 +72,7 @@ ROWS = list(rows_of_options())
 EXPERIMENTS = sorted(  # of those of which nothing can be run tests/configs/test_experiments.py knows
     str(path.relative_to(CONF / "experiment").with_suffix(""))
     for path in (CONF / "experiment").rglob("*.yaml")
-    if "\n  needs: " not in path.read_text(encoding="utf-8")
+    if not re.search(r"\n  (needs|commands):", path.read_text(encoding="utf-8"))
 )
 
 

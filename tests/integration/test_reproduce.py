@@ -254,7 +254,7 @@ def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsy
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
-        (["oodml/table_s1"], "oodml/table_s1 cannot be run: it needs protocol=oodml"),
+        (["oodml/table_s1"], "oodml/table_s1 is no table of runs: made by `dmlbench oodml distances dataset=cub200"),
         (["gsp/table2", "fold=7"], "fold (7) is outside of the table's protocol, which has 0 to 1"),
         (["gsp/table2", "max_hours=-1"], "max_hours (-1.0) must be a number of hours from 0"),
         (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
