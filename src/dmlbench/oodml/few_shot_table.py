@@ -117,7 +117,7 @@ def _panel(axis: Axes, rows: Sequence[FewShotRow], labels: Sequence[str], shots:
             axis.bar(place + width / 4, few.mean(), width / 2, color=color, yerr=few.std(), ecolor="0.3", capsize=2)
             of_methods += [gain for one in found for gain in one.gains(score) or ()]
         gains.append(100 * float(np.mean(of_methods)) if of_methods else np.nan)
-    axis.set_xticks(range(len(splits)), [name for _, _, name in splits], fontsize=8)
+    axis.set_xticks(range(len(splits)), [name for _, _, name in splits], fontsize=8, rotation=30, ha="right")
     axis.set_xlabel("split (distance)", fontsize=8)
     axis.set_ylabel(f"{score_named(score).label}, percent", fontsize=8)
     axis.set_title(f"{shots} shots", fontsize=9)

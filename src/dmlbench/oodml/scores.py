@@ -1,11 +1,13 @@
 """Scores of cells over the distance of their splits: tables (S3 to S6) and pictures (figures 2, 3 and S4)."""
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
@@ -55,10 +57,12 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
                 written.append(folder / f"{stem}{suffix}")
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"
-                draw_over_distance(alike, splits, score, path, title=table.title, frozen=as_they_are)
+                draw_over_distance(
+                    alike, splits, score, path, title=table.title, frozen=as_they_are, notes=table.cautions
+                )
                 written.append(path)
             path = folder / f"{stem}-areas.png"
-            draw_areas(alike, scores, path, title=table.title)
+            draw_areas(alike, scores, path, title=table.title, notes=table.cautions)
             written.append(path)
     if not tables:
         raise RunError(f"no cell that matches '{cfg.cells}' was run over splits; run some with protocol=oodml")
@@ -152,7 +156,7 @@ def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> En
 
 def draw_over_distance(
     cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str,
-    frozen: Sequence[Mapping[str, Any]] = (),
+    frozen: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Scores over the distance, and below differences from the mean of all cells (figure 2); bands are deviations.
 
@@ -163,6 +167,7 @@ def draw_over_distance(
         path: the PNG.
         title: above it.
         frozen: what ``dmlbench oodml frozen`` wrote of these splits, dashed; no part of the mean.
+        notes: what the numbers are not, below it.
     """
     at = [distance for _, distance in splits]
     curves = {}
@@ -187,12 +192,19 @@ def draw_over_distance(
     top.set_ylabel(f"{score.label}{unit}")
     bottom.set_ylabel("difference from the mean of all")
     bottom.set_xlabel("squared Fréchet distance between train and test half")
-    top.legend(fontsize=7)
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=7)
     figure.suptitle(title, fontsize=9)
+    _write_notes(figure, notes, 100)
     save_figure(figure, path)
 
 
-def draw_areas(cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, title: str) -> None:
+def _write_notes(figure: Figure, notes: Sequence[str], width: int) -> None:
+    figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=6)
+
+
+def draw_areas(
+    cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, title: str, notes: Sequence[str] = ()
+) -> None:
     """Areas under the scores as bars with deviations, a panel each (figures 3 and S4)."""
     figure, panels = plt.subplots(
         1, len(scores), figsize=(1.2 + 2.6 * len(scores), 3.4), constrained_layout=True, squeeze=False
@@ -200,7 +212,7 @@ def draw_areas(cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, ti
     for axes, score in zip(panels[0], scores, strict=True):
         entries = [_entry(cell.summary["scores"][AGS], score) for cell in cells]
         means = [np.nan if entry is None else entry.mean for entry in entries]
-        deviations = [0.0 if entry is None or entry.std is None else entry.std for entry in entries]
+        deviations = [np.nan if entry is None or entry.std is None else entry.std for entry in entries]
         axes.bar(range(len(cells)), means, yerr=deviations, capsize=3, color="tab:blue")
         for i, mean in enumerate(means):
             axes.annotate(f"{mean:.1f}", (i, mean), ha="center", va="bottom", fontsize=7, xytext=(8, 2),
@@ -208,4 +220,5 @@ def draw_areas(cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, ti
         axes.set_xticks(range(len(cells)), [cell.label for cell in cells], rotation=30, ha="right", fontsize=7)
         axes.set_title(f"AGS of {score.label}", fontsize=8)
     figure.suptitle(title, fontsize=8)
+    _write_notes(figure, notes, 50 * len(scores))
     save_figure(figure, path)

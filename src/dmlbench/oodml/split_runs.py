@@ -52,7 +52,8 @@ class SplitRun:
     @property
     def split(self) -> str:
         """The split as tables and pictures name it."""
-        return f"fold {self.fold}" if self.distance is None else f"{self.fold} ({self.distance:.4g})"
+        name = self.result.get("facts", {}).get("split", self.fold)
+        return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
 def chosen_runs(runs: Sequence[str], cells: str | None, output_dir: str) -> list[Path]:

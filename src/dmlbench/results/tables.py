@@ -250,6 +250,7 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     """The chosen options; a head that pools by itself stands for the pooling."""
     pools = choices.get("pooling") != "none"
     chosen = [str(choices.get(group if pools or group != "pooling" else "head", "-")) for group in groups]
+    chosen = [word for word in chosen if word != "None"] or chosen  # nothing was chosen of such a group
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
