@@ -187,7 +187,12 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
         len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1.2), squeeze=False,
         layout="constrained", sharex=True, sharey=True,
     )  # fmt: skip
-    figure.suptitle(f"{title}: measures of the training embeddings over test scores, both normalized by split")
+    figure.suptitle(
+        f"{title}: measures of the training embeddings over test scores, both normalized by split",
+        x=0.02,
+        ha="left",
+        fontsize=10,
+    )
     for line, score in zip(axes, scores, strict=True):
         for axis, measure in zip(line, MEASURES, strict=True):
             _panel(axis, normalized(points, score, measure), markers, colors, default)

@@ -178,7 +178,7 @@ def draw_over_distance(
             np.array([0.0 if entry is None or entry.std is None else entry.std for entry in entries]),
         )
     average = np.mean([means for means, _ in curves.values()], axis=0)
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 6), sharex=True, constrained_layout=True)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 7), sharex=True, constrained_layout=True)
     for label, (means, deviations) in curves.items():
         for axes, values in ((top, means), (bottom, means - average)):
             (line,) = axes.plot(at, values, marker="o", markersize=3, label=label)
@@ -192,8 +192,8 @@ def draw_over_distance(
     top.set_ylabel(f"{score.label}{unit}")
     bottom.set_ylabel("difference from the mean of all")
     bottom.set_xlabel("squared Fréchet distance between train and test half")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=7)
-    figure.suptitle(title, fontsize=9)
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", fontsize=7)
+    top.set_title(title, fontsize=9)
     _write_notes(figure, notes, 100)
     save_figure(figure, path)
 
