@@ -233,23 +233,26 @@ class OodmlDistancesConfig(FeaturesConfig):
 
 
 @dataclass
-class OodmlFrozenConfig(FeaturesConfig):
-    """Top level of ``dmlbench oodml frozen``: a network's features as they are, over the splits of a file."""
+class ScoredFeaturesConfig(FeaturesConfig):
+    """The same of commands that score what they look at."""
 
-    splits: str | None = None
     metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
 
 
 @dataclass
-class OodmlTransferConfig(FeaturesConfig):
+class OodmlFrozenConfig(ScoredFeaturesConfig):
+    """Top level of ``dmlbench oodml frozen``: a network's features as they are, over the splits of a file."""
+
+    splits: str | None = None
+
+
+@dataclass
+class OodmlTransferConfig(ScoredFeaturesConfig):
     """Top level of ``dmlbench oodml transfer``: trained models on another data set."""
 
     runs: Any = None
-    metrics: tuple[str, ...] = ("recall_at_1", "oodml_map_at_1000", "map_at_r")
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
-    evaluation: Any = MISSING
 
 
 @dataclass

@@ -76,6 +76,14 @@ class SplitFile:
     sha256: str
     fingerprint: str = ""
 
+    def require_of(self, table: ImageTable, path: str | Path) -> None:
+        """
+        Raises:
+            DataError: the splits of the file at ``path`` were made of another data set.
+        """
+        if self.dataset not in ("", table.name):
+            raise DataError(f"the splits of {path} are of '{self.dataset}', not of '{table.name}'")
+
     def measured_on(self, table: ImageTable) -> str:
         """By what the distances were measured, and whether on other images than those of ``table``."""
         is_other = self.fingerprint not in ("", table.fingerprint)
@@ -241,8 +249,7 @@ class Oodml(Protocol):
     def _split(self, table: ImageTable, fold: int) -> Split:
         file = self._file()
         given = file.splits[fold]
-        if file.dataset not in ("", table.name):
-            raise DataError(f"the splits of {self.splits} are of '{file.dataset}', not of '{table.name}'")
+        file.require_of(table, self.splits)
         rows = rows_of_split(given, table)
         name = f"{table.name} {self.name} split {given.name}"
         facts: dict[str, float | int | str] = {

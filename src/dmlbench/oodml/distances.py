@@ -16,7 +16,7 @@ from dmlbench.oodml.frechet import Float, frechet_distance
 from dmlbench.oodml.sequence import OVER
 from dmlbench.oodml.splits import halves_of
 from dmlbench.runtime import write_json
-from dmlbench.types import ConfigError, DataError, IntArray, check_choice
+from dmlbench.types import ConfigError, IntArray, check_choice
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,7 @@ def measure_splits(cfg: DictConfig) -> Measured:
     file = read_splits(cfg.splits)
     features = features_of(cfg)
     table = features.table
-    if file.dataset not in ("", table.name):
-        raise DataError(f"the splits of {cfg.splits} are of '{file.dataset}', not of '{table.name}'")
+    file.require_of(table, cfg.splits)
 
     def half(rows: IntArray) -> Float:
         return _class_means(features, rows) if cfg.over == "class_means" else features.rows[rows]

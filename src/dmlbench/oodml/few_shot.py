@@ -11,7 +11,6 @@ utilities/finetune_utils.py: 1,000 steps for 2 shots, 1,500 for 5, ten times the
 
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +34,9 @@ from dmlbench.models.projection import Projection
 from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
+from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import CONFIG, read_result, require_own_files
-from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.runtime import derive_seed, write_json
 from dmlbench.signatures import imported
 from dmlbench.training.fit import BEST
 from dmlbench.training.optim import OptimizerSettings
@@ -45,8 +45,6 @@ from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 FEW_SHOT = "few_shot.json"
 """Scores of episodes, next to a run's result, bound to the weights that were adapted."""
 _SCHEMA = 1
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -235,13 +233,4 @@ def _key(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) 
 
 def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
     """What earlier calls found of these very weights, by the key of their settings."""
-    try:
-        held = read_json(run_dir / FEW_SHOT)
-        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
-            return dict(held["adaptations"])
-        log.info("%s is of other weights; computing again", run_dir / FEW_SHOT)
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s is damaged (%s); computing again", run_dir / FEW_SHOT, error)
-    return {}
+    return kept_of(run_dir / FEW_SHOT, bound, lambda held: dict(held["adaptations"]), schema=_SCHEMA) or {}

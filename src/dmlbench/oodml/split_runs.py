@@ -1,15 +1,21 @@
 """Complete runs over train-test splits, each with the name of its method and what its split says of itself."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dmlbench.apps.tables import Found, named_cells
 from dmlbench.config import load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
+from dmlbench.runtime import read_json
 from dmlbench.types import ConfigError, RunError
+
+Kept = TypeVar("Kept")
+
+log = logging.getLogger(__name__)
 
 Group = tuple[str, str]
 """Data set and protocol, within which runs stand side by side."""
@@ -115,3 +121,22 @@ def _splits_of(run: Path) -> str:
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
     """What a reader must know of the runs' scores."""
     return by_row(cautions_of_rows([run.result for run in runs]), [f"{run.label}, {run.path.name}" for run in runs])
+
+
+def kept_of(
+    path: Path, bound: Mapping[str, str], take: Callable[[dict[str, Any]], Kept], *, schema: int
+) -> Kept | None:
+    """What ``take`` finds in a file that an earlier call kept beside a run of these very weights.
+
+    None where there is no such file, or one of other weights or damaged, as the log then says.
+    """
+    try:
+        held = read_json(path)
+        if held["schema"] == schema and {key: held.get(key) for key in bound} == dict(bound):
+            return take(held)
+        log.info("%s is of other weights; computing again", path)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%s); computing again", path, error)
+    return None

@@ -4,11 +4,8 @@ Source: Roth et al., Revisiting Training Strategies and Generalization Performan
     (pi_intra, pi_inter, pi_density, rho); Milbich et al., NeurIPS 2021, section 4.3.
 """
 
-import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -16,8 +13,9 @@ from numpy.typing import ArrayLike
 
 from dmlbench.apps.trained import distance_of_run, load_run
 from dmlbench.evaluation.metrics.clustering import class_distances
+from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import read_result, require_own_files
-from dmlbench.runtime import read_json, write_json
+from dmlbench.runtime import write_json
 from dmlbench.training.fit import BEST
 from dmlbench.types import DataError, RetrievalSet, RunError
 
@@ -28,8 +26,6 @@ _ROUNDING = 1e-6
 """Singular values below this share of the largest are what float32 rows leave of 0."""
 _SAME_DIRECTION = 1e-12
 """Cosine distances below this are what float64 leaves of 0."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
     if not (run_dir / BEST).exists():
         raise RunError(f"{run_dir} has no {BEST} to embed its training images by; run it again with fit.keep=best")
     bound = require_own_files(run_dir, result, (BEST,))
-    held = _held(run_dir, bound)
+    held = kept_of(run_dir / STRUCTURE, bound, lambda held: Structure(**held["measures"]), schema=_SCHEMA)
     if held is not None:
         return held
     if distance_of_run(run_dir) is not None:
@@ -110,18 +106,3 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
         run_dir / STRUCTURE, {"schema": _SCHEMA, **bound, "n_images": len(embeddings), "measures": asdict(found)}
     )
     return found
-
-
-def _held(run_dir: Path, bound: Mapping[str, str]) -> Structure | None:
-    """What an earlier call found of these very weights."""
-    try:
-        held = read_json(run_dir / STRUCTURE)
-        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
-            measures: dict[str, Any] = held["measures"]
-            return Structure(**measures)
-        log.info("%s is of other weights; computing again", run_dir / STRUCTURE)
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s is damaged (%s); computing again", run_dir / STRUCTURE, error)
-    return None

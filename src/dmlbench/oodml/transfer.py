@@ -23,7 +23,7 @@ from dmlbench.oodml.features import Features, features_of
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.runtime import write_json
-from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, IntArray, RetrievalSet
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
     file = read_splits(cfg.splits)
     features = features_of(cfg)
     table = features.table
-    if file.dataset not in ("", table.name):
-        raise DataError(f"the splits of {cfg.splits} are of '{file.dataset}', not of '{table.name}'")
+    file.require_of(table, cfg.splits)
     splits: list[dict[str, Any]] = []
     for split in sorted(file.splits, key=lambda split: split.distance):
         scores = _scores(features, RetrievalSet(rows_of_split(split, table)["test"]), spec)
