@@ -8,6 +8,8 @@ FAISS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo faiss-gpu, || echo faiss-
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+# Compiled modules are kept, whatever the shell says: else each process of the tests compiles them all again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench

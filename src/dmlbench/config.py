@@ -90,6 +90,8 @@ def register_schemas(folder: Path | None = None) -> None:
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
+    # Hydra copies the whole store at each look at a group, though load() hands out copies: 5 s of every --help.
+    setattr(ConfigStore, "__deepcopy__", lambda itself, memo: itself)  # noqa: B010 -- mypy knows no such method
     store = ConfigStore.instance()
     if "schema" not in store.repo:  # making them takes a tenth of composing a configuration
         for name, schema in SCHEMAS.items():
