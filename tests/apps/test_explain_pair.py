@@ -21,6 +21,7 @@ from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.readers.folder import folder
 from dmlbench.models.avsl import AvslHead, AvslModel
+from dmlbench.runtime import read_json
 from dmlbench.types import ConfigError, RunError
 
 LEVELS, SIZE, KEPT = 3, 16, 5
@@ -178,7 +179,7 @@ def test_picture_shows_pair_maps_and_frames_and_the_file_beside_it_the_numbers(t
     explanation = explained(model_of())
     path = tmp_path / "pair.png"
     assert write_pair(explanation, path) == path.with_suffix(".json")
-    assert json.loads(path.with_suffix(".json").read_text()) == explanation.to_json()
+    assert read_json(path.with_suffix(".json")) == explanation.to_json()
     assert sorted(p.name for p in path.parent.iterdir()) == ["pair.json", "pair.png"]
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)

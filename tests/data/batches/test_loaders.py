@@ -1,7 +1,6 @@
 """Batches: equal numbers for any number of workers, exact resuming, clean ends, and errors that name the file."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -336,4 +335,3 @@ def test_sigterm_to_the_whole_group_is_the_main_process_s_affair_and_no_worker_s
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
