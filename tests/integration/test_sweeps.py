@@ -7,12 +7,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import Process
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
 
+from dmlbench.cli import train
 from dmlbench.cli.front import guarded
+from dmlbench.cli.main import main
 from dmlbench.cli.sweeps import SharingLauncher
 from dmlbench.results.store import RESULT, find_runs, locked
 from dmlbench.types import ConfigError, RunError, RunInUse
@@ -119,6 +124,24 @@ def test_a_sweep_of_bad_configurations_ends_as_one_of_them_does(capsys) -> None:
     launcher.launch([["fold=a"]], 0)
     assert guarded(launcher.finish) == 2
     assert "1 of 1 runs failed: fold=a" in capsys.readouterr().err
+
+
+def test_a_job_is_composed_once_before_the_first_begins(tmp_path: Path, monkeypatch) -> None:
+    composed: list[list[str]] = []
+    load = ConfigLoaderImpl.load_configuration
+
+    def counted(loader: ConfigLoaderImpl, *arguments: Any, overrides: list[str], **named: Any) -> DictConfig:
+        composed.append([override for override in overrides if override.startswith("fold=")])
+        return load(loader, *arguments, overrides=overrides, **named)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    began = []
+    monkeypatch.setattr(train, "task", lambda cfg: began.append((cfg.fold, len(composed))))
+    with pytest.raises(SystemExit) as done:
+        main(["train", "-m", "fold=0,3", f"paths.output_dir={tmp_path}"])
+    assert done.value.code == 0
+    assert composed[-2:] == [["fold=0"], ["fold=3"]]
+    assert began == [(0, len(composed)), (3, len(composed))]
 
 
 @pytest.mark.slow

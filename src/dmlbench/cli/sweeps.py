@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 """Between looks at the runs of other processes."""
+
+_COMPOSED_BEFORE = 256
+"""Jobs whose configurations are held, of some MB each."""
 
 Job = tuple[str, ...]
 """The overrides of one run of a sweep."""
@@ -132,19 +136,32 @@ def shared() -> Iterator[None]:
         SweepFailed: jobs have failed.
     """
     made: list[SharingLauncher] = []
-    original = Plugins.instantiate_launcher
+    composed: dict[Job, DictConfig] = {}
+    original, compose = Plugins.instantiate_launcher, ConfigLoaderImpl.load_sweep_config
 
     def instantiate(*arguments: Any, **named: Any) -> Launcher:
         made.append(SharingLauncher(original(*arguments, **named)))
         return made[-1]
 
+    def compose_once(loader: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Hydra composes all jobs before the first begins, drops what it made, and composes each job again."""
+        job = tuple(sweep_overrides)
+        if job in composed:
+            return composed.pop(job)
+        cfg = compose(loader, master_config, sweep_overrides)
+        if len(composed) < _COMPOSED_BEFORE:
+            composed[job] = cfg
+        return cfg
+
     Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_sweep_config = compose_once  # type: ignore[assignment, method-assign]
     try:
         yield
         for launcher in made:
             launcher.finish()
     finally:
         Plugins.instantiate_launcher = original  # type: ignore[method-assign]
+        ConfigLoaderImpl.load_sweep_config = compose  # type: ignore[method-assign]
 
 
 def launcher_for(task: TaskFunction, overrides: Sequence[str]) -> SharingLauncher:
