@@ -43,7 +43,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
-@pytest.mark.parametrize("loss", ["layered_proxy_anchor", "layered"])
+@pytest.mark.parametrize("loss", ["layered_proxy_anchor", pytest.param("layered", marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -> None:
     whole = run_module.run(config(tmp_path / "whole", f"loss={loss}", "fit.keep=both"))
     cfg = config(tmp_path / "parts", f"loss={loss}", "fit.keep=both")
@@ -78,6 +78,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -
     assert first == second
 
 
+@pytest.mark.slow
 def test_runs_are_evaluated_from_files_and_joined_into_collections(tmp_path) -> None:
     folder = tmp_path / "outputs"
     short = ("loss=layered_proxy_anchor", "fit.max_steps=2", "fit.validate_every=2", "fit.checkpoint_every=null")

@@ -323,6 +323,7 @@ def test_runs_of_others_are_come_back_to_within_the_hours_and_else_named(done: P
     assert f"left to the processes that have them: 1 runs ({run})" in out
 
 
+@pytest.mark.slow
 def test_a_grid_is_a_table_with_its_additional_cells_and_costs_are_bounded(done: Path, capsys) -> None:
     _all_took(0.1)
     out, error = reproduce(capsys, "mine", "--shard", "2/2", "--max-hours", "0.0000001")

@@ -230,6 +230,7 @@ def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_files")
 def test_annotations_of_full_size_pass_and_one_row_less_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> No
         assert any(all(drawn(code, f) == drawn(twin, f) for f in face_files()) for twin in codes if twin < code)
 
 
+@pytest.mark.slow
 def test_twins_of_other_alphabets_are_not_classes_of_their_own() -> None:
     codes = distinct_letters(720)
     assert ord("A") in codes

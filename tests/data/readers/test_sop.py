@@ -138,6 +138,7 @@ def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_files")
 def test_lists_of_full_size_pass_and_one_row_less_or_another_numbering_is_refused(tmp_path: Path) -> None:
     lines = dict(full_size_lines())
