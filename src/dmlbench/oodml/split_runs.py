@@ -29,11 +29,13 @@ class SplitRun:
         path: its directory.
         result: its ``result.json``.
         label: of its cell, the shortest that tells the cells of its group apart.
+        differing: settings in which the cells of its group differ beyond their labels.
     """
 
     path: Path
     result: Mapping[str, Any]
     label: str
+    differing: tuple[str, ...] = ()
 
     @property
     def fold(self) -> int:
@@ -105,7 +107,7 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     named = named_cells({group: list(found.values()) for group, found in cells.items()})
     return {
         group: [
-            SplitRun(run.path, results[run.path], cell.label)
+            SplitRun(run.path, results[run.path], cell.label, cell.differing)
             for cell in members
             for run in sorted(cell.runs, key=lambda run: (run.fold, run.repeat))
         ]
@@ -120,7 +122,10 @@ def _splits_of(run: Path) -> str:
 
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
     """What a reader must know of the runs' scores."""
-    return by_row(cautions_of_rows([run.result for run in runs]), [f"{run.label}, {run.path.name}" for run in runs])
+    cautions = cautions_of_rows([run.result for run in runs])
+    settings = dict.fromkeys(note for run in runs for note in run.differing)
+    names = [f"{run.label}, {run.path.name}" for run in runs]
+    return by_row(cautions, names) + [f"DIFFERENT SETTINGS: {note}" for note in settings]
 
 
 def kept_of(

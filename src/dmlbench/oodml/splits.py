@@ -66,7 +66,7 @@ def make_splits(cfg: DictConfig) -> MadeSplits:
     """
     _check(cfg)
     others = _named_files(cfg.also)
-    ways = {str(path): _way_of(path) for path in others}  # before the work rather than after it
+    ways = [(path, _way_of(path)) for path in others]  # before the work rather than after it
     features = features_of(cfg)
     table = features.table
     by_class = ClassFeatures.of(features.rows, table.labels, over=cfg.over)
@@ -122,7 +122,7 @@ def make_splits(cfg: DictConfig) -> MadeSplits:
     }  # fmt: skip
     write_json(path, document)
     written = [path, path.with_name(f"{path.stem}-way.png")]
-    draw_progression({features.measured_by: document, **ways}, written[1], dataset=table.name)
+    draw_progression(_labeled(document, ways), written[1], dataset=table.name)
     if cfg.points:
         written.append(path.with_name(f"{path.stem}-embedding.png"))
         draw_embedding(features.rows, table.labels, picked, written[2], points=cfg.points, title=_title(features))
@@ -159,6 +159,18 @@ def _check(cfg: DictConfig) -> None:
 def _named_files(also: Any) -> list[Path]:
     named = list(also) if isinstance(also, ListConfig) else [] if also is None else [also]
     return [Path(str(name)) for name in named]
+
+
+def _labeled(
+    own: Mapping[str, Any], others: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> dict[str, Mapping[str, Any]]:
+    """Ways by what measured them; files whose name is needed to tell them from others have it, too."""
+    labeled = {str(own["measured_by"]): own}
+    for path, way in others:
+        measured_by = str(way["measured_by"])
+        plain = way["dataset"] == own["dataset"] and measured_by not in labeled
+        labeled[measured_by if plain else f"{measured_by} ({path})"] = way
+    return labeled
 
 
 def _way_of(path: Path) -> Mapping[str, Any]:
