@@ -43,8 +43,8 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``dmlbench``; exits with 0, 1 (failed), 2 (bad configuration), 75 (stopped by SIGTERM) or 130 (Ctrl-C)."""
-    # Threads that spin while they wait take the cores of other processes: a run beside busy ones took twice as long. The
-    # library of OpenMP reads this once, when torch is imported.
+    # Threads that spin while they wait take the cores of other processes: a run beside busy ones took twice as long.
+    # OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

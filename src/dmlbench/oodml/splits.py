@@ -161,9 +161,7 @@ def _named_files(also: Any) -> list[Path]:
     return [Path(str(name)) for name in named]
 
 
-def _labeled(
-    own: Mapping[str, Any], others: Sequence[tuple[Path, Mapping[str, Any]]]
-) -> dict[str, Mapping[str, Any]]:
+def _labeled(own: Mapping[str, Any], others: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
     """Ways by what measured them; files whose name is needed to tell them from others have it, too."""
     labeled = {str(own["measured_by"]): own}
     for path, way in others:
