@@ -67,15 +67,16 @@ def transfer(cfg: DictConfig) -> Transferred:
     named = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
     if not named:
         raise ConfigError("name the trained models: runs=<run directory>, or several: runs=[<one>,<another>]")
+    # before the work rather than after it
+    loaded = [(run, read_result(run), load_run(run, {"num_workers": cfg.num_workers}, device=cfg.device))
+              for run in map(Path, named)]  # fmt: skip
     features = features_of(cfg)
     table = features.table
     test = Conventional().split(table, fold=0).test
     assert test is not None
     rows = []
     notes = [f"NOT THE PUBLISHED DATA: {note}" for note in table.notes]
-    for name in map(Path, named):
-        result = read_result(name)
-        setup = load_run(name, {"num_workers": cfg.num_workers}, device=cfg.device)
+    for name, result, setup in loaded:
         own_data: ImageTable = setup.data.table
         shared = np.intersect1d(own_data.labels[setup.data.split.train], table.labels[test.rows])
         if own_data.fingerprint == table.fingerprint and len(shared):
