@@ -44,9 +44,11 @@ class Transferred:
         """A line a model, in percent."""
         scores = [score_named(name) for name in names]
         width = max(len(f"{trained} -> {self.dataset}: {model}") for model, trained, _ in self.rows)
-        lines = [" " * width + "".join(f"{score.label:>12}" for score in scores)]
+        wide = [max(12, len(score.label) + 2) for score in scores]
+        lines = [" " * width + "".join(f"{score.label:>{w}}" for score, w in zip(scores, wide, strict=True))]
         for model, trained, found in self.rows:
-            values = "".join(f"{score.scale * found[score.name]:12.2f}" for score in scores)
+            of_row = [score.scale * found[score.name] for score in scores]
+            values = "".join(f"{value:{w}.2f}" for value, w in zip(of_row, wide, strict=True))
             lines.append(f"{f'{trained} -> {self.dataset}: {model}':<{width}}{values}")
         return lines + [f"note: {note}" for note in self.notes]
 
