@@ -447,6 +447,15 @@ class StudyUntrainedPoolingsConfig(StudyConfig):
     eval_batch_size: int = 128
 
 
+@dataclass
+class StudyObjectSizeConfig(StudyConfig):
+    """Top level of ``dmlbench study object_size``: R@1 by the share of the image that an object covers."""
+
+    gap: Any = None
+    gmp: Any = None
+    edges: tuple[float, ...] = MISSING
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -472,6 +481,7 @@ SCHEMAS = {
     "study_zero_shot_prediction": StudyZeroShotPredictionConfig,
     "study_gsp_weights": StudyGspWeightsConfig,
     "study_untrained_poolings": StudyUntrainedPoolingsConfig,
+    "study_object_size": StudyObjectSizeConfig,
     "study_gsp_mu": StudyGspMuConfig,
     "study_gsp_m_eps": StudyGspMEpsConfig,
 }

@@ -110,6 +110,7 @@ def test_closed_form_is_the_iterations_forward_and_the_exact_backward() -> None:
 
 def test_the_transport_is_timed_beside_a_network(tmp_path: Path) -> None:
     small = ["iterations=[1,30]", "prototypes=[4]", "pixels=[9]", "rounds=3", "batch=4", "backbone=resnet20_small",
+             "network=resnet20_small",
              "image_size=32", "iterations_of_others=30"]  # fmt: skip
     # resnet20 has no weights to leave out
     cfg = compose("study_gsp_timing", [*small, "~backbone.pretrained", f"paths.output_dir={tmp_path}"])

@@ -47,6 +47,7 @@ _OWN_LISTS = {
     "oodml_scores": ("frozen",),
     "oodml_transfer": ("runs",),
     "oodml_few_shot": ("run", "shots", "merge_order"),
+    "study_object_size": ("gap", "gmp"),
 }
 """The same of single commands."""
 _NAMES = (

@@ -20,6 +20,7 @@ STUDIES = {
     "gsp_mu": "GSP over mu, the share of the pixels that is transported (GSP, figure 7 right)",
     "gsp_m_eps": "GSP over the number of prototypes and the smoothing (GSP, figure 10, table 7)",
     "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",
+    "object_size": "average and maximum pooling by the size of the object (ProxyNCA++, figure 7); needs boxes",
 }
 """What can be studied; ``conf/study_<name>.yaml`` configures it, ``conduct`` of ``studies/<name>.py`` does it."""
 

@@ -31,7 +31,7 @@ def scores_of(cells: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts)
 
     def compute(name: str) -> dict[str, float]:
         cell, *where = names[name]
-        result: dict[str, Any] = read_result(run_of(cfg, [*cfg.train, *cells[cell], *where]))
+        result: dict[str, Any] = read_result(run_of(cfg, [*cells[cell], *where]))
         parts.bind(data=result["dataset_fingerprint"])
         return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
 

@@ -111,7 +111,7 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
         model, folder, settings, lr=cfg.lr, limit=cfg.limit, per_class=cfg.samples_per_class, margin=cfg.margin,
         seed=seed, mixing=mixing, validation=validation,
     )  # fmt: skip
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent if len(list(folder.parent.iterdir())) == 1 else folder)
     model.eval()
     numbers, labels = test
     rows = model(numbers).embedding.detach().double().numpy()

@@ -22,7 +22,11 @@ _PATHS = ("output_dir", "data_dir", "cache_dir")
 
 
 def run_of(cfg: DictConfig, overrides: Sequence[str]) -> Path:
-    """The complete run of a study's overrides and of the user's own (``cfg.training``), trained if need be.
+    """The complete run of one of a study's models, trained if need be.
+
+    Args:
+        cfg: of the study: ``train`` are the overrides of all its models, ``training`` the user's own above them.
+        overrides: what makes this model, above both.
 
     Raises:
         ConfigError, DataError, RunError: as of ``dmlbench train``.
@@ -34,7 +38,7 @@ def run_of(cfg: DictConfig, overrides: Sequence[str]) -> Path:
         )
     paths = [f"paths.{key}='{cfg.paths[key]}'" for key in _PATHS]
     rest = [f"base_seed={cfg.seed}", f"device={cfg.device}", *paths]
-    return run(compose("train", [*overrides, *own, *rest]))
+    return run(compose("train", [*cfg.train, *own, *overrides, *rest]))
 
 
 def load(cfg: DictConfig, run_dir: Path) -> Setup:

@@ -110,7 +110,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
             raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
 
     def setup_of(*overrides: str) -> Setup:
-        setup = load(cfg, run_of(cfg, [*cfg.train, *overrides]))
+        setup = load(cfg, run_of(cfg, overrides))
         parts.bind(data=setup.data.table.fingerprint)
         return setup
 

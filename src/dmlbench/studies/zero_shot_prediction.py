@@ -25,6 +25,8 @@ from dmlbench.types import ConfigError, IntArray
 Float = NDArray[np.float64]
 
 _WAYS = {"without ZSR": "regularizer=none", "with ZSR": "regularizer=zsr"}
+_TOLD = 0.02
+"""Bits of entropy below which histograms do not differ."""
 _DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
 
 
@@ -77,7 +79,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
 
     def compute(name: str) -> Any:
         pooling = ("pooling=gsp", f"pooling.num_prototypes={cfg.prototypes}")
-        setup = load(cfg, run_of(cfg, [*cfg.train, *pooling, _WAYS[name]]))
+        setup = load(cfg, run_of(cfg, [*pooling, _WAYS[name]]))
         parts.bind(data=setup.data.table.fingerprint)
         test = setup.data.split.test
         assert test is not None
@@ -105,7 +107,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
                 f"{np.mean(gain < 0):.0%}", bool(gain.mean() > 0)) for key, gain in gains.items()),
         Claim("5.1, figure 5", "with the loss the prototypes are transferable: classes share them",
               f"entropy of a class's histogram: {bits['without ZSR']:.2f} bits without, {bits['with ZSR']:.2f} with",
-              bits["with ZSR"] > bits["without ZSR"]),
+              bits["with ZSR"] > bits["without ZSR"] if abs(bits["with ZSR"] - bits["without ZSR"]) > _TOLD else None),
     )  # fmt: skip
     notes = (
         f"trained by: {' '.join([*cfg.train, *(cfg.training or ())])}",
