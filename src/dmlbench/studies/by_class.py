@@ -10,9 +10,11 @@ from matplotlib.figure import Figure, SubFigure
 
 from dmlbench.apps.pictures import plt
 from dmlbench.experiment import Setup
-from dmlbench.studies.trained import Described
+from dmlbench.studies.trained import Described, Float
 from dmlbench.types import IntArray
 
+_GAP = 2
+"""Pixels of white around each image."""
 _COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]  # of a listed map
 
 
@@ -26,18 +28,19 @@ def prototypes_by_class(setup: Setup, described: Described, *, images: int) -> d
     """
     labels = described.labels
     shown = np.concatenate([np.flatnonzero(labels == label)[:images] for label in range(described.num_classes)])
-    (batch,) = list(setup.batches(described.rows[shown]))
-    contributions, nearest = setup.model.explain(batch.images)
-    assert nearest is not None and contributions is not None
-    pixels = batch.images.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()  # [S, H, W, 3]
+    batches = list(setup.batches(described.rows[shown]))
+    explained = [setup.model.explain(batch.images) for batch in batches]
+    contributions, nearest = (torch.cat([one[part] for one in explained]).cpu() for part in (0, 1))  # type: ignore[misc]
+    all_pixels = torch.cat([batch.images.to(torch.uint8) for batch in batches])
+    pixels = all_pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()  # [S, H, W, 3]
     return {
         "classes": [str(name) for name in setup.data.table.class_names],
         "histogram": described.by_class(described.histogram).tolist(),
         "shown": {
             "shape": list(pixels.shape),
             "pixels": base64.b64encode(pixels.tobytes()).decode(),
-            "nearest": nearest.cpu().tolist(),
-            "weights": [[[round(w, 6) for w in row] for row in one] for one in contributions.cpu().tolist()],
+            "nearest": nearest.tolist(),
+            "weights": [[[round(w, 6) for w in row] for row in one] for one in contributions.tolist()],
         },
     }
 
@@ -57,25 +60,32 @@ def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: s
     shape = found["shown"]["shape"]
     pixels = np.frombuffer(base64.b64decode(found["shown"]["pixels"]), dtype=np.uint8).reshape(shape)
     per_class = shape[0] // len(histogram)
-    grid = figure.add_gridspec(len(histogram), 1 + 2 * per_class, width_ratios=[6, *([1] * 2 * per_class)])
-    axes = figure.add_subplot(grid[:, 0])
+    axes, pictures = figure.subplots(1, 2, width_ratios=[3, 2 * per_class])
     left = np.zeros(len(histogram))
     for prototype, share in enumerate(histogram.T):
         axes.barh(range(len(histogram)), share, left=left, color=_COLORS[prototype % len(_COLORS)])
         left += share
     axes.set_yticks(range(len(histogram)), found["classes"], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(histogram) - 0.5, -0.5)
     axes.set_xlim(0, 1)
     axes.set_title(title, fontsize=8)
-    for i, image in enumerate(pixels):
-        line, column = divmod(i, per_class)
-        nearest, weights = (np.array(found["shown"][key][i]) for key in ("nearest", "weights"))
-        colors = np.array([_COLORS[p % len(_COLORS)] for p in nearest.ravel()]).reshape(*nearest.shape, 3)
-        strength = (weights / weights.max())[..., None]
-        for offset, shown in ((0, image), (1, strength * colors + (1 - strength))):
-            place = figure.add_subplot(grid[line, 1 + 2 * column + offset])
-            place.imshow(shown)
-            place.axis("off")
+    tiles = []
+    for image, nearest, weights in zip(pixels, found["shown"]["nearest"], found["shown"]["weights"], strict=True):
+        colors = np.array(_COLORS)[np.array(nearest) % len(_COLORS)]  # [h, w, 3]
+        strength = (np.array(weights) / np.max(weights))[..., None]
+        tiles += [image / 255, _resized(strength * colors + (1 - strength), image.shape[:2])]
+    framed = [np.pad(tile, ((_GAP, _GAP), (_GAP, _GAP), (0, 0)), constant_values=1) for tile in tiles]
+    lines = [np.concatenate(framed[i : i + 2 * per_class], axis=1) for i in range(0, len(framed), 2 * per_class)]
+    extent = (0, 2 * per_class, len(histogram) - 0.5, -0.5)
+    pictures.imshow(np.concatenate(lines), extent=extent, aspect="auto", interpolation="nearest")
+    pictures.axis("off")
+
+
+def _resized(image: Float, size: tuple[int, int]) -> Float:
+    """The nearest pixel's color at every place of a larger image."""
+    at = [np.arange(length) * old // length for length, old in zip(size, image.shape[:2], strict=True)]
+    enlarged: Float = image[at[0]][:, at[1]]
+    return enlarged
 
 
 def spread(values: Sequence[float] | IntArray) -> str:
