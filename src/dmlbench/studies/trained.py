@@ -103,3 +103,9 @@ def entropy(histograms: Float) -> float:
     """Mean entropy of rows that sum to 1, in bits."""
     rows = np.asarray(histograms)
     return float(-(rows * np.log2(np.maximum(rows, 1e-300))).sum(axis=1).mean())
+
+
+def tied_to_classes(histograms: Float) -> float:
+    """Bits that a prototype tells of the class, for mean histograms [C, m] of equally frequent classes: their mutual
+    information, 0 where all classes use the prototypes alike and log2 C where each has its own."""
+    return entropy(histograms.mean(axis=0, keepdims=True)) - entropy(histograms)

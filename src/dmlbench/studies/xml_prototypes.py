@@ -25,7 +25,7 @@ from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.prototypes import greedy_k_center
 from dmlbench.studies.by_class import draw_by_class, prototypes_by_class, side_by_side, spread
 from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.trained import Described, describe, entropy, halves, load, run_of, some_of_each
+from dmlbench.studies.trained import Described, describe, entropy, halves, load, run_of, some_of_each, tied_to_classes
 from dmlbench.types import ConfigError, IntArray
 
 _WAYS = {"without XML": "regularizer=xml_reconstruction", "with XML": "regularizer=xml"}
@@ -131,6 +131,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     found = parts.get(["cover", *_WAYS], compute, describe="trainings")
     covered, (without, with_) = found["cover"], (found[way] for way in _WAYS)
     bits = {way: entropy(np.array(found[way]["histogram"])) for way in _WAYS}
+    tied = {way: tied_to_classes(np.array(found[way]["histogram"])) for way in _WAYS}
     heads = ("prototypes", "MAPc, %", "MAPx, %", "of the same halves, fitted to themselves, %", "embeddings, %",
              "entropy of a class, bits")  # fmt: skip
     rows = tuple(
@@ -153,8 +154,9 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               bool(gain.mean() > 0)),
         Claim("3.2, figure 4", "MAPc is similar", f"{seen:+.1f} points", None),
         Claim("3.2, figure 4", "without XML prototypes are fitted to classes, with it classes share them",
-              f"entropy of a class's histogram: {bits['without XML']:.2f} bits without, {bits['with XML']:.2f} with",
-              bits["with XML"] > bits["without XML"]),
+              f"a prototype tells {tied['without XML']:.2f} bits of the class without XML, {tied['with XML']:.2f} with it "
+              f"(entropy of a class {bits['without XML']:.2f} and {bits['with XML']:.2f})",
+              tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
     notes = (
         f"trained by: {' '.join([*cfg.train, *(cfg.training or ())])}",
