@@ -93,6 +93,7 @@ def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
     assert all(score <= 1 + 1e-12 for score in found["crossed"])
 
 
+@pytest.mark.slow  # three trainings
 def test_the_study_of_xml_in_miniature(cifar: Path, tmp_path: Path) -> None:
     small = ["images=4", "centers=3", "prototypes=4", "splits=3", "eval_images=4"]
     cfg = compose("study_xml_prototypes", [training(), *small, *places(cifar, tmp_path)])

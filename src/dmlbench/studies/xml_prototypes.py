@@ -154,7 +154,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               bool(gain.mean() > 0)),
         Claim("3.2, figure 4", "MAPc is similar", f"{seen:+.1f} points", None),
         Claim("3.2, figure 4", "without XML prototypes are fitted to classes, with it classes share them",
-              f"a prototype tells {tied['without XML']:.2f} bits of the class without XML, {tied['with XML']:.2f} with it "
+              f"a prototype tells {tied['without XML']:.2f} bits of the class without XML, {tied['with XML']:.2f} with "
               f"(entropy of a class {bits['without XML']:.2f} and {bits['with XML']:.2f})",
               tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
