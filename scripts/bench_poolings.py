@@ -10,10 +10,8 @@ The transport's peers are written from the paper (GSP, algorithm 3 and propositi
 
 import argparse
 import math
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,13 +28,13 @@ from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import _ExactTransport, prototype_cost, transport_weights
+from dmlbench.studies.timing import Action, in_turns
 from dmlbench.types import DmlbenchError
 
 BATCH, SIZE, PROTOTYPES = 32, 128, 64
 RATIO, SMOOTHING = 0.3, 5.0
 ITERATIONS = (25, 50, 100, 1000)
 PARTS = ["transport", "step", "poolings"]
-Action = Callable[[], object]
 
 
 class OperationCount(TorchDispatchMode):
@@ -51,25 +49,9 @@ class OperationCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_turns(actions: dict[str, Action], rounds: int, device: str) -> dict[str, float]:
-    """Median milliseconds of each action; every round runs each of them once, in an order of its own.
-
-    The order matters: who comes after an action that fills the caches pays for it.
-    """
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    order, shuffle = list(actions.items()), random.Random(0).shuffle
-    for turn in range(rounds + 1):
-        shuffle(order)
-        for name, action in order:
-            if device != "cpu":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            action()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if turn > 0:  # the first warms up
-                times[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(values) for name, values in times.items()}
+def median_times(actions: dict[str, Action], rounds: int, device: str) -> dict[str, float]:
+    """Median milliseconds of each action, taken in turns."""
+    return {name: statistics.median(values) for name, values in in_turns(actions, rounds, device).items()}
 
 
 def operations(action: Action) -> int:
@@ -198,8 +180,8 @@ def bench_transport(rounds: int, device: str, sizes: list[int]) -> dict[int, dic
         slow = {name: solve for name, solve in solvers.items() if "1000" in name}
         ms: dict[str, float] = {}
         for group, turns in ((fast, rounds), (slow, max(3, rounds // 5))):
-            ms |= in_turns({n: partial(alone, solve) for n, solve in group.items()}, turns, device)
-        layer = in_turns({n: partial(with_costs, solve) for n, solve in fast.items()}, rounds, device)
+            ms |= median_times({n: partial(alone, solve) for n, solve in group.items()}, turns, device)
+        layer = median_times({n: partial(with_costs, solve) for n, solve in fast.items()}, rounds, device)
         print(f"\nn = {pixels}, m = {PROTOTYPES}, B = {BATCH}: forward and backward, {device}\n")
         print("| solver | ms | exact / it | operations | with costs: ms | exact / it | n x largest error of a weight |")
         print("|---|---|---|---|---|---|---|")
@@ -285,7 +267,7 @@ def bench_poolings(rounds: int, device: str, maps: list[int], channels: list[int
                     continue
                 count = sum(p.numel() for p in pooling.parameters() if p.requires_grad)
                 rows.setdefault(name, [str(count)])
-            ms = in_turns(actions, rounds, device)
+            ms = median_times(actions, rounds, device)
             for name, cells in rows.items():
                 cells.append(f"{ms[name]:.2f} ({ms[name] / ms['gap']:.2f})" if name in ms else "-")
         print(f"\nC = {width}, D = {SIZE}, B = {BATCH}: forward and backward in ms (ratio to gap), {device}\n")
@@ -314,14 +296,14 @@ def bench_step(rounds: int, device: str, batch: int, image_size: int) -> None:
         model.zero_grad(set_to_none=True)
         model(images).embedding.square().sum().backward()
 
-    whole = in_turns({"step": step}, max(3, rounds // 5), device)["step"]
+    whole = median_times({"step": step}, max(3, rounds // 5), device)["step"]
     with torch.no_grad():
         x = backbone(backbone.preprocess(images))[-1]
     map_size = (x.shape[2], x.shape[3])
     actions = {}
     for name in ("gap", "gsp"):
         actions[name] = training_step(*build_pooling(name, x.shape[1], map_size, device), x.detach().requires_grad_())
-    ms = in_turns(actions, rounds, device)
+    ms = median_times(actions, rounds, device)
     share = (ms["gsp"] - ms["gap"]) / whole
     print(f"\nResNet50 at {image_size} px, batch {batch}, {device}, forward and backward: {whole:.0f} ms with gap;")
     print(

@@ -15,6 +15,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
@@ -76,10 +77,18 @@ def _settle_splits(protocol: Any) -> None:
 
 @contextlib.contextmanager
 def composing(folder: Path | None = None) -> Iterator[None]:
-    """Hydra made ready to compose, with the user's own configuration folder if there is one."""
+    """Hydra made ready to compose, with the user's own configuration folder if there is one.
+
+    Also within a command that Hydra itself started, which it goes back to.
+    """
     register_schemas(folder)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        yield
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def register_schemas(folder: Path | None = None) -> None:

@@ -304,6 +304,158 @@ class OodmlStructureConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+@dataclass
+class StudyConfig:
+    """What all studies have in common."""
+
+    name: str = MISSING
+    seed: int = 0
+    device: str = "auto"
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class StudyTwoMoonsConfig(StudyConfig):
+    """Top level of ``dmlbench study two_moons``: the temperature of a softmax classifier."""
+
+    temperatures: tuple[float, ...] = MISSING
+    points: int = MISSING
+    noise: float = MISSING
+    data_seed: int = MISSING
+    hidden: int = MISSING
+    steps: int = MISSING
+    lr: float = MISSING
+    repeats: int = MISSING
+
+
+@dataclass
+class StudyGspTimingConfig(StudyConfig):
+    """Top level of ``dmlbench study gsp_timing``: what GSP's transport costs."""
+
+    backbone: Any = MISSING
+    network: str = MISSING
+    iterations: tuple[int, ...] = MISSING
+    prototypes: tuple[int, ...] = MISSING
+    pixels: tuple[int, ...] = MISSING
+    iterations_of_others: int = MISSING
+    prototypes_of_others: int = MISSING
+    pixels_of_others: int = MISSING
+    transport_ratio: float = MISSING
+    smoothing: float = MISSING
+    batch: int = MISSING
+    rounds: int = MISSING
+    image_size: int = MISSING
+
+
+@dataclass
+class TrainedStudyConfig(StudyConfig):
+    """The same of studies that train models."""
+
+    train: Any = MISSING
+    training: Any = None
+
+
+@dataclass
+class StudyXmlPrototypesConfig(TrainedStudyConfig):
+    """Top level of ``dmlbench study xml_prototypes``: prototypes in place of averages, and for other classes."""
+
+    images: int = MISSING
+    centers: int = MISSING
+    prototypes: int = MISSING
+    splits: int = MISSING
+    eval_images: int = MISSING
+    metric: str = MISSING
+    ridge: float = MISSING
+
+
+@dataclass
+class StudyGspTokensConfig(StudyConfig):
+    """Top level of ``dmlbench study gsp_tokens``: bags of trainable tokens."""
+
+    pooling: Any = MISSING
+    mixing_mean: float = MISSING
+    mixing_std: float = MISSING
+    limit: float = MISSING
+    lr: float = MISSING
+    patience: int = MISSING
+    samples_per_class: int = MISSING
+    steps_per_epoch: int = MISSING
+    epochs: int = MISSING
+    embedding_size: int = MISSING
+    margin: float = MISSING
+    validation_samples: int = MISSING
+    test_samples: int = MISSING
+    repeats: int = MISSING
+
+
+@dataclass
+class StudyGspWeightsConfig(StudyConfig):
+    """Top level of ``dmlbench study gsp_weights``: pooling weights on a map of colors."""
+
+    transport_ratio: float = MISSING
+    smoothings: tuple[float, ...] = MISSING
+    noise: float = MISSING
+
+
+@dataclass
+class StudyZeroShotPredictionConfig(TrainedStudyConfig):
+    """Top level of ``dmlbench study zero_shot_prediction``: attributes for classes that they were not fitted to."""
+
+    prototypes: int = MISSING
+    splits: int = MISSING
+    eval_images: int = MISSING
+    ridge: float = MISSING
+
+
+@dataclass
+class GridStudyConfig(TrainedStudyConfig):
+    """The same of studies that test values of a pooling."""
+
+    folds: tuple[int, ...] = MISSING
+    repeats: int = MISSING
+
+
+@dataclass
+class StudyGspMuConfig(GridStudyConfig):
+    """Top level of ``dmlbench study gsp_mu``: GSP over the share of the pixels that is transported."""
+
+    transport_ratios: tuple[float, ...] = MISSING
+    low: float = MISSING
+
+
+@dataclass
+class StudyGspMEpsConfig(GridStudyConfig):
+    """Top level of ``dmlbench study gsp_m_eps``: GSP over the number of prototypes and the smoothing."""
+
+    prototypes: tuple[int, ...] = MISSING
+    smoothings: tuple[float, ...] = MISSING
+    transport_ratio: float = MISSING
+
+
+@dataclass
+class StudyUntrainedPoolingsConfig(StudyConfig):
+    """Top level of ``dmlbench study untrained_poolings``: poolings of a pretrained network's map."""
+
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    backbone: Any = MISSING
+    network: str = MISSING
+    poolings: tuple[str, ...] = MISSING
+    known: dict[str, Any] = field(default_factory=dict)
+    num_workers: int | None = None
+    image_cache: bool = True
+    eval_batch_size: int = 128
+
+
+@dataclass
+class StudyObjectSizeConfig(StudyConfig):
+    """Top level of ``dmlbench study object_size``: R@1 by the share of the image that an object covers."""
+
+    gap: Any = None
+    gmp: Any = None
+    edges: tuple[float, ...] = MISSING
+
+
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -322,4 +474,14 @@ SCHEMAS = {
     "oodml_transfer": OodmlTransferConfig,
     "oodml_few_shot": OodmlFewShotConfig,
     "oodml_structure": OodmlStructureConfig,
+    "study_two_moons": StudyTwoMoonsConfig,
+    "study_gsp_timing": StudyGspTimingConfig,
+    "study_xml_prototypes": StudyXmlPrototypesConfig,
+    "study_gsp_tokens": StudyGspTokensConfig,
+    "study_zero_shot_prediction": StudyZeroShotPredictionConfig,
+    "study_gsp_weights": StudyGspWeightsConfig,
+    "study_untrained_poolings": StudyUntrainedPoolingsConfig,
+    "study_object_size": StudyObjectSizeConfig,
+    "study_gsp_mu": StudyGspMuConfig,
+    "study_gsp_m_eps": StudyGspMEpsConfig,
 }

@@ -7,6 +7,7 @@ import pytest
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
 from dmlbench.cli.oodml import WORDS
+from dmlbench.cli.study import STUDIES
 from dmlbench.schemas import SCHEMAS
 
 
@@ -81,7 +82,8 @@ def test_lists_patterns_and_names_of_files_mean_the_same_in_every_command() -> N
     assert hydra_takes("data", "password=0123", "archives=a b (1).zip") == ["password='0123'", "archives='a b (1).zip'"]
 
 
-LINES = [*(name for name in COMMANDS if name != "oodml"), *(f"oodml {word}" for word in WORDS)]
+LINES = [*(name for name in COMMANDS if name not in ("oodml", "study")), *(f"oodml {word}" for word in WORDS)]
+LINES += [f"study {name}" for name in STUDIES]
 
 
 @pytest.mark.parametrize(

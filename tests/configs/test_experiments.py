@@ -9,6 +9,7 @@ from commands_of_tables import CONF, command_of, commands, reproduce_of
 from dmlbench import build
 from dmlbench.cli.arguments import key_of, parse
 from dmlbench.cli.oodml import WORDS
+from dmlbench.cli.study import STUDIES
 from dmlbench.config import compose
 from dmlbench.data.given_splits import FORMAT, read_splits
 from dmlbench.papers import load_table, tables
@@ -18,9 +19,9 @@ from dmlbench.types import ConfigError
 
 # Figures with results, by what each paper shows; others are sketches, samples and pictures of single images.
 FIGURES = {
-    "gsp": ("3a", "3b", "5", "6", "7a", "7b", "8", "9", "10a", "10b"),
+    "gsp": ("2", "3a", "3b", "5", "6", "7a", "7b", "8", "9", "10a", "10b"),
     "xml": ("3", "4"),
-    "proxynca_pp": ("1", "4a", "4b", "4c", "5", "6", "7"),
+    "proxynca_pp": ("1", "3", "4a", "4b", "4c", "5", "6", "7"),
     "avsl": ("5a", "5b", "9", "10"),
     "oodml": ("1", "2", "3", "4", "5", "6", "7", "_s1", "_s2", "_s3", "_s4", "_s5", "_s6", "_s7", "_s8"),
 }
@@ -91,6 +92,10 @@ def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
         keys = SCHEMAS[f"oodml_{parsed.words[0]}"].__dataclass_fields__
         assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
         assert len(parsed.words) == 1 or "cells" in keys
+    elif command == "study":
+        assert parsed.words[0] in STUDIES and len(parsed.words) == 1
+        keys = SCHEMAS[f"study_{parsed.words[0]}"].__dataclass_fields__
+        assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
     else:
         assert command in ("aggregate", "train")
 

@@ -35,10 +35,10 @@ _WORDS = {"reproduce": "table"}
 _SHOWN = ("--help", "--config-dir <folder>", "--cfg job", "-m")
 _LISTS = (
     *("metrics", "recall_at", "evaluation.metrics", "evaluation.recall_at", "facts", "compare", "images", "pair"),
-    *("archives", "state"),
+    *("archives", "state", "training"),
 )
 """Keys whose values may be written with bare commas."""
-_NEVER_SINGLE = ("metrics", "recall_at")
+_NEVER_SINGLE = ("metrics", "recall_at", "training")
 """Those of them that are lists even where there is one value."""
 _OWN_LISTS = {
     "explain": ("run",),
@@ -47,6 +47,7 @@ _OWN_LISTS = {
     "oodml_scores": ("frozen",),
     "oodml_transfer": ("runs",),
     "oodml_few_shot": ("run", "shots", "merge_order"),
+    "study_object_size": ("gap", "gmp"),
 }
 """The same of single commands."""
 _NAMES = (
@@ -194,7 +195,7 @@ def as_list(argument: str, keys: Iterable[str]) -> str:
     Numbers stay numbers; all else is quoted, so that names may hold whatever they like but a comma.
     """
     key, _, value = argument.partition("=")
-    is_list = "," in value or (key.removeprefix("evaluation.") in _NEVER_SINGLE and re.fullmatch(r"\w+", value))
+    is_list = "," in value or (key.removeprefix("evaluation.") in _NEVER_SINGLE and re.fullmatch(r"[\w./=-]+", value))
     if key not in keys or value.startswith("[") or value == "null" or not is_list:
         return argument
     parts = [part.strip() for part in value.split(",")]

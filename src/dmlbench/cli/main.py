@@ -23,6 +23,7 @@ COMMANDS = {
     "reproduce": "run what is missing of a paper's table, and print ours beside the paper's numbers",
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
     "oodml": "make train-test splits of growing distance, and score, adapt and measure runs over them",
+    "study": "conduct a small experiment of a paper, with a picture and a table beside its claims",
     "report": "draw aggregated cells: bars with deviations, and retrieved images",
     "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",
     "data": "list, verify and prepare data sets, and count what one holds",

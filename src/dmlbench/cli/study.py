@@ -1,0 +1,49 @@
+"""``dmlbench study NAME``: small experiments of the papers, each with a picture and a table beside its claims."""
+
+import dataclasses
+import functools
+import importlib
+
+from omegaconf import DictConfig
+
+from dmlbench.cli.arguments import CommandLine
+from dmlbench.cli.front import run_hydra
+from dmlbench.types import ConfigError, closest
+
+STUDIES = {
+    "two_moons": "what the temperature does to the boundary of a softmax classifier (ProxyNCA++, figure 3)",
+    "gsp_timing": "what GSP's transport costs, with both solvers (GSP, figures 7 left, 8 and 9)",
+    "xml_prototypes": "prototypes in place of averages, and whether they serve other classes (XML, figures 3 and 4)",
+    "gsp_tokens": "average pooling and GSP on bags of trainable tokens (GSP, figure 3a)",
+    "zero_shot_prediction": "attributes for classes that they were not fitted to, with and without ZSR (GSP, figure 5)",
+    "gsp_weights": "pooling weights on a map of colors, by linear program and smoothed (GSP, figure 2)",
+    "gsp_mu": "GSP over mu, the share of the pixels that is transported (GSP, figure 7 right)",
+    "gsp_m_eps": "GSP over the number of prototypes and the smoothing (GSP, figure 10, table 7)",
+    "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",
+    "object_size": "average and maximum pooling by the size of the object (ProxyNCA++, figure 7); needs boxes",
+}
+"""What can be studied; ``conf/study_<name>.yaml`` configures it, ``conduct`` of ``studies/<name>.py`` does it."""
+
+
+def main(line: CommandLine) -> None:
+    name, *rest = line.words or ("",)
+    if name not in STUDIES:
+        if not name and {"-h", "--help"} & set(line.options):
+            print("usage: dmlbench study NAME [--help] [key=value ...]\n")
+            print("\n".join(f"  {study:<20} {text}" for study, text in STUDIES.items()))
+            return
+        raise ConfigError(f"say which: dmlbench study NAME; '{name}' is no study ({closest(name, list(STUDIES))})")
+    if line.is_sweep:
+        raise ConfigError("a study is no sweep: leave out -m; what it compares are values of its own keys")
+    task = functools.partial(conduct, name)
+    run_hydra(f"study_{name}", task, dataclasses.replace(line, words=tuple(rest)))
+
+
+def conduct(name: str, cfg: DictConfig) -> None:
+    """Conduct what is missing of a study, print its table and name its files."""
+    from dmlbench.studies.record import conduct_study, to_markdown
+
+    module = importlib.import_module(f"dmlbench.studies.{name}")
+    findings, written = conduct_study(name, cfg, module.conduct)
+    print(to_markdown(findings))
+    print("\n".join(f"written: {path}" for path in written))

@@ -1,0 +1,60 @@
+"""MAP@R over mu, the share of the pixels that GSP transports (GSP, section 5.2.2, figure 7 right).
+
+Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023. The figure names
+    neither data set nor loss; its grid is not given.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
+
+from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.studies.by_class import spread
+from dmlbench.studies.grid import Scores, mean, scores_of, where_from
+from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.types import ConfigError
+
+
+def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+    """Train and test at every mu.
+
+    Raises:
+        ConfigError: values out of their range.
+    """
+    values = sorted({float(value) for value in cfg.transport_ratios})
+    if len(values) < 2 or not (values[0] > 0 and values[-1] <= 1):
+        raise ConfigError(f"transport_ratios ({list(cfg.transport_ratios)}) must be two or more numbers in (0, 1]")
+    cells = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
+    found = scores_of(cells, cfg, parts)
+    rows = tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
+    means = {value: mean(found[f"mu = {value:g}"]) for value in values}
+    best = max(means, key=lambda value: means[value])
+    low, high = ([means[value] for value in values if (value <= cfg.low) == is_low] for is_low in (True, False))
+    shown = ", ".join(f"{value:g}: {score:.1f}" for value, score in means.items())
+    claims = (
+        Claim("5.2.2, figure 7", "similar performance for lower mu",
+              f"up to {cfg.low:g} MAP@R differs by {max(low) - min(low):.1f} points" if low else "none was tried",
+              None),
+        Claim("5.2.2, figure 7", "performance falls as mu grows", shown,
+              bool(np.mean(high) < np.mean(low)) if low and high else None),
+        Claim("5.2.2", "0.3 is suggested", f"best at {best:g}", None),
+    )  # fmt: skip
+    notes = (f"lower mu: at most {cfg.low:g}; mu = 1 is average pooling", *where_from(cfg))
+    title = "GSP over mu, the share of the pixels that is transported"
+    return Findings(title, ("mu", "MAP@R, %", "P@1, %"), rows, claims, notes, partial(_draw, values, found, title))
+
+
+def _draw(values: list[float], found: dict[str, Scores], title: str, path: Path) -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.3), layout="constrained")
+    for axes, metric, label in zip(panels, ("map_at_r", "p_at_1"), ("MAP@R, %", "P@1, %"), strict=True):
+        runs = 100 * np.array([found[f"mu = {value:g}"][metric] for value in values])  # [values, runs]
+        middle, deviation = runs.mean(axis=1), runs.std(axis=1)
+        axes.plot(values, middle, marker="o", markersize=4)
+        axes.fill_between(values, middle - deviation, middle + deviation, alpha=0.2)
+        axes.set_xlabel("mu")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=9)
+    save_figure(figure, path)

@@ -1,0 +1,220 @@
+"""What GSP's transport costs: by iterations, prototypes and pixels, with both solvers (GSP, figures 7 left, 8 and 9).
+
+Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.2.2
+    and supplement 1.4. The paper iterates (algorithm 3) and compares the gradient in closed form with differentiating
+    the iterations; the exact solver has no iterations, and the gradient in closed form.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.build import component
+from dmlbench.models.backbones import Backbone
+from dmlbench.models.transport import prototype_cost, transport_weights
+from dmlbench.runtime import seed_everything
+from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.timing import Action, in_turns
+from dmlbench.types import ConfigError
+
+EXACT, AUTODIFF, CLOSED = "exact", "iterations, differentiated", "iterations, closed form"
+_MARKERS = {EXACT: "s", AUTODIFF: "^", CLOSED: "o"}
+_WIDTH = 128
+_MARGINAL = 0.01
+
+
+def transport_times(
+    *, pixels: int, prototypes: int, iterations: tuple[int, ...], batch: int, rounds: int, ratio: float,
+    smoothing: float, device: torch.device, seed: int,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Median milliseconds from a matrix of costs to weights and histogram ("forward"), and to its gradient ("both").
+
+    Returns:
+        by solver: "exact", and every k for so many iterations, which are differentiated.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(batch, pixels, _WIDTH, generator=generator) / _WIDTH**0.5
+    omega = torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5
+    cost = prototype_cost(features.to(device), omega.to(device)).requires_grad_()
+    grads = [torch.randn(batch, width, generator=generator).to(device) for width in (pixels, prototypes)]
+
+    def solve(of: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        return tuple(transport_weights(of, transport_ratio=ratio, smoothing=smoothing, **how))
+
+    def both(**how: Any) -> object:
+        return torch.autograd.grad(solve(cost, **how), [cost], grads)
+
+    actions: dict[str, Action] = {}
+    ways: dict[str, dict[str, Any]] = {"exact": {"solver": "exact"}}
+    ways |= {str(k): {"solver": "fixed_point", "iterations": k} for k in iterations}
+    for name, how in ways.items():
+        actions[f"{name}, forward"] = partial(solve, cost.detach(), **how)
+        actions[f"{name}, both"] = partial(both, **how)
+    times = in_turns(actions, rounds, device, of_processor=True)
+    found = {}
+    for name in ("exact", *map(str, iterations)):
+        forward, whole = (median(times[f"{name}, {what}"]) for what in ("forward", "both"))
+        found[name] = {"forward": forward, "both": whole}
+    return found
+
+
+def inference_times(
+    *, pixels: int, prototypes: int, iterations: tuple[int, ...], rounds: int, ratio: float, smoothing: float,
+    device: torch.device, seed: int,
+) -> dict[str, float]:  # fmt: skip
+    """Median milliseconds from the pixels of one image to their weights, costs included, by "exact" and every k."""
+    generator = torch.Generator().manual_seed(seed)
+    features = (torch.randn(1, pixels, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
+    omega = (torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
+
+    def weigh(**how: Any) -> object:
+        return transport_weights(prototype_cost(features, omega), transport_ratio=ratio, smoothing=smoothing, **how)
+
+    ways: dict[str, Action] = {str(k): partial(weigh, solver="fixed_point", iterations=k) for k in iterations}
+    with torch.no_grad():
+        times = in_turns({"exact": weigh, **ways}, rounds, device, of_processor=True)
+    return {name: median(values) for name, values in times.items()}
+
+
+def training_times(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Forward and backward by way and k: the closed form after k iterations is their forward pass and the exact
+    solver's backward pass, which is the same formula."""
+    backward = found["exact"]["both"] - found["exact"]["forward"]
+    of_k = {name: one for name, one in found.items() if name != "exact"}
+    return {
+        EXACT: dict.fromkeys(of_k, found["exact"]["both"]),
+        AUTODIFF: {name: one["both"] for name, one in of_k.items()},
+        CLOSED: {name: one["forward"] + backward for name, one in of_k.items()},
+    }
+
+
+def network_time(backbone: Backbone, *, image_size: int, rounds: int, device: torch.device) -> tuple[float, int]:
+    """Median milliseconds of one image through the network, and the pixels of its last map."""
+    backbone.to(device).eval()
+    images = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
+    with torch.no_grad():
+        map_shape = backbone(backbone.preprocess(images))[-1].shape
+        times = in_turns({"network": lambda: backbone(backbone.preprocess(images))}, rounds, device, of_processor=True)
+    return median(times["network"]), map_shape[2] * map_shape[3]
+
+
+def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+    """Time the transport alone over iterations, prototypes and pixels, and beside a network.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+    iterations = tuple(sorted({int(k) for k in cfg.iterations}))
+    least = min((*iterations, *cfg.prototypes, *cfg.pixels, cfg.batch, cfg.rounds))
+    if least < 1 or len(iterations) < 2:
+        raise ConfigError(f"iterations ({iterations}) must be two or more, and every number at least 1 (is {least})")
+    seed_everything(cfg.seed)
+    settings: dict[str, Any] = {"batch": cfg.batch, "rounds": cfg.rounds, "ratio": cfg.transport_ratio,
+                                "smoothing": cfg.smoothing, "device": parts.device, "seed": cfg.seed}  # fmt: skip
+    usual = {"pixels": cfg.pixels_of_others, "prototypes": cfg.prototypes_of_others}
+    paper_k = (cfg.iterations_of_others,)
+
+    def compute(name: str) -> Any:
+        if name == "iterations":
+            return transport_times(**usual, iterations=iterations, **settings)
+        if name == "network":
+            backbone = component(cfg.backbone)
+            size = {"image_size": cfg.image_size, "rounds": max(3, cfg.rounds // 5), "device": parts.device}
+            of_network, pixels = network_time(backbone, **size)
+            one = {key: value for key, value in settings.items() if key != "batch"}
+            times = inference_times(**{**usual, "pixels": pixels}, iterations=iterations, **one)
+            return {"network": of_network, "pixels": pixels, "times": times}
+        over, _, value = name.partition(" ")
+        return transport_times(**{**usual, over: int(value)}, iterations=paper_k, **settings)
+
+    sizes = [*(f"prototypes {m}" for m in cfg.prototypes), *(f"pixels {n}" for n in cfg.pixels)]
+    found = parts.get(["iterations", *sizes, "network"], compute, describe="timing")
+    by_k = training_times(found["iterations"])
+    first, last = str(iterations[0]), str(iterations[-1])
+    rows = [_row("exact", found["iterations"]["exact"], None)]
+    exact = found["iterations"]["exact"]["both"]
+    rows += [_row(f"k = {k}", found["iterations"][str(k)], by_k[CLOSED][str(k)], exact) for k in iterations]
+    for name in sizes:
+        one, shown = found[name], name.replace(" ", " = ")
+        k = str(cfg.iterations_of_others)
+        rows.append(_row(f"exact, {shown}", one["exact"], None))
+        rows.append(_row(f"k = {k}, {shown}", one[k], training_times(one)[CLOSED][k], one["exact"]["both"]))
+    added = {name: 100 * ms / found["network"]["network"] for name, ms in found["network"]["times"].items()}
+    growth = {way: by_k[way][last] - by_k[way][first] for way in (AUTODIFF, CLOSED)}
+    forward = cfg.batch * found["network"]["network"]
+    more = {
+        way: f"from k = {first} to {last} {ms:.1f} ms more, of {by_k[way][first]:.1f} ms; that is "
+        f"{100 * ms / forward:.2f} % of the network's forward pass"
+        for way, ms in growth.items()
+    }
+    within = [added[str(k)] for k in iterations if 25 <= k <= 50]
+    shown_within = f"{min(within):.1f} to {max(within):.1f} %" if within else "not timed"
+    claims = (
+        Claim("5.2.2, figures 7 left, 9", "with the gradient in closed form more iterations cost little",
+              more[CLOSED], growth[CLOSED] < _MARGINAL * forward),
+        Claim("1.4, figure 9", "differentiating the iterations costs substantially more with k",
+              more[AUTODIFF], growth[AUTODIFF] > _MARGINAL * forward),
+        Claim("1.4, figure 8", "inference takes less than 6 % longer at k of 25 to 50 (43.1 to 45.6 ms an image)",
+              f"costs and transport add {shown_within} to the network, the exact solver {added['exact']:.1f} %",
+              max(within) < 6 if within else None),
+    )  # fmt: skip
+    m, n = usual["prototypes"], usual["pixels"]
+    notes = (
+        f"m = {m} prototypes and n = {n} pixels where nothing else is said, batches of {cfg.batch}, mu = "
+        f"{cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds in turns, of the "
+        "process's own time on a CPU; from the costs on, which both solvers share",
+        "closed form: k iterations without a graph, then the exact solver's backward pass",
+        f"network: {cfg.network}, one image of {cfg.image_size} pixels, {found['network']['network']:.0f} ms, "
+        f"{found['network']['pixels']} pixels in its map; random weights, which cost the same time",
+        f"little is less than {_MARGINAL:.0%} of the network's forward pass for the batch, taken as that of one image "
+        "times the batch; the paper times training on its GPU",
+    )
+    heads = ("transport", "forward, ms", "with gradient, ms", "with closed form, ms", "exact / with closed form")
+    title = "Time of GSP's transport"
+    return Findings(title, heads, tuple(rows), claims, notes, partial(_draw, found, iterations, cfg, title))
+
+
+def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float | None = None) -> tuple[str, ...]:
+    rest = ("–", "–") if closed is None or exact is None else (f"{closed:.2f}", f"{exact / closed:.2f}")
+    return (name, f"{one['forward']:.2f}", f"{one['both']:.2f}", *rest)
+
+
+def _draw(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig, title: str, path: Path) -> None:
+    """Training time over k (figures 7 and 9), over m and over n, and what inference takes longer (figure 8)."""
+    figure, panels = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
+    for way, of_k in training_times(found["iterations"]).items():
+        values = [of_k[str(k)] for k in iterations]
+        panels[0].plot(iterations, values, marker=_MARKERS[way], markersize=4, label=way)
+    panels[0].set_title("figures 7 and 9: forward and backward", fontsize=9)
+    panels[0].set_xlabel("iterations k")
+    k = str(cfg.iterations_of_others)
+    for axes, over, values in ((panels[1], "prototypes", cfg.prototypes), (panels[2], "pixels", cfg.pixels)):
+        for way in (EXACT, AUTODIFF, CLOSED):
+            times = [training_times(found[f"{over} {value}"])[way][k] for value in values]
+            axes.plot(list(values), times, marker=_MARKERS[way], markersize=4, label=way)
+        axes.set_title(f"forward and backward, k = {k}", fontsize=9)
+        axes.set_xlabel({"prototypes": "prototypes m", "pixels": "pixels of the map n"}[over])
+    of_network = found["network"]
+    added = {name: 100 * ms / of_network["network"] for name, ms in of_network["times"].items()}
+    panels[3].plot(iterations, [added[str(value)] for value in iterations], marker="o", markersize=4, color="tab:green",
+                   label="iterations")  # fmt: skip
+    panels[3].axhline(added["exact"], linestyle="--", color="tab:blue", label="exact")
+    panels[3].axhline(6, linestyle=":", color="0.5", label="6 % (the paper, k of 25 to 50)")
+    panels[3].set_title(f"figure 8: inference, one image, {cfg.network}", fontsize=9)
+    panels[3].set_xlabel("iterations k")
+    panels[3].set_ylabel("% of the network's time")
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    for axes in panels[:3]:
+        axes.set_ylabel(f"ms for {cfg.batch} images")
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, path)

@@ -1,0 +1,151 @@
+"""R@1 with average and with maximum pooling by the size of the object (ProxyNCA++, appendix 0.E, figure 7).
+
+Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020: the share of the image that the object's box
+    covers, on CUB. The figure's sizes are not given.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from PIL import Image
+
+from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.build import component
+from dmlbench.config import load_config
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
+
+Float = NDArray[np.float64]
+
+_WAYS = {"gap": "average", "gmp": "maximum"}
+
+
+def shares_of_boxes(table: ImageTable, rows: IntArray) -> Float:
+    """Share of each image that its published box covers, as far as the box lies within the image, [N].
+
+    Raises:
+        DataError: there are no boxes, or no files; an image has none, or cannot be read.
+    """
+    originals = table.originals
+    if originals is None or originals.boxes is None or table.pixels is not None:
+        raise DataError(
+            f"'{table.name}' has no boxes of its objects; use a data set whose lists have them, such as cub200 with "
+            "bounding_boxes.txt"
+        )
+    boxes = originals.boxes[rows]
+    if np.isnan(boxes).any():
+        lacking = table.paths[rows[np.isnan(boxes).any(axis=1)][0]]
+        raise DataError(f"{originals.boxes_from} has no box of '{lacking}' of '{table.name}'; get the original")
+    sizes = np.empty((len(rows), 2))
+    for i, path in enumerate(table.paths[rows]):
+        try:
+            with Image.open(Path(table.root) / str(path)) as image:
+                sizes[i] = image.size
+        except OSError as error:
+            raise DataError(f"'{path}' in '{table.root}' cannot be read ({error}); replace it") from error
+    low, high = np.clip(boxes[:, :2], 0, sizes), np.clip(boxes[:, 2:], 0, sizes)
+    share: Float = np.prod(high - low, axis=1) / np.prod(sizes, axis=1)
+    return share
+
+
+def by_size(hits: Float, shares: Float, edges: Sequence[float]) -> tuple[list[float | None], list[int]]:
+    """Mean of the hits [N], None where there is none, and how many there are, of shares in [edges[i], edges[i + 1]).
+
+    The last interval holds its upper edge, too; hits of NaN (queries without a positive) are left out.
+    """
+    group = np.clip(np.searchsorted(edges, shares, side="right") - 1, 0, len(edges) - 2)
+    own = [hits[(group == i) & ~np.isnan(hits)] for i in range(len(edges) - 1)]
+    return [float(values.mean()) if len(values) else None for values in own], [len(values) for values in own]
+
+
+def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+    """Group the queries of finished runs.
+
+    Raises:
+        ConfigError: no runs, or edges that do not ascend from 0 to 1.
+        RunError, DataError: runs that are not complete, or data without boxes.
+    """
+    edges = [float(edge) for edge in cfg.edges]
+    if edges != sorted(set(edges)) or len(edges) < 2 or (edges[0], edges[-1]) != (0.0, 1.0):
+        raise ConfigError(f"edges ({edges}) must ascend from 0 to 1, such as [0,0.2,0.4,1]")
+    runs: dict[str, tuple[str, Path]] = {}
+    for way in _WAYS:
+        given = [cfg[way]] if isinstance(cfg[way], str) else list(cfg[way] or ())
+        if not given:
+            raise ConfigError(f"{way}=... is missing: name run directories of models with {_WAYS[way]} pooling")
+        runs |= {f"{way} {i}": (way, Path(str(name))) for i, name in enumerate(given)}
+
+    def compute(name: str) -> dict[str, Any]:
+        return _of_run(runs[name][1], edges, parts)
+
+    found = parts.get(list(runs), compute, describe="runs")
+    means = {
+        way: [_mean([found[name]["recall"][i] for name, (of, _) in runs.items() if of == way])
+              for i in range(len(edges) - 1)] for way in _WAYS
+    }  # fmt: skip
+    counts = found["gap 0"]["count"]
+    sizes = [f"{100 * low:.0f} to {100 * high:.0f} %" for low, high in pairwise(edges)]
+    rows = tuple(
+        (size, f"{count:,}", *("–" if means[way][i] is None else f"{100 * means[way][i]:.1f}" for way in _WAYS))
+        for i, (size, count) in enumerate(zip(sizes, counts, strict=True))
+    )
+    gains = [100 * (b - a) for a, b in zip(means["gap"], means["gmp"], strict=True) if a is not None and b is not None]
+    claims = (
+        Claim("0.E, figure 7", "maximum pooling is ahead of average pooling at every size",
+              f"by {min(gains):+.1f} to {max(gains):+.1f} points; ahead at {sum(g > 0 for g in gains)} of {len(gains)} "
+              "sizes", min(gains) > 0),
+    )  # fmt: skip
+    names = {way: sum(of == way for of, _ in runs.values()) for way in _WAYS}
+    notes = (
+        f"R@1 of {sum(counts):,} test queries; mean over {names['gap']} and {names['gmp']} runs; sizes, which are "
+        "ours, are the share of the image within the object's box",
+        *dict.fromkeys(f"NOT THE PUBLISHED DATA: {note}" for one in found.values() for note in one["notes"]),
+    )
+    title = f"R@1 by the size of the object: {found['gap 0']['dataset']}"
+    heads = ("share of the image", "queries", "average pooling, %", "maximum pooling, %")
+    return Findings(title, heads, rows, claims, notes, partial(_draw, sizes, means, title))
+
+
+def _mean(values: Sequence[float | None]) -> Any:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, Any]:
+    result = read_result(run_dir)
+    require_own_files(run_dir, result, (EMBEDDINGS,))
+    parts.bind(data=result["dataset_fingerprint"])
+    table: ImageTable = component(load_config(run_dir / CONFIG).dataset.table)
+    if table.fingerprint != result["dataset_fingerprint"]:
+        raise DataError(f"{table.name} is not the data of {run_dir}; place the same images again")
+    stored = load_embeddings(run_dir / EMBEDDINGS)
+    spec = EvaluationSpec(metrics=("recall_at_k",), recall_at=(1,))
+    scores = evaluate(stored.queries, stored.gallery, spec, distance=distance_of_run(run_dir))
+    shares = shares_of_boxes(table, stored.queries.ids.numpy())
+    recall, count = by_size(scores.per_query["recall_at_1"], shares, edges)
+    return {"dataset": table.name, "recall": recall, "count": count, "notes": list(table.notes)}
+
+
+def _draw(sizes: Sequence[str], means: Mapping[str, list[float | None]], title: str, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(2 + 0.9 * len(sizes), 3.4), layout="constrained")
+    for way, marker in zip(_WAYS, "os", strict=True):
+        values = [np.nan if value is None else 100 * value for value in means[way]]
+        axes.plot(range(len(sizes)), values, marker=marker, markersize=4, label=f"{_WAYS[way]} pooling")
+    axes.set_xticks(range(len(sizes)), list(sizes), rotation=30, ha="right", fontsize=7)
+    axes.set_xlabel("share of the image within the object's box")
+    axes.set_ylabel("R@1, %")
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+    axes.set_title(title, fontsize=9)
+    save_figure(figure, path)

@@ -1,0 +1,223 @@
+"""What all studies leave: parts that are computed once, a table beside the paper's claims, a picture and a record."""
+
+import csv
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from dmlbench.runtime import (
+    atomic_write,
+    device_name,
+    git_commit,
+    package_versions,
+    read_json,
+    remove_leftovers,
+    select_device,
+    set_strict_float32,
+    write_json,
+)
+from dmlbench.types import ConfigError, RunError, is_file_name
+
+_SCHEMA = 1
+_NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
+"""Keys of a study's configuration that move no number, or only by rounding."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says of a figure, and what came out here.
+
+    Attributes:
+        place: figure or section of the paper.
+        paper: the claim in our words, with its numbers where they are printed.
+        ours: what was found.
+        holds: whether it came out as in the paper; None where that cannot be told from this study.
+    """
+
+    place: str
+    paper: str
+    ours: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study shows.
+
+    Attributes:
+        title: of table and picture.
+        heads: of the columns.
+        rows: entries as printed, the first is the row's name.
+        claims: the paper's, each beside what came out.
+        notes: under the table: what was reduced, how things were measured.
+        draw: writes the picture as PNG.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    claims: tuple[Claim, ...]
+    notes: tuple[str, ...]
+    draw: Callable[[Path], None]
+
+
+class Parts:
+    """Results of a study by name, each computed once and kept in a file from then on, bound to the study's settings.
+
+    A file of other settings is never continued: its parts would be of different experiments.
+    """
+
+    def __init__(self, path: Path, study: str, settings: Mapping[str, Any], *, device: torch.device) -> None:
+        """
+        Args:
+            path: the JSON file.
+            study: its name.
+            settings: everything that moves a number.
+            device: on which the study runs; the file says so.
+
+        Raises:
+            RunError: the file cannot be read, or is of other settings.
+        """
+        self.path = path
+        self.device = device
+        self._content: dict[str, Any] = {"schema": _SCHEMA, "study": study, "settings": dict(settings), "bound": {}}
+        self._content["parts"] = {}
+        if not path.exists():
+            return
+        try:
+            held = read_json(path)
+            differing = _differing(held["settings"], self._content["settings"])
+            fits = held["schema"] == _SCHEMA and held["study"] == study
+            self._content |= {key: held[key] for key in ("bound", "parts")}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{path} is damaged ({error}); remove it to conduct the study again") from error
+        if not fits or differing:
+            raise RunError(
+                f"{path} holds a study with other settings ({'; '.join(differing) or held['study']}); choose another "
+                "name=..., or remove that file"
+            )
+
+    def bind(self, **facts: str) -> None:
+        """Bind the parts to what the settings do not say, such as the fingerprint of the data.
+
+        Raises:
+            RunError: those that are held are of something else.
+        """
+        for name, value in facts.items():
+            held = self._content["bound"].setdefault(name, value)
+            if held != value:
+                raise RunError(
+                    f"{self.path} was made with another {name} ({held:.16}, now {value:.16}); choose another name=..., "
+                    "or remove that file"
+                )
+
+    def get(self, names: Sequence[str], compute: Callable[[str], Any], *, describe: str) -> dict[str, Any]:
+        """Parts by name, those that are missing computed one after another and kept as soon as they are done.
+
+        Args:
+            names: of the parts.
+            compute: from a name to what JSON can hold.
+            describe: of the progress bar.
+        """
+        found = self._content["parts"]
+        for name in tqdm(names, desc=describe, disable=not sys.stderr.isatty(), unit="part", leave=False):
+            if name not in found:
+                started = time.monotonic()
+                value = compute(name)
+                found[name] = {
+                    "value": value,
+                    "wall_s": round(time.monotonic() - started, 3),
+                    "device": device_name(self.device),
+                    "threads": torch.get_num_threads(),
+                    "versions": package_versions(),
+                    "commit": git_commit(),
+                }
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self.path, {**self._content, "complete": False})
+        return {name: found[name]["value"] for name in names}
+
+    def finish(self, findings: Findings) -> None:
+        """Write the record as complete, with what the paper claims and what came out."""
+        parts = self._content["parts"].values()
+        summary = {
+            "title": findings.title,
+            "heads": findings.heads,
+            "rows": findings.rows,
+            "claims": [asdict(claim) for claim in findings.claims],
+            "notes": findings.notes,
+            "wall_s": round(sum(part["wall_s"] for part in parts), 3),
+            "complete": True,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {**self._content, **summary})
+
+
+def _differing(held: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    missing = "nothing"
+    keys = [key for key in {**held, **now} if held.get(key, missing) != now.get(key, missing)]
+    return [f"{key}: {held.get(key, missing)} there, {now.get(key, missing)} asked for" for key in keys]
+
+
+def conduct_study(
+    study: str, cfg: DictConfig, conduct: Callable[[DictConfig, Parts], Findings]
+) -> tuple[Findings, list[Path]]:
+    """Run what is missing of a study and write record, table and picture under ``<output_dir>/studies``.
+
+    Args:
+        study: its name.
+        cfg: of the command.
+        conduct: of the study's module.
+
+    Returns:
+        What came out, and the files.
+
+    Raises:
+        ConfigError: a name that can name no files.
+        RunError: files of other settings have that name.
+    """
+    if not is_file_name(cfg.name):
+        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    set_strict_float32()
+    base = Path(cfg.paths.output_dir) / "studies" / cfg.name
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    kept = {key: value for key, value in settings.items() if key not in _NO_SETTING}
+    for key in ("root", "cache_dir"):  # the same data may lie elsewhere tomorrow; their fingerprint is bound
+        kept.get("dataset", {}).get("table", {}).pop(key, None)
+    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=select_device(cfg.device))
+    findings = conduct(cfg, parts)
+    parts.finish(findings)
+    remove_leftovers(base.parent)
+    written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".md", ".csv", ".png")]
+    atomic_write(written[1], to_markdown(findings).encode())
+    atomic_write(written[2], to_csv(findings).encode())
+    findings.draw(written[3])
+    return findings, written
+
+
+def to_markdown(findings: Findings) -> str:
+    """The table, below it what the paper says beside what came out, and the notes."""
+    says = {True: "yes", False: "NO", None: "cannot be told"}
+    claims = [(claim.place, claim.paper, claim.ours, says[claim.holds]) for claim in findings.claims]
+    parts = [f"### {findings.title}", "", *_lines(findings.heads, findings.rows, numbers=True), ""]
+    parts += [*_lines(("place", "the paper", "here", "comes out"), claims, numbers=False), ""]
+    return "\n".join([*parts, *(f"- {note}" for note in findings.notes), ""])
+
+
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> list[str]:
+    rule = "|---" + ("|---:" if numbers else "|---") * (len(heads) - 1) + "|"
+    return ["| " + " | ".join(heads) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def to_csv(findings: Findings) -> str:
+    """The table alone."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([findings.heads, *findings.rows])
+    return text.getvalue()

@@ -1,0 +1,215 @@
+"""Prototypes in place of average pooling, and whether they serve other classes (XML, section 3.2, figures 3 and 4).
+
+Source: Y. Z. Gürbüz, A. A. Alatan, "Generalizable Embeddings with Cross-batch Metric Learning": lemma 2.1 (prototypes
+    that cover the features within delta represent an average within delta), and MAP of embeddings that prototypes
+    predict for the classes they were fitted to (MAPc) and for the other half of the classes (MAPx). The loss, the
+    length of the training and the kind of MAP are not given.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.evaluation.evaluate import evaluate_arrays
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.experiment import Setup
+from dmlbench.losses.ridge import ridge_predict
+from dmlbench.models.net import PooledModel
+from dmlbench.models.pooling.prototypes import greedy_k_center
+from dmlbench.studies.by_class import draw_by_class, prototypes_by_class, side_by_side, spread
+from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.trained import Described, describe, entropy, halves, load, run_of, some_of_each, tied_to_classes
+from dmlbench.types import ConfigError, IntArray
+
+_WAYS = {"without XML": "regularizer=xml_reconstruction", "with XML": "regularizer=xml"}
+"""Without it the prototypes are fitted to the batches themselves (section 2.2): the loss alone would not train them."""
+_POINTS = 3000
+
+
+def cover(features: Tensor, count: int) -> tuple[Tensor, float]:
+    """Prototypes [count, D] by greedy k-center among the rows [N, D], from the first on, and the radius they cover."""
+    first = features[:1]
+    prototypes = first if count == 1 else torch.cat([first, greedy_k_center(first, features, count - 1)])
+    return prototypes, float(torch.cdist(features, prototypes).amin(dim=1).max())
+
+
+def discrepancy(features: Tensor, prototypes: Tensor) -> dict[str, Tensor]:
+    """How far the average of each image's features is from the combination of the prototypes assigned to them.
+
+    Args:
+        features: [B, n, D].
+        prototypes: [m, D].
+
+    Returns:
+        [B] by the rule of assignment: "nearest" prototype, for which lemma 2.1 bounds it by the covering radius (a
+        mean of vectors no longer than that), and largest inner "product" (equation 2.2), which is the nearest one for
+        prototypes of equal length only.
+    """
+    average = features.mean(dim=1)
+    indices = {
+        "nearest": torch.cdist(features, prototypes[None]).argmin(dim=2),
+        "product": (features @ prototypes.T).argmax(dim=2),
+    }
+    return {
+        rule: torch.linalg.vector_norm(prototypes[index].mean(dim=1) - average, dim=1)
+        for rule, index in indices.items()
+    }
+
+
+@torch.inference_mode()
+def local_features(setup: Setup, rows: IntArray) -> Tensor:
+    """Projected pixels of the last map, [N, HW, D] in float64."""
+    model = setup.model
+    assert isinstance(model, PooledModel)
+    maps = [
+        model.projection(model.backbone(model.backbone.preprocess(batch.images))[-1]) for batch in setup.batches(rows)
+    ]
+    return torch.cat(maps).flatten(2).transpose(1, 2).double().cpu().contiguous()
+
+
+def cross_class(described: Described, splits: list[tuple[IntArray, IntArray]], *, ridge: float, metric: str) -> Any:
+    """Scores of embeddings that a linear map predicts from histograms.
+
+    Returns:
+        "fitted": of all images by a map that was fitted to all; "crossed": for every split, of the images of the second
+        half by a map that was fitted to the first; "same": of these by a map fitted to themselves; "own": of the
+        embeddings themselves.
+    """
+    spec = EvaluationSpec(metrics=(metric,), recall_at=(1,))
+    z, y = (torch.from_numpy(values) for values in (described.histogram, described.embedding))
+    labels = described.labels
+
+    def score(rows: Tensor, of: IntArray) -> float:
+        return float(evaluate_arrays(rows.float(), labels[of], spec=spec).scores[metric])
+
+    every = np.arange(len(labels))
+    found: dict[str, Any] = {"own": score(y, every), "fitted": score(ridge_predict(z, y, z, ridge=ridge), every)}
+    crossed, same = [], []
+    for first, second in splits:
+        mine, other = (np.flatnonzero(np.isin(labels, classes)) for classes in (first, second))
+        crossed.append(score(ridge_predict(z[mine], y[mine], z[other], ridge=ridge), other))
+        same.append(score(ridge_predict(z[other], y[other], z[other], ridge=ridge), other))
+    return {**found, "crossed": crossed, "same": same}
+
+
+def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+    """Train the three models, then cover, fit and predict.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+    for key in ("images", "centers", "splits", "eval_images", "prototypes"):
+        if cfg[key] < 1:
+            raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
+
+    def setup_of(*overrides: str) -> Setup:
+        setup = load(cfg, run_of(cfg, overrides))
+        parts.bind(data=setup.data.table.fingerprint)
+        return setup
+
+    def rows_of(setup: Setup, count: int) -> IntArray:
+        test = setup.data.split.test
+        assert test is not None
+        return some_of_each(setup.data.table.labels, test.query, count=count, seed=cfg.seed)
+
+    def compute(name: str) -> Any:
+        if name == "cover":
+            return _covered(setup := setup_of("pooling=gap", "head.out_features=2"), rows_of(setup, cfg.images), cfg)
+        setup = setup_of("pooling=gap_histogram", f"pooling.num_prototypes={cfg.prototypes}", _WAYS[name])
+        described = describe(setup, rows_of(setup, cfg.eval_images))
+        splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
+        scores = cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric)
+        return {**scores, **prototypes_by_class(setup, described, images=2), "images": len(described.labels)}
+
+    found = parts.get(["cover", *_WAYS], compute, describe="trainings")
+    covered, (without, with_) = found["cover"], (found[way] for way in _WAYS)
+    bits = {way: entropy(np.array(found[way]["histogram"])) for way in _WAYS}
+    tied = {way: tied_to_classes(np.array(found[way]["histogram"])) for way in _WAYS}
+    heads = ("prototypes", "MAPc, %", "MAPx, %", "of the same halves, fitted to themselves, %", "embeddings, %",
+             "entropy of a class, bits")  # fmt: skip
+    rows = tuple(
+        (way, f"{100 * one['fitted']:.1f}", spread(one["crossed"]), spread(one["same"]), f"{100 * one['own']:.1f}",
+         f"{bits[way]:.2f} of {np.log2(cfg.prototypes):.2f}")
+        for way, one in zip(_WAYS, (without, with_), strict=True)
+    )  # fmt: skip
+    gain = np.array(with_["crossed"]) - np.array(without["crossed"])
+    seen = 100 * (with_["fitted"] - without["fitted"])
+    near, product = (max(covered[rule]) for rule in ("nearest", "product"))
+    claims = (
+        Claim("3.2, figure 3; lemma 2.1", "an average and its combination of prototypes differ by less than delta",
+              f"delta {covered['delta']:.3f}, largest difference {near:.3f} of {len(covered['nearest'])} images "
+              "(nearest prototype)", near <= covered["delta"]),
+        Claim("claim 2.1, equation 2.2", "the same with the prototype of the largest inner product",
+              f"largest difference {product:.3f}: {np.mean(np.array(covered['product']) > covered['delta']):.0%} of "
+              "them above delta; the lemma needs prototypes of equal length", product <= covered["delta"]),
+        Claim("3.2, figure 4", "MAPx is superior with XML",
+              f"{100 * gain.mean():+.1f} points, better in {np.mean(gain > 0):.0%} of {len(gain)} splits",
+              bool(gain.mean() > 0)),
+        Claim("3.2, figure 4", "MAPc is similar", f"{seen:+.1f} points", None),
+        Claim("3.2, figure 4", "without XML prototypes are fitted to classes, with it classes share them",
+              f"a prototype tells {tied['without XML']:.2f} bits of the class without XML, {tied['with XML']:.2f} with "
+              f"(entropy of a class {bits['without XML']:.2f} and {bits['with XML']:.2f})",
+              tied["without XML"] > tied["with XML"]),
+    )  # fmt: skip
+    notes = (
+        f"trained by: {' '.join([*cfg.train, *(cfg.training or ())])}",
+        "without XML the prototypes learn |V Z - Y|^2 instead (section 2.2)",
+        f"figure 3: {cfg.centers} prototypes by greedy k-center among the pixels of {cfg.images} test images a class, "
+        "embeddings of two dimensions",
+        f"figure 4: {cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the "
+        f"classes, ridge {cfg.ridge:g}; MAP is {cfg.metric}; the paper names neither the loss nor the kind of MAP",
+        "MAPx ranks among half of the classes, MAPc among all: compare MAPx with the column of the same halves",
+    )
+    title = "Prototypes of CIFAR-10 with and without XML"
+    return Findings(title, heads, rows, claims, notes, partial(_draw, found, title))
+
+
+def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
+    features = local_features(setup, rows)  # [N, HW, 2]
+    flat = features.flatten(0, 1)
+    prototypes, delta = cover(flat, cfg.centers)
+    apart = discrepancy(features, prototypes)
+    some = np.random.default_rng(cfg.seed).permutation(len(flat))[:_POINTS]
+    shown = int(apart["nearest"].argmax())
+    return {
+        "delta": delta,
+        "prototypes": prototypes.tolist(),
+        **{rule: values.tolist() for rule, values in apart.items()},
+        "points": np.round(flat[some].numpy(), 5).tolist(),
+        "sample": features[shown].tolist(),
+    }
+
+
+def _draw(found: Mapping[str, Any], title: str, path: Path) -> None:
+    figure = plt.figure(figsize=(15, 5.2), layout="constrained")
+    left, *others = side_by_side(figure, [1.1, 1, 1])
+    covered = found["cover"]
+    prototypes, delta = np.array(covered["prototypes"]), covered["delta"]
+    upper, lower = left.subplots(1, 2, width_ratios=[1, 1])
+    upper.scatter(*np.array(covered["points"]).T, s=1, color="0.6", linewidths=0)
+    for place in prototypes:
+        upper.add_patch(plt.Circle(tuple(place), delta, fill=False, color="tab:blue", linewidth=0.5))
+    upper.scatter(*prototypes.T, s=9, color="tab:red", zorder=3, linewidths=0)
+    upper.set_aspect("equal", adjustable="datalim")
+    upper.set_title(f"{len(prototypes)} prototypes, covering radius {delta:.2f}", fontsize=8)
+    sample = np.array(covered["sample"])
+    nearest = np.linalg.norm(sample[:, None] - prototypes[None], axis=2).argmin(axis=1)
+    lower.scatter(*sample.T, s=6, color="0.5", linewidths=0, label="pixels of an image")
+    lower.scatter(*prototypes[np.unique(nearest)].T, s=22, color="tab:red", linewidths=0, label="their prototypes")
+    lower.scatter(*sample.mean(axis=0), marker="x", color="black", label="average", zorder=3)
+    lower.scatter(*prototypes[nearest].mean(axis=0), marker="+", color="tab:green", label="of prototypes", zorder=3)
+    lower.legend(fontsize=6)
+    lower.set_title(f"the image with the largest difference, {max(covered['nearest']):.2f}", fontsize=8)
+    for part, way in zip(others, _WAYS, strict=True):
+        one = found[way]
+        shown = f"{way}: MAPc {100 * one['fitted']:.1f}, MAPx {100 * np.mean(one['crossed']):.1f}"
+        draw_by_class(part, one, shown)
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, path)

@@ -1,0 +1,137 @@
+"""Studies that train no network: their numbers by closed forms, and what a study leaves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from dmlbench.cli.main import main
+from dmlbench.config import compose
+from dmlbench.runtime import read_json
+from dmlbench.studies import gsp_timing, two_moons
+from dmlbench.studies.record import Claim, Findings, Parts, conduct_study, to_csv, to_markdown
+from dmlbench.types import ConfigError, RunError
+
+MOONS = ["temperatures=[1.0,0.1]", "steps=15", "repeats=2", "points=60"]
+
+
+def test_the_boundary_of_a_line_is_as_long_as_the_line() -> None:
+    net = nn.Linear(2, 2)
+    with torch.no_grad():  # the logits' difference is x - 0.5: an upright line through the window
+        net.weight.copy_(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+        net.bias.copy_(torch.tensor([0.0, -0.5]))
+    length = two_moons.boundary_length(*two_moons.margin_on_grid(net))
+    assert length == pytest.approx(2.1 + 1.6, rel=1e-6)
+    points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 1.0], [0.4, 0.0]])
+    assert two_moons.accuracy(net, points, torch.tensor([0, 1, 1, 1])) == 0.75
+
+
+def test_low_temperatures_fit_the_same_points_better() -> None:
+    points, labels = two_moons.moons(200, noise=0.1, seed=0)
+    settings = {"hidden": 30, "steps": 60, "lr": 1e-2, "seed": 0}
+    nets = [two_moons.train(points, labels, temperature=t, **settings) for t in (30.0, 0.1)]
+    high, low = (two_moons.accuracy(net, points, labels) for net in nets)
+    assert low > high
+
+
+def test_a_study_leaves_its_record_and_is_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def study(*overrides: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["study", "two_moons", *MOONS, *overrides, f"paths.output_dir={tmp_path}"])
+        return int(ended.value.code or 0)
+
+    assert study() == 0
+    printed = capsys.readouterr().out
+    files = {path.suffix: path for path in (tmp_path / "studies").iterdir()}
+    assert set(files) == {".json", ".md", ".csv", ".png"}
+    assert files[".md"].read_text() in printed
+    record = read_json(files[".json"])
+    assert record["complete"] and record["settings"]["steps"] == 15 and list(record["parts"]) == ["T=1", "T=0.1"]
+    with Image.open(files[".png"]) as picture:
+        assert min(picture.size) > 200
+    before = record["parts"]
+    monkeypatch.setattr(two_moons, "train", lambda *a, **k: pytest.fail("computed again"))
+    files[".png"].unlink()
+    assert study() == 0
+    assert files[".png"].exists() and read_json(files[".json"])["parts"] == before
+    assert study("steps=16") == 1
+    assert "steps: 15 there, 16 asked for" in capsys.readouterr().err
+    assert study("temperatures=[1.0]", "name=other") == 2
+
+
+def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
+    path = tmp_path / "study.json"
+    done: list[str] = []
+
+    def compute(name: str) -> int:
+        if name == "c" and len(done) < 3:
+            done.append(name)
+            raise RunError("stopped")
+        done.append(name)
+        return len(name)
+
+    def parts() -> Parts:
+        return Parts(path, "letters", {"a": 1}, device=torch.device("cpu"))
+
+    with pytest.raises(RunError, match="stopped"):
+        parts().get(["a", "bb", "c"], compute, describe="letters")
+    assert not read_json(path)["complete"]
+    assert parts().get(["a", "bb", "c"], compute, describe="letters") == {"a": 1, "bb": 2, "c": 1}
+    assert done == ["a", "bb", "c", "c"]
+    bound = parts()
+    bound.bind(data="one")
+    bound.get(["d"], compute, describe="letters")
+    with pytest.raises(RunError, match="made with another data"):
+        parts().bind(data="two")
+    path.write_text("{}")
+    with pytest.raises(RunError, match="is damaged"):
+        parts()
+
+
+def test_tables_say_what_came_out_and_what_did_not() -> None:
+    claims = (Claim("figure 1", "more is more", "1 → 2", True), Claim("figure 2", "less is less", "2 → 3", False))
+    findings = Findings("A study", ("row", "value"), (("one", "1.0"),), claims, ("a note",), lambda path: None)
+    text = to_markdown(findings)
+    assert "| one | 1.0 |" in text and "| figure 1 | more is more | 1 → 2 | yes |" in text
+    assert "| 2 → 3 | NO |" in text and text.endswith("- a note\n")
+    assert to_csv(findings) == "row,value\none,1.0\n"
+
+
+def test_closed_form_is_the_iterations_forward_and_the_exact_backward() -> None:
+    found = {"exact": {"forward": 1.0, "both": 3.0}, "5": {"forward": 4.0, "both": 9.0}}
+    assert gsp_timing.training_times(found) == {
+        gsp_timing.EXACT: {"5": 3.0}, gsp_timing.AUTODIFF: {"5": 9.0}, gsp_timing.CLOSED: {"5": 6.0}
+    }  # fmt: skip
+
+
+def test_the_transport_is_timed_beside_a_network(tmp_path: Path) -> None:
+    small = ["iterations=[1,30]", "prototypes=[4]", "pixels=[9]", "rounds=3", "batch=4", "backbone=resnet20_small",
+             "network=resnet20_small",
+             "image_size=32", "iterations_of_others=30"]  # fmt: skip
+    # resnet20 has no weights to leave out
+    cfg = compose("study_gsp_timing", [*small, "~backbone.pretrained", f"paths.output_dir={tmp_path}"])
+    findings, _ = conduct_study("gsp_timing", cfg, gsp_timing.conduct)
+    assert [row[0] for row in findings.rows] == [
+        "exact", "k = 1", "k = 30", "exact, prototypes = 4", "k = 30, prototypes = 4", "exact, pixels = 9",
+        "k = 30, pixels = 9",
+    ]  # fmt: skip
+    times = read_json(tmp_path / "studies" / "gsp_timing.json")["parts"]
+    assert times["network"]["value"]["pixels"] == 16
+    of_k = times["iterations"]["value"]
+    assert of_k["30"]["both"] > of_k["1"]["both"] > 0
+    cfg.iterations = [10]
+    with pytest.raises(ConfigError, match="two or more"):
+        gsp_timing.conduct(cfg, Parts(tmp_path / "x.json", "x", {}, device=torch.device("cpu")))
+
+
+def test_the_names_of_studies_are_listed_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "two_mons"])
+    assert ended.value.code == 2 and "did you mean 'two_moons'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "--help"])
+    assert ended.value.code in (0, None) and "  gsp_timing " in capsys.readouterr().out
