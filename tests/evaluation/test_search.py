@@ -20,6 +20,7 @@ from dmlbench.evaluation.search.top_k import (
     TopK,
     column_of,
     kth_bound,
+    marked,
     pack,
     settle,
     value_of,
@@ -73,6 +74,23 @@ def test_narrowing_keeps_the_k_largest_of_every_row(width: int, k: int) -> None:
         assert set(needed + 100) <= set(kept.tolist())
         assert set(kept[kept >= 0].tolist()) <= set(finite + 100)
     assert all((row >= b).sum() >= k for row, b in zip(similarity, bound[:, 0], strict=True) if b > -np.inf)
+
+
+@pytest.mark.parametrize("by_mark", [False, True])
+def test_float32_noise_cannot_change_the_places_that_matter(by_mark: bool) -> None:
+    rng = np.random.default_rng(0)
+    shape, slack = (2000, 8), 0.25
+    column = rng.permuted(np.tile(np.arange(8), (2000, 1)), axis=1)
+    similarity = rng.integers(0, 3, shape).astype(np.float64)  # by row and column; many tie
+    true = np.take_along_axis(similarity, column, axis=1)
+    keys = pack((true + rng.uniform(-0.49, 0.49, shape) * slack).astype(np.float32), column)
+    marks = rng.random(shape) < 0.5
+    order = np.lexsort((column, -true), axis=1)
+    for k in (1, 3, 8, 9):
+        found = settle(keys | marks, lambda r, c: similarity[r, c], k=k, slack=slack, by_mark=by_mark)[:, :k]
+        assert np.array_equal(marked(found), np.take_along_axis(marks, order, axis=1)[:, :k])
+        if not by_mark:
+            assert np.array_equal(column_of(found), np.take_along_axis(column, order, axis=1)[:, :k])
 
 
 @pytest.mark.parametrize("offset", [0.0, 8.0])

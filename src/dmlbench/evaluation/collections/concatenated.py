@@ -5,6 +5,7 @@ vectors, so one tile of similarities per model serves every collection, and the 
 M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
 from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
-from dmlbench.evaluation.search.top_k import column_of, entries_above, floor_below, kth_bound, marked, settle
+from dmlbench.evaluation.search.top_k import Found, floor_below, kth_bound, marked, pack, padded_place, settle
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray
@@ -32,15 +33,16 @@ from dmlbench.types import IntArray
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-Select = Callable[..., Near]
 Rank = Callable[..., NDArray[np.bool_]]
 
 _TILE_ROWS = 144
 _COLUMNS = 8192  # gallery items of a block
+_TOGETHER = 8  # queries of a tile whose similarities are read while they are in a core's own cache
 _SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
 _BYTES_PER_ITEM = 16  # of a query and a block, besides the similarities
-_NEAR_ON_AVERAGE = 4  # times the places that matter: items that bound what every sum needs
-_NO_REACH = np.full((1, 1), -np.inf, dtype=np.float32)
+_NEAR_ON_AVERAGE = 3  # times the places that matter: items that bound what every sum needs
+# parts of float32 numbers, of which the last bit can mark relevant items, and the largest that is not marked
+_VALUE, _SIGN, _FARTHEST = np.uint32(2**32 - 2), np.uint32(2**31), np.uint32(0x7F7FFFFE)
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
 _workspace = Workspace()
@@ -121,7 +123,7 @@ def _score(
         spec: what to compute.
         progress: whether to show a bar.
     """
-    select, rank = compiled_ranking() or (plain_select, plain_rank)
+    rank = compiled_ranking() or plain_rank
     scored = of_queries(spec.scores)
     threads = num_threads()
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
@@ -141,16 +143,18 @@ def _score(
                 exclude(out, relevance.own_column[part] - start)
             slack = np.maximum(slack, [_slack(bounds, sums) for sums in rankings])
             for blocks, sums, distance in zip(found, rankings, slack, strict=True):
-                these, reach = slice(sums.min(), sums.max() + 1), blocks[-1].reach if blocks else _NO_REACH
-                blocks.append(select(value[these], sums - these.start, start, reach, k=k, slack=distance))
-            if sum(one.value.nbytes for blocks in found for one in blocks) > free // 3 and len(part) > 1:
+                these = slice(sums.min(), sums.max() + 1)
+                reach = blocks[-1].reach if blocks else np.full((len(part), len(sums)), -np.inf, np.float32)
+                blocks.append(_select(value[these], sums - these.start, start, reach, k=k, slack=distance))
+            # exact similarities may take twice as much
+            if sum(one.value.nbytes for blocks in found for one in blocks) > free // 6 and len(part) > 1:
                 return np.concatenate([work(half) for half in np.array_split(part, 2)])  # too much is near
         done = 0
         for sums, distance in zip(rankings, slack, strict=True):
             near = _joined(found.pop(0))
-            relevant = relevance.gallery_labels[near.column] == relevance.query_labels[part, None]
+            relevant = relevance.gallery_labels[near.column] == np.repeat(relevance.query_labels[part], near.counts)
             own = models[sums.min() : sums.max() + 1]
-            ranked = rank(own, part, near, sums - sums.min(), relevant & (near.column >= 0), k=k, slack=distance)
+            ranked = rank(own, part, near, sums - sums.min(), relevant, k=k, slack=distance)
             few = max(1, _SCORED // ranked[0].size)
             for first in range(0, len(sums), few):
                 some = ranked[first : first + few]
@@ -183,65 +187,78 @@ def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
     error, largest = (
         sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T) for name in ("error", "largest")
     )
-    # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so does adding the slack
-    return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-22
+    # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so do adding the slack and marking
+    return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-21 + 2.0**-147
 
 
 def _joined(blocks: Sequence[Near]) -> Near:
     """What matters of the whole gallery."""
     if len(blocks) == 1:
         return blocks[0]
-    value, column, _ = zip(*blocks, strict=True)
-    return Near(np.concatenate(value, axis=2), np.concatenate(column, axis=1), blocks[-1].reach)
+    value, column, counts, _ = zip(*blocks, strict=True)
+    order = np.argsort(np.concatenate([np.repeat(np.arange(len(count)), count) for count in counts]), kind="stable")
+    return Near(np.concatenate(value, axis=1)[:, order], np.concatenate(column)[order], sum(counts), blocks[-1].reach)
 
 
 def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
-    """Every sum of ``value`` [M, T, C], fold by fold; what it has in common with the one before is added once."""
+    """Every sum of ``value`` [M, ..], fold by fold, valid until the next; what both have in common is added once."""
     before: list[int] = []
     totals: list[FloatRows] = []
     for models in sums.tolist():
         same = next((fold for fold, model in enumerate(before) if model != models[fold]), 0)
         del totals[same:]
-        for model in models[same:]:
-            totals.append(totals[-1] + value[model] if totals else value[model])
+        for fold in range(same, len(models)):
+            one = value[models[fold]]
+            out = _workspace.array(f"total of {fold}", one.shape, np.float32)
+            totals.append(np.add(totals[-1], one, out=out) if fold else one)
         before = models
         yield totals[-1]
 
 
-def compiled_ranking() -> tuple[Select, Rank] | None:
-    """The compiled twins of ``plain_select`` and ``plain_rank`` where numba is installed, else None; the same bits."""
+def compiled_ranking() -> Rank | None:
+    """The compiled twin of ``plain_rank`` where numba is installed, else None; the same bits."""
     module = machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
-    return None if module is None else (module.compiled_select, module.compiled_rank)
+    return None if module is None else module.compiled_rank
 
 
-def plain_select(
-    value: FloatRows, sums: IntArray, first_column: int, reach: FloatRows, *, k: int, slack: float
-) -> Near:
+def _select(value: FloatRows, sums: IntArray, first_column: int, reach: FloatRows, *, k: int, slack: float) -> Near:
     """What may be among the k nearest items by any sum of similarities, of a block of the gallery.
 
     Args:
         value: [M, T, W] similarities to the block, -inf for the query itself.
         sums: [S, F] the models of every sum: all choices of one per fold.
         first_column: gallery item of the block's first column.
-        reach: that of the blocks before [T, S], or [1, 1] lower than all.
+        reach: that of the blocks before [T, S]; -inf for the first.
         k: places that matter.
         slack: sums further apart than this are in the right order.
     """
-    lower = upper = value[0]
-    for number, fold in enumerate(sums.T if len(value) > 1 else ()):  # what every sum of one per fold lies between
-        least, most = (bound(value[fold.min() : fold.max() + 1], axis=0) for bound in (np.min, np.max))
-        lower, upper = (lower + least, upper + most) if number else (least, most)
-    some = value
+    middle, upper = _middle_and_upper(value, sums)
+    flat, edges, some = value.reshape(len(value), -1), np.arange(len(upper) + 1) * upper.shape[1], value
     if len(sums) > 1:  # those that are near on average do for a bound
-        count = min(_NEAR_ON_AVERAGE * k, value.shape[2])
-        place = np.argpartition(lower + upper, -count, axis=1)[:, -count:]
-        some = np.take_along_axis(value, place[None], axis=2)
+        count = min(_NEAR_ON_AVERAGE * k, upper.shape[1])
+        place = np.argpartition(middle, -count, axis=1)[:, -count:]
+        some = np.take(flat, place + edges[:-1, None], axis=1)
     reach = np.maximum(reach, np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1))
-    floor = floor_below(reach.min(axis=1, keepdims=True), slack)
-    column = column_of(entries_above(upper, floor).padded())  # [T, C], ascending
-    near = np.take_along_axis(value, np.maximum(column, 0)[None], axis=2)
-    near[:, column < 0] = -np.inf
-    return Near(near, np.where(column < 0, column, column + first_column), reach)
+    item = np.flatnonzero(upper >= floor_below(reach.min(axis=1, keepdims=True), slack))
+    count = np.diff(np.searchsorted(item, edges))
+    return Near(flat[:, item], item - np.repeat(edges[:-1] - first_column, count), count, reach)
+
+
+def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, FloatRows]:
+    """Of what every sum of ``value`` [M, T, W] lies between: twice the middle, which stands for the average, and the
+    upper end [T, W]. The next call overwrites them."""
+    if len(value) == 1:
+        return value[0], value[0]
+    lower, upper = (_workspace.array(name, value.shape[1:], np.float32) for name in ("lower", "upper"))
+    for start in range(0, len(upper), _TOGETHER):
+        rows = slice(start, start + _TOGETHER)
+        for bound, total in ((np.minimum, lower[rows]), (np.maximum, upper[rows])):
+            ends = [bound.reduce(value[fold.min() : fold.max() + 1, rows], axis=0) for fold in sums.T]
+            total[...] = ends[0]
+            for end in ends[1:]:
+                total += end
+        lower[rows] += upper[rows]
+    return lower, upper
 
 
 def plain_rank(
@@ -261,20 +278,54 @@ def plain_rank(
         part: [T] queries.
         near: what may be among the k nearest.
         sums: [S, F] the models of every sum.
-        relevant: [T, C] whether an item of ``near`` is of the query's class.
+        relevant: [n] whether an item of ``near`` is of the query's class.
         k: places that matter.
         slack: sums further apart than this are in the right order.
     """
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
-    for total, chosen, reach, out in zip(_totals(near.value, sums), sums, near.reach.T, ranked, strict=True):
-        keys = entries_above(total, floor_below(reach[:, None], slack), marks=relevant).padded()
-
-        def exact(row: IntArray, place: IntArray, chosen: IntArray = chosen) -> NDArray[np.float64]:
-            similarity = np.zeros(len(row))
-            for model in chosen:
-                similarity += models[model].exact(part)(row, near.column[row, place])
-            return similarity
-
-        marks = marked(settle(keys, exact, k=k, slack=slack, by_mark=True)[:, :k])
-        out[:, : marks.shape[1]] = marks
+    query = np.repeat(np.arange(len(part)), near.counts)
+    waiting: list[tuple[IntArray, ...]] = []  # rankings that float32 values do not decide: sum, query, count, keys
+    for number, (total, reach) in enumerate(zip(_totals(near.value, sums), near.reach.T, strict=True)):
+        item = np.flatnonzero(total >= np.repeat(floor_below(reach, slack), near.counts))
+        count = np.bincount(query[item], minlength=len(part))
+        place, shape = padded_place(count)
+        bits = np.full(shape, _FARTHEST)
+        bits.reshape(-1)[place] = ((total[item].view(np.uint32) & _VALUE) | relevant[item]) ^ _SIGN
+        ordered = np.sort(bits.view(np.float32), axis=1)  # the nearest first
+        marks = (ordered.view(np.uint32) & 1).astype(bool)
+        ranked[number, :, : shape[1]] = marks[:, :k]
+        unsure = ((marks[:, 1:] != marks[:, :-1]) & (ordered[:, 1:] - ordered[:, :-1] <= slack)).any(axis=1)
+        item, rows = item[unsure[query[item]]], np.flatnonzero(unsure)
+        keys = pack(total[item], item) | relevant[item]
+        waiting.append((np.full(len(rows), number), rows, count[rows], keys))
+        if number + 1 == len(sums) or sum(len(held[-1]) for held in waiting) >= len(query):
+            which, rows, count, keys = map(np.concatenate, zip(*waiting, strict=True))
+            exact = functools.partial(_exact_sums, models, part, near, query, sums[which])
+            settled = settle(Found(count, keys).padded(), exact, k=k, slack=slack, by_mark=True)[:, :k]
+            ranked[which, rows, : settled.shape[1]] = marked(settled)
+            waiting.clear()
     return ranked
+
+
+def _exact_sums(
+    models: Sequence[FoldModel],
+    part: IntArray,
+    near: Near,
+    query: IntArray,
+    sums: IntArray,
+    at: IntArray,
+    item: IntArray,
+) -> NDArray[np.float64]:
+    """Exact sums [m] of ``sums[at]`` [m, F] for items ``item`` [m] of ``near``, which are of queries ``query`` [n]."""
+    total = np.zeros(len(item))
+    for chosen in sums[at].T:  # what several sums need is computed once
+        asked, place = np.unique(chosen * len(query) + item, return_inverse=True)
+        number, asked = np.divmod(asked, len(query))
+        parts = np.split(asked, np.searchsorted(number, range(1, len(models))))
+        exact = [
+            model.exact(part)(query[some], near.column[some])
+            for model, some in zip(models, parts, strict=True)
+            if len(some)
+        ]
+        total += np.concatenate(exact)[place]
+    return total

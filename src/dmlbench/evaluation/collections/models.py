@@ -17,16 +17,18 @@ from dmlbench.types import IntArray
 
 
 class Near(NamedTuple):
-    """What some sum of models may need of a tile.
+    """What some sum of models may need of a tile: n items, those of one query after those of the other.
 
     Attributes:
-        value: [M, T, C] float32 similarities, -inf where a query has fewer items than C.
-        column: [T, C] gallery items, ascending unless the ranking takes any order; -1 where there is none.
+        value: [M, n] float32 similarities.
+        column: [n] gallery items, ascending for each query.
+        counts: [T] items of each query.
         reach: [T, S] values that the sums of at least k items reach.
     """
 
     value: FloatRows
     column: IntArray
+    counts: IntArray
     reach: FloatRows
 
 

@@ -19,7 +19,7 @@ from dmlbench.types import IntArray
 
 FloatRows = NDArray[np.float32]
 
-_CHUNK_BYTES = 2**20  # float64 products held at once: stays in a core's second-level cache
+_CHUNK_BYTES = 2**19  # float64 products held at once: stays in a core's second-level cache
 _MEAN_ROWS = 512
 _FLOAT64_ERROR = 4e-15  # of ``exact_similarities`` itself: (log2 D + 2) 2^-53, for any D below 2^30
 
