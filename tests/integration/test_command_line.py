@@ -129,6 +129,7 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert len(run_dirs(tmp_path)) == runs + 1
 
 
+@pytest.mark.slow
 def test_bf16_and_channels_last_train_with_gsp_active(dmlbench, tmp_path) -> None:
     out = dmlbench("train", *TINY, *GSP, "fit.precision=bf16", "fit.channels_last=true", "fit.keep=both")
     assert "prototypes start" in out
@@ -257,6 +258,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_a_second_process_is_refus
     assert "1 stale" in dmlbench("status")
 
 
+@pytest.mark.slow
 def test_other_data_under_the_same_configuration_is_refused_before_and_after_completion(dmlbench, tmp_path) -> None:
     for folder in "AB":
         for label in range(16):

@@ -138,6 +138,7 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
     assert {path.suffix for path in written} == {".md", ".csv", ".tex"}
 
 
+@pytest.mark.slow
 def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: Path, capsys) -> None:
     tables = done / "out" / "tables" / "gsp"
     reproduce(capsys, "gsp/table2", "max_hours=0")
@@ -179,6 +180,7 @@ def _with_rows(folder: Path, rows: dict[str, str], table: str = TABLE) -> None:
     (folder / "conf/experiment/gsp/table2.yaml").write_text(f"{table}\nreproduce:\n  rows:\n{text}")
 
 
+@pytest.mark.slow
 def test_missing_data_or_weights_are_one_error_before_anything_is_begun(folder: Path, capsys) -> None:
     gone = "dataset=glyphs backbone=resnet20_small backbone.weights_file=gone.pth"
     without_data = TABLE.replace("dataset: {table: {num_classes: 8, images_per_class: 5, image_size: 24}}\n", "")
@@ -293,6 +295,7 @@ def _all_took(seconds: float) -> None:
             write_json(run.path / RESULT, {**read_result(run.path), "wall_s": seconds})
 
 
+@pytest.mark.slow
 def test_runs_of_others_are_come_back_to_within_the_hours_and_else_named(done: Path, capsys, monkeypatch) -> None:
     run = find_runs("out", "*gap*")[0].path
     (run / RESULT).unlink()

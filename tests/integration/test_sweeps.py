@@ -35,6 +35,7 @@ def start(folder: Path, *arguments: str) -> Process:
     return Process(arguments, folder=folder, environment=environment)
 
 
+@pytest.mark.slow
 def test_two_sweeps_share_a_grid_and_a_third_takes_over_what_another_process_leaves(tmp_path: Path) -> None:
     both = [start(tmp_path, *GRID) for _ in range(2)]
     ended = [process.wait(timeout=120) for process in both]

@@ -173,6 +173,7 @@ def test_a_killed_removal_leaves_no_summary_without_runs(tmp_path, monkeypatch: 
     assert not path.parent.exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_its_killed_process_does_not_hold_the_lock(tmp_path) -> None:
     holder = (
         "import os, signal, sys, time\nfrom pathlib import Path\nfrom dmlbench.results.store import locked\n"

@@ -27,6 +27,7 @@ def places(tmp_path: Path) -> list[str]:
     return [f"paths.output_dir={tmp_path}", f"paths.cache_dir={tmp_path}/cache", "device=cpu"]
 
 
+@pytest.mark.slow
 def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
     own = "training=[" + ",".join(f"'{override}'" for override in [*TINY, "pooling.num_prototypes=4"]) + "]"
     cfg = compose("study_gsp_mu", [own, "folds=[0]", "transport_ratios=[1.0,0.3]", *places(tmp_path)])
