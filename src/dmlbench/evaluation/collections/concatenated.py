@@ -250,13 +250,15 @@ def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, Floa
     if len(value) == 1:
         return value[0], value[0]
     lower, upper = (_workspace.array(name, value.shape[1:], np.float32) for name in ("lower", "upper"))
+    one = _workspace.array("one", (_TOGETHER, upper.shape[1]), np.float32)
     for start in range(0, len(upper), _TOGETHER):
         rows = slice(start, start + _TOGETHER)
         for bound, total in ((np.minimum, lower[rows]), (np.maximum, upper[rows])):
-            ends = [bound.reduce(value[fold.min() : fold.max() + 1, rows], axis=0) for fold in sums.T]
-            total[...] = ends[0]
-            for end in ends[1:]:
-                total += end
+            for number, fold in enumerate(sums.T):
+                out = one[: len(total)] if number else total
+                bound.reduce(value[fold.min() : fold.max() + 1, rows], axis=0, out=out)
+                if number:
+                    total += out
         lower[rows] += upper[rows]
     return lower, upper
 
