@@ -1,7 +1,7 @@
 """Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
 
-It finds what ``plain_rank`` finds, bit by bit. Letters: M models, T queries of a tile, S sums of F models each, n items
-that some sum may need, k places that matter.
+It finds what ``plain_select`` and ``plain_rank`` find, bit by bit. Letters: M models, T queries of a tile, W gallery
+items of a block, S sums of F models each, n items that some sum may need, k places that matter.
 
 Which places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
 numbers in order, a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with
@@ -9,13 +9,17 @@ irrelevant ones only, and exactly only where the two are near.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numba
 import numpy as np
+from numba.core.types import voidptr
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.collections.models import FoldModel, Near
 from dmlbench.evaluation.search.similarity import FloatRows
-from dmlbench.evaluation.search.top_k import LOWEST
+from dmlbench.evaluation.search.top_k import LOWEST, floor_below
 from dmlbench.machine_code import compiled
 from dmlbench.types import IntArray
 
@@ -23,7 +27,36 @@ _WANTED = np.inf  # in place of an exact similarity: it is to be computed
 _LANES = 32  # numbers that a vector unit compares at a time
 
 
-def compiled_rank(
+def select(value: FloatRows, largest: FloatRows, first_column: int, reach: FloatRows, *, slack: float) -> Near:
+    """As ``plain_select``."""
+    return Near(*_at_least(value, largest, floor_below(reach.min(axis=1), slack), first_column), reach)
+
+
+@compiled
+def _at_least(
+    value: FloatRows, largest: FloatRows, floor: FloatRows, first_column: int
+) -> tuple[FloatRows, IntArray, IntArray]:
+    """Where ``largest`` [T, W] is at least ``floor`` [T]: ``value`` [M, n], gallery items [n], how many a query [T]."""
+    column, counts = np.empty(largest.size, np.int64), np.empty(len(floor), np.int64)
+    stop = 0
+    for row in range(len(floor)):
+        start, lowest = stop, floor[row]
+        for place in range(largest.shape[1]):
+            if largest[row, place] >= lowest:
+                column[stop] = place
+                stop += 1
+        counts[row] = stop - start
+    found = np.empty((len(value), stop), np.float32)
+    for model in range(len(value)):
+        stop = 0
+        for row in range(len(floor)):
+            start, stop = stop, stop + counts[row]
+            for at in range(start, stop):
+                found[model, at] = value[model, row, column[at]]
+    return found, column[:stop] + first_column, counts
+
+
+def rank(
     models: Sequence[FoldModel],
     part: IntArray,
     near: Near,
@@ -40,13 +73,14 @@ def compiled_rank(
     known = np.full(near.value.shape, np.nan)
     pending = np.ones((len(sums), len(part)), np.bool_)
     ranked = np.zeros((len(sums), len(part), k), np.bool_)
+    rows = [model.held_rows() for model in models]
+    # the arrays' addresses, for a list of them would be compiled anew for every number of models
+    held = np.array([(0, 0, 0) if r is None else (r[0].ctypes.data, r[1].ctypes.data, r[0].shape[1]) for r in rows])
     while pending.any():
-        _rank(near, order, lead, sums, np.float32(slack), known, pending, ranked)
-        for model, similarity in zip(models, known, strict=True):
-            item, held = np.flatnonzero(similarity == _WANTED), model.held_rows()
-            if held is not None:
-                similarity[item] = _exact(*held, part[row[item]], near.column[item])
-            elif len(item):
+        _rank(near, part, order, lead, sums, np.float32(slack), held, known, pending, ranked)
+        for model, similarity in ((models[at], known[at]) for at, r in enumerate(rows) if r is None):
+            item = np.flatnonzero(similarity == _WANTED)
+            if len(item):
                 similarity[item] = model.exact(part)(row[item], near.column[item])
     return ranked
 
@@ -54,10 +88,12 @@ def compiled_rank(
 @compiled
 def _rank(
     tile: Near,
+    part: IntArray,
     order: IntArray,
     lead: IntArray,
     sums: IntArray,
     slack: np.float32,
+    held: IntArray,
     known: NDArray[np.float64],
     pending: NDArray[np.bool_],
     ranked: NDArray[np.bool_],
@@ -65,7 +101,8 @@ def _rank(
     """Rank a tile by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
 
     The first ``lead`` [T] items of a query in ``order`` [n] are the relevant ones. ``known`` [M, n] are the exact
-    similarities so far, NaN at first; in place of one that is missed, ``_WANTED`` is written.
+    similarities so far, NaN at first; in place of one that is missed, ``_WANTED`` is written. ``held`` [M, 3]: the
+    addresses of a model's unit rows, of queries, which ``part`` [T] counts, and of the gallery, and their width; or 0.
     """
     models, width, k = len(known), tile.counts.max(), ranked.shape[2]
     near, total = np.empty((models, width), np.float32), np.zeros((sums.shape[1] + 1, width), np.float32)
@@ -82,7 +119,7 @@ def _rank(
             one = tile.value[model]
             for i in range(size):
                 near[model, i] = one[items[i]]
-        before = -1
+        query, before = part[row], -1
         for at in range(len(sums)):
             if not pending[at, row]:
                 continue
@@ -99,11 +136,11 @@ def _rank(
             missed = False
             for p in range(num_items):
                 if unsure[p] > above[p] and above[p] < k:
-                    own = _exact_sum(item[p], sums[at], known)
+                    own = _exact_sum(query, item[p], tile.column, sums[at], held, known)
                     missed |= np.isnan(own)
                     for j in range(num_items, num_all):
                         if sum_of[j] + slack >= sum_of[p] and not sum_of[j] - slack > sum_of[p]:
-                            its = _exact_sum(item[j], sums[at], known)
+                            its = _exact_sum(query, item[j], tile.column, sums[at], held, known)
                             missed |= np.isnan(its)
                             above[p] += its > own or (its == own and item[j] < item[p])
                 number[min(above[p], k)] += 1
@@ -143,12 +180,14 @@ def _count_above(
 
 
 @compiled
-def _exact_sum(item: int, models: IntArray, known: NDArray[np.float64]) -> float:
+def _exact_sum(
+    query: int, item: int, column: IntArray, models: IntArray, held: IntArray, known: NDArray[np.float64]
+) -> float:
     """Sum over folds, in their order, of exact similarities; NaN if one is missed."""
     total = 0.0
     for model in models:
         if np.isnan(known[model, item]):
-            known[model, item] = _WANTED
+            known[model, item] = _exact(held[model], query, column[item]) if held[model, 0] else _WANTED
         if known[model, item] == _WANTED:
             total = np.nan
         total += known[model, item]
@@ -156,17 +195,32 @@ def _exact_sum(item: int, models: IntArray, known: NDArray[np.float64]) -> float
 
 
 @compiled
-def _exact(left: FloatRows, right: FloatRows, query: IntArray, column: IntArray) -> NDArray[np.float64]:
-    """``similarity.exact_similarities`` of rows of ``left`` [Q, D] and ``right`` [N, D]."""
-    similarity, terms = np.empty(len(query)), np.zeros(left.shape[1] + 1)  # a row may have no columns
-    for pair in range(len(query)):
-        x, y, width = left[query[pair]], right[column[pair]], left.shape[1]
-        for d in range(width):
-            terms[d] = np.float64(x[d]) * np.float64(y[d])
-        while width > 1:
-            half = (width + 1) // 2
-            for d in range(width - half):
-                terms[d] += terms[half + d]
-            width = half
-        similarity[pair] = terms[0]
-    return similarity
+def _exact(held: IntArray, query: int, column: int) -> float:
+    """``similarity.exact_similarities`` of two rows."""
+    width = held[2]
+    x, y = _row(held[0], query, width), _row(held[1], column, width)
+    terms = np.zeros(width + 1)  # a row may have no columns
+    for d in range(width):
+        terms[d] = np.float64(x[d]) * np.float64(y[d])
+    while width > 1:
+        half = (width + 1) // 2
+        for d in range(width - half):
+            terms[d] += terms[half + d]
+        width = half
+    return terms[0]
+
+
+@compiled
+def _row(address: int, number: int, width: int) -> NDArray[np.float32]:
+    """Row ``number`` of a C-ordered array of float32 numbers that begins at ``address``."""
+    return numba.carray(_pointer(address + 4 * width * number), (width,), np.float32)
+
+
+def _as_pointer(_: Any, address: Any) -> Any:
+    """What numba makes of a number that is used as a pointer."""
+    return voidptr(address), lambda context, builder, _, arguments: builder.inttoptr(
+        arguments[0], context.get_value_type(voidptr)
+    )
+
+
+_pointer: Any = intrinsic(_as_pointer)

@@ -7,8 +7,9 @@ M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +25,13 @@ from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.resume import PartialScores, fingerprint_of
 from dmlbench.evaluation.search.back_ends import exclude
 from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
-from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.evaluation.search.top_k import Found, floor_below, kth_bound, marked, pack, padded_place, settle
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
-
-Rank = Callable[..., NDArray[np.bool_]]
 
 _TILE_ROWS = 144
 _COLUMNS = 8192  # gallery items of a block
@@ -123,7 +121,8 @@ def _score(
         spec: what to compute.
         progress: whether to show a bar.
     """
-    rank = compiled_ranking() or plain_rank
+    compiled = compiled_ranking()
+    select, rank = (plain_select, plain_rank) if compiled is None else (compiled.select, compiled.rank)
     scored = of_queries(spec.scores)
     threads = num_threads()
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
@@ -142,10 +141,14 @@ def _score(
             for out in value:
                 exclude(out, relevance.own_column[part] - start)
             slack = np.maximum(slack, [_slack(bounds, sums) for sums in rankings])
+            middle, upper = _middle_and_upper(value, rankings[0])
+            nearest = _largest_on_average(value, middle, _NEAR_ON_AVERAGE * k)
             for blocks, sums, distance in zip(found, rankings, slack, strict=True):
                 these = slice(sums.min(), sums.max() + 1)
                 reach = blocks[-1].reach if blocks else np.full((len(part), len(sums)), -np.inf, np.float32)
-                blocks.append(_select(value[these], sums - these.start, start, reach, k=k, slack=distance))
+                reach = np.maximum(reach, _reach(nearest[these], sums - these.start, k))
+                largest = value[these.start] if sums.size == 1 else upper
+                blocks.append(select(value[these], largest, start, reach, slack=distance))
             # exact similarities may take twice as much
             if sum(one.value.nbytes for blocks in found for one in blocks) > free // 6 and len(part) > 1:
                 return np.concatenate([work(half) for half in np.array_split(part, 2)])  # too much is near
@@ -174,7 +177,7 @@ def _score(
         disable=not progress,
         leave=False,
     )
-    with bar, single_threaded_products(), single_threaded_torch(), strict_float32_products():
+    with bar, single_threaded_products():
         for part in over_threads(work, tiles, threads=threads):
             store.state.done += len(part)
             store.advance(part)
@@ -215,33 +218,37 @@ def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
         yield totals[-1]
 
 
-def compiled_ranking() -> Rank | None:
-    """The compiled twin of ``plain_rank`` where numba is installed, else None; the same bits."""
-    module = machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
-    return None if module is None else module.compiled_rank
+def compiled_ranking() -> ModuleType | None:
+    """The compiled twins of ``plain_select`` and ``plain_rank`` where numba is installed, else None; the same bits."""
+    return machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
 
 
-def _select(value: FloatRows, sums: IntArray, first_column: int, reach: FloatRows, *, k: int, slack: float) -> Near:
+def plain_select(value: FloatRows, largest: FloatRows, first_column: int, reach: FloatRows, *, slack: float) -> Near:
     """What may be among the k nearest items by any sum of similarities, of a block of the gallery.
 
     Args:
         value: [M, T, W] similarities to the block, -inf for the query itself.
-        sums: [S, F] the models of every sum: all choices of one per fold.
+        largest: [T, W] what no sum exceeds.
         first_column: gallery item of the block's first column.
-        reach: that of the blocks before [T, S]; -inf for the first.
-        k: places that matter.
+        reach: [T, S] values that at least k items reach, here or in blocks before.
         slack: sums further apart than this are in the right order.
     """
-    middle, upper = _middle_and_upper(value, sums)
-    flat, edges, some = value.reshape(len(value), -1), np.arange(len(upper) + 1) * upper.shape[1], value
-    if len(sums) > 1:  # those that are near on average do for a bound
-        count = min(_NEAR_ON_AVERAGE * k, upper.shape[1])
-        place = np.argpartition(middle, -count, axis=1)[:, -count:]
-        some = np.take(flat, place + edges[:-1, None], axis=1)
-    reach = np.maximum(reach, np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1))
-    item = np.flatnonzero(upper >= floor_below(reach.min(axis=1, keepdims=True), slack))
+    flat, edges = value.reshape(len(value), -1), np.arange(len(largest) + 1) * largest.shape[1]
+    item = np.flatnonzero(largest >= floor_below(reach.min(axis=1, keepdims=True), slack))
     count = np.diff(np.searchsorted(item, edges))
     return Near(flat[:, item], item - np.repeat(edges[:-1] - first_column, count), count, reach)
+
+
+def _reach(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
+    """Values [T, S] that every sum of at least k of the items ``some`` [M, T, C] reaches; -inf if there are fewer."""
+    return np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1)
+
+
+def _largest_on_average(value: FloatRows, middle: FloatRows, count: int) -> FloatRows:
+    """``value`` [M, T, W] of the ``count`` items [M, T, C] whose ``middle`` [T, W] is largest: they do for a bound."""
+    height, width = middle.shape
+    place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
+    return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1)
 
 
 def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, FloatRows]:

@@ -19,7 +19,7 @@ from dmlbench.evaluation.embeddings.sets import ids_of, self_columns
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity
 from dmlbench.evaluation.search.parallel import num_threads
 from dmlbench.evaluation.search.scan import BYTES_PER_WAITING, ScanPlan, ScanState, scan
-from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
+from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.evaluation.search.top_k import (
     MAX_GALLERY,
     ExactSimilarity,
@@ -27,7 +27,6 @@ from dmlbench.evaluation.search.top_k import (
     pack,
 )
 from dmlbench.evaluation.search.unit_vectors import BYTES_PER_CANDIDATE
-from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -100,8 +99,7 @@ class PairwiseSearch:
         state: ScanState | None = None,
     ) -> Iterator[tuple[IntArray, Result]]:
         """See ``scan``."""
-        with single_threaded_torch(), strict_float32_products():
-            yield from scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)), state=state)
+        return scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)), state=state)
 
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
         """How the scan is shared out: by half where a distance is the same for both sides of a pair and the candidates

@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from dmlbench.evaluation.search.similarity import strict_float32_products
+from dmlbench.runtime import single_threaded_torch
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -24,8 +27,9 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def single_threaded_products() -> Iterator[None]:
-    """numpy's matrix products use the calling thread alone inside: two pools of threads would fight for the cores."""
-    with _controller().limit(limits=1, user_api="blas"):
+    """Matrix products of numpy and torch use the calling thread alone inside, for two pools of threads would fight for
+    the cores; those of float32 tensors are float32 products, whatever is set outside."""
+    with _controller().limit(limits=1, user_api="blas"), single_threaded_torch(), strict_float32_products():
         yield
 
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from dmlbench.evaluation.search.pairwise_search import PairwiseSearch
-from dmlbench.evaluation.search.parallel import over_threads
+from dmlbench.evaluation.search.parallel import over_threads, single_threaded_products
 from dmlbench.evaluation.search.scan import ScanState
-from dmlbench.evaluation.search.similarity import strict_float32_products
 from dmlbench.evaluation.search.top_k import PADDING, Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
-from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ def reranked(
 
     threads = search.plan(size, len(wanted)).threads
     for part, columns in short.ranked(size, shortlist, wanted=wanted):
-        with single_threaded_torch(), strict_float32_products():
+        with single_threaded_products():
             rows = list(over_threads(work, list(zip(part.tolist(), columns, strict=True)), threads=threads))
             keys = np.full((len(rows), max(row.shape[1] for row in rows)), PADDING)
             for place, row in enumerate(rows):
