@@ -1,5 +1,6 @@
 """Recipes: papers' settings as printed or as in their code, between an option's own values and those that are given."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_the_birds_of_2010_keep_the_names_of_their_cells() -> None:
     assert {row.split(",")[3].rpartition("-")[2] for row in table} == set(PUBLISHED["cub200_2010"].values())
 
 
+@functools.cache
 def combinations(recipe: str) -> list[dict[str, str | None]]:
     """What a recipe covers, group by group."""
     covers = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{recipe}.yaml")).get("covers", [])
@@ -198,6 +200,7 @@ def test_the_conventional_setting_of_gsp_has_the_values_of_each_side(side, given
     assert (cfg.head.out_features, cfg.fit.monitor, cfg.regularizer.zsr.weight) == (512, "recall_at_1", 0.1)
 
 
+@pytest.mark.slow
 def test_every_row_with_gsp_has_the_zero_shot_loss_unless_it_is_left_out() -> None:
     def composed(*given: str) -> DictConfig:
         return compose("train", ["experiment=gsp_fair", *given])

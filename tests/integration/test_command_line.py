@@ -375,6 +375,7 @@ def test_protocols_over_repeats_are_aggregated_by_their_own_rule(dmlbench, proto
     assert ("best" in table.splitlines()[2]) == (protocol == "conventional")
 
 
+@pytest.mark.slow
 def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench, tmp_path) -> None:
     two_stage = (
         "train", *TINY, "protocol=two_stage", "fit.validate_every=${epochs:1}", "fit.max_steps=${epochs:4}",

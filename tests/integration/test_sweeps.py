@@ -60,6 +60,7 @@ def test_two_sweeps_share_a_grid_and_a_third_takes_over_what_another_process_lea
     assert (runs[0].path / RESULT).exists()
 
 
+@pytest.mark.slow
 def test_the_last_line_names_every_cell_that_failed_and_the_others_are_done(tmp_path: Path) -> None:
     process = start(tmp_path, "train", "-m", *TINY, "optim.lr=1e30,1e-3", "fold=0")
     code, _, error = process.wait(timeout=120)
