@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dmlbench.data.protocols import Conventional, Hpo, Mlrc, MlrcMusgrave, TwoStage, check_split, class_index
+from dmlbench.data.protocols import Conventional, HeldOut, Hpo, Mlrc, MlrcMusgrave, TwoStage, check_split, class_index
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet
 
 CUB, CARS, SOP = (200, 100), (196, 98), (22_634, 11_318)
@@ -122,6 +122,16 @@ def test_hpo_holds_out_one_of_five_parts_and_never_sees_the_test_half(part: int)
     assert Hpo().held_out_part == 4
 
 
+def test_held_out_classes_select_and_the_test_half_is_tested() -> None:
+    table = table_of(*CARS)
+    split = HeldOut().split(table, fold=0)
+    assert classes(table, split.train) == span(0, 48)
+    assert split.val is not None and classes(table, split.val.query) == span(49, 97)
+    assert split.test is not None and classes(table, split.test.query) == span(98, 195)
+    assert not split.val_is_test
+    assert classes(table, HeldOut(num_parts=5).split(table, fold=0).val.query) == span(78, 97)
+
+
 def test_two_stages_train_on_half_and_on_all_train_classes_and_only_the_second_is_tested() -> None:
     table = table_of(*CUB)
     first, second = (TwoStage(stage=stage).split(table, fold=0) for stage in (1, 2))
@@ -139,12 +149,14 @@ def test_two_stages_train_on_half_and_on_all_train_classes_and_only_the_second_i
 
 def test_every_protocol_says_how_its_runs_are_summed_up() -> None:
     facts = {
-        p.name: (p.num_folds, p.num_repeats, p.aggregation) for p in (Mlrc(), MlrcMusgrave(), Conventional(), Hpo())
+        p.name: (p.num_folds, p.num_repeats, p.aggregation)
+        for p in (Mlrc(), MlrcMusgrave(), Conventional(), HeldOut(), Hpo())
     }
     assert facts == {
         "mlrc": (4, 3, "collections"),
         "mlrc_musgrave": (4, 3, "collections"),
         "conventional": (1, 3, "best_and_mean"),
+        "held_out": (1, 3, "mean_of_test"),
         "hpo": (1, 3, "mean"),
     }
 
@@ -165,8 +177,9 @@ def test_settings_out_of_range_are_named() -> None:
         Conventional(num_repeats=0)
     with pytest.raises(ConfigError, match=r"held_out_part \(5\)"):
         Hpo(held_out_part=5)
-    with pytest.raises(ConfigError, match="num_parts"):
-        Hpo(num_parts=1)
+    for protocol in (Hpo, HeldOut):
+        with pytest.raises(ConfigError, match=r"num_parts \(1\)"):
+            protocol(num_parts=1)
 
 
 def test_too_few_classes_are_an_error() -> None:

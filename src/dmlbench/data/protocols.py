@@ -204,6 +204,37 @@ class Hpo(Protocol):
 
 
 @dataclass(frozen=True)
+class HeldOut(Protocol):
+    """Train on all but the last of the contiguous parts of the train half, select on that, test once on the test half.
+
+    Attributes:
+        num_parts: parts that the train classes are cut into, at floor(i C / num_parts).
+    """
+
+    num_parts: int = 2
+    num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
+    name: ClassVar[str] = "held_out"
+    aggregation: ClassVar[str] = "mean_of_test"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_parts < 2:
+            raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
+
+    def _split(self, table: ImageTable, fold: int) -> Split:
+        classes = _train_classes(table, at_least=self.num_parts)
+        held_out = _parts(classes, self.num_parts)[-1]
+        return Split(
+            name=f"{table.name} {self.name}",
+            fold=fold,
+            train=_train_rows(table, np.setdiff1d(classes, held_out)),
+            val=RetrievalSet(_train_rows(table, held_out)),
+            test=_test_set(table),
+        )
+
+
+@dataclass(frozen=True)
 class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 

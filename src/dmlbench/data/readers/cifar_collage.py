@@ -1,0 +1,146 @@
+"""Collages of CIFAR-100: a super-class in one quadrant, shared background classes in the other three."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench.data.image_table import make_table
+from dmlbench.data.images.array_cache import cached_array
+from dmlbench.data.readers.cifar import SIDE, cifar100
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
+
+Layout = Literal["public", "paper"]
+
+SUPER_CLASSES = (  # in the published order, which is that of their ids
+    "aquatic_mammals", "fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices",
+    "household_furniture", "insects", "large_carnivores", "large_man-made_outdoor_things",
+    "large_natural_outdoor_scenes", "large_omnivores_and_herbivores", "medium_mammals", "non-insect_invertebrates",
+    "people", "reptiles", "small_mammals", "trees", "vehicles_1", "vehicles_2",
+)  # fmt: skip
+BACKGROUND = ("flowers", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "trees")
+PARTS: dict[Layout, dict[str, slice]] = {
+    "public": {"train": slice(0, 3), "test": slice(3, 5)},
+    "paper": {"train": slice(0, 2), "val": slice(2, 3), "test": slice(3, 5)},
+}
+"""Which of the five classes of a super-class, in published order, belong to which part."""
+_VERSION = 1  # increment it whenever the pixels change
+
+
+def cifar100_collage(
+    root: str | Path,
+    *,
+    cache_dir: str | Path,
+    layout: Layout = "public",
+    collage: bool = True,
+    images_per_class: int | None = None,
+    seed: int = 0,
+) -> ImageTable:
+    """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study.
+
+    Labels are super-classes of a part: the classes of CIFAR-100 that a super-class consists of in training, in
+    validation and in test are others, and so are the classes of the background (``BACKGROUND``), whose images fill
+    three quadrants. Each image of CIFAR-100, whichever part of its split for classification it is of, is the target of
+    one collage, which stays the same; its quadrant and its background are drawn by a random stream of its own. Labels
+    of ``layout="paper"`` train in their first half and validate in their second (``protocol=held_out``).
+
+    Args:
+        root: folder of CIFAR-100, or one that holds it; complete, with super-classes (the python version).
+        cache_dir: folder that keeps the pixels as one array.
+        layout: of the five classes of a super-class, three train and two test (the public code), or two train, one
+            validates and two test (the paper); in published order, which neither of them names.
+        collage: False takes the targets alone, as they are: the bound that the study calls distilled.
+        images_per_class: the first so many images of each of CIFAR-100's classes as targets; None: all 600.
+        seed: of quadrants and backgrounds.
+
+    Returns:
+        a table with ``pixels`` [N, 64, 64, 3], or [N, 32, 32, 3] without ``collage``.
+
+    Raises:
+        ConfigError: an unknown layout, or ``images_per_class`` out of range.
+        DataError: CIFAR-100 is missing, damaged or incomplete, or lies in folders that do not name super-classes.
+
+    Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
+        and supplement 2.2.
+    """
+    if layout not in PARTS:
+        raise ConfigError(f"layout ('{layout}') of cifar100_collage must be one of {', '.join(get_args(Layout))}")
+    source = cifar100(root, cache_dir=cache_dir)
+    most = len(source.labels) // source.num_classes
+    if images_per_class is not None and not 2 <= images_per_class <= most:
+        raise ConfigError(f"images_per_class ({images_per_class}) must lie in [2, {most}], or be null for all")
+    if source.super_labels is None:
+        raise DataError(f"CIFAR-100 in '{root}' does not name super-classes; the collages need the python version")
+    by_class = np.argsort(source.labels, kind="stable").reshape(source.num_classes, -1)  # rows, in their order
+    targets: list[IntArray] = []
+    pools: list[IntArray] = []  # rows that the background of each target is drawn from
+    labels: list[IntArray] = []
+    names: list[str] = []
+    super_of = source.super_labels[by_class[:, 0]]
+    for part, which in PARTS[layout].items():
+        classes = {name: np.flatnonzero(super_of == number)[which] for number, name in enumerate(SUPER_CLASSES)}
+        pool = by_class[np.concatenate([classes[name] for name in BACKGROUND])].reshape(-1)
+        for name in SUPER_CLASSES:
+            if name not in BACKGROUND:
+                targets.append(by_class[classes[name], :images_per_class].reshape(-1))
+                pools.append(pool)
+                labels.append(np.full(len(targets[-1]), len(names)))
+                names.append(f"{name} ({part})")
+    rows, label = np.concatenate(targets), np.concatenate(labels)
+    assert source.pixels is not None
+    if collage:
+        key = {
+            "version": _VERSION,
+            "of": source.fingerprint,
+            "layout": layout,
+            "images": images_per_class,
+            "seed": seed,
+        }
+        pixels, digest = _cached(source, targets, pools, cache_dir, key, seed)
+    else:
+        pixels, digest = source.pixels[rows], source.fingerprint
+    table = make_table(
+        "cifar100_collage" if collage else "cifar100_collage_distilled",
+        "",
+        paths=source.paths[rows],
+        labels=label,
+        class_names=names,
+        role=np.where(np.char.endswith(np.array(names), "(test)")[label], "test", "train"),
+        content=digest,
+        super_labels=source.super_labels[rows],
+        pixels=pixels,
+        layout=f"classes for training and test as in the {'published code' if layout == 'public' else 'paper'}",
+    )
+    whole = most * len(label) // (images_per_class or most)
+    return table if len(label) == whole else replace(table, notes=(f"a subset: {len(label):,} of {whole:,} images",))
+
+
+def _cached(
+    source: ImageTable,
+    targets: list[IntArray],
+    pools: list[IntArray],
+    cache_dir: str | Path,
+    key: dict[str, object],
+    seed: int,
+) -> tuple[NDArray[np.uint8], str]:
+    """Collages [N, 64, 64, 3] of targets and images of their pools, and their digest."""
+
+    def build() -> NDArray[np.uint8]:
+        assert source.pixels is not None
+        collages = np.empty((sum(map(len, targets)), 2, SIDE, 2, SIDE, 3), dtype=np.uint8)
+        number = 0
+        for rows, pool in zip(targets, pools, strict=True):
+            for target in rows.tolist():
+                stream = generator(seed, "cifar100_collage", target)
+                quadrants = pool[stream.choice(len(pool), 4, replace=False)]
+                quadrants[stream.integers(4)] = target
+                for place, row in enumerate(quadrants.tolist()):
+                    collages[number, place // 2, :, place % 2] = source.pixels[row]
+                number += 1
+        return collages.reshape(-1, 2 * SIDE, 2 * SIDE, 3)
+
+    cached = cached_array(cache_dir, "cifar100_collage", key=key, build=build)
+    return cached.array, cached.digest
