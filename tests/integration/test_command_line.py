@@ -197,8 +197,8 @@ WITH_WORKERS = (*GSP, "num_workers=2")
     [
         pytest.param(GSP, 3, id="gsp", marks=pytest.mark.slow),
         pytest.param(PROXIES, 3, id="proxies", marks=pytest.mark.slow),
-        pytest.param(WITH_WORKERS, 3, id="gsp_with_workers_often", marks=pytest.mark.slow),
-        pytest.param(WITH_WORKERS, 1, id="gsp_with_workers"),
+        pytest.param(WITH_WORKERS, 3, id="gsp_with_workers", marks=pytest.mark.slow),
+        pytest.param(GSP, 1, id="gsp_once"),
     ],
 )
 def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, method, num_kills) -> None:
