@@ -70,6 +70,7 @@ def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
     assert cfg.runtime.choices.miner == "TripletMarginMiner"
 
 
+@pytest.mark.slow
 def test_what_interpolations_give_stays_and_so_does_all_of_the_option_s_own_component(composed) -> None:
     cfg = composed("loss=proxy_anchor", f"loss._target_={LOSSES}ArcFaceLoss")
     assert set(cfg.loss) == {"_target_", "num_classes", "embedding_size"}
@@ -79,6 +80,7 @@ def test_what_interpolations_give_stays_and_so_does_all_of_the_option_s_own_comp
     assert again.runtime.choices.pooling == "gsp"
 
 
+@pytest.mark.slow
 def test_sweeps_exchange_components_and_timm_s_models_have_their_names(composed) -> None:
     cells = composed("-m", f"loss._target_={LOSSES}CircleLoss,{LOSSES}NTXentLoss", "fold=0")
     assert [cfg.runtime.choices.loss for cfg in cells] == ["CircleLoss", "NTXentLoss"]

@@ -161,6 +161,7 @@ def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_ben
     assert "published are train 5,864 images" in error
 
 
+@pytest.mark.slow
 def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "CUB_200_2011"
     (folder / "images").mkdir(parents=True)

@@ -160,6 +160,7 @@ def test_readme_has_a_row_for_every_loss_with_formula_source_and_reduction(repos
     assert sorted(row[0] for row in rows[1:]) == sorted(x.stem for x in (repository / "conf" / "loss").glob("*.yaml"))
 
 
+@pytest.mark.slow
 def test_readme_has_a_row_for_every_pooling_with_its_parameters(repository) -> None:
     text = (repository / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d,]+) \| [\d.]+ \|", text, flags=re.MULTILINE))

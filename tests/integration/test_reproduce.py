@@ -239,6 +239,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     assert "MIXED CODE: " in out
 
 
+@pytest.mark.slow
 def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsys) -> None:
     torch.save(ResNet20(stem_stride=2).state_dict(), "resnet50-0676ba61.pth")
     out, _ = reproduce(capsys, *ONE, "fold=0", "backbone.weights_file=resnet50-0676ba61.pth")

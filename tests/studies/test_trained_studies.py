@@ -125,6 +125,7 @@ def test_zero_shot_prediction_by_a_loop() -> None:
     assert np.mean(exact["cosine"]["accuracy"]) == 1.0  # three classes determine a map from three attributes
 
 
+@pytest.mark.slow
 def test_the_study_of_zero_shot_prediction_in_miniature(cifar: Path, tmp_path: Path) -> None:
     started = training("pooling.memory_rows=32", "loss=proxy_nca_gsp")
     small = ["prototypes=4", "splits=3", "eval_images=4"]
