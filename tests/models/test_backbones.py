@@ -18,6 +18,7 @@ from dmlbench.models.backbones import Backbone, TimmBackbone
 from dmlbench.models.bninception import BNInception
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.models.weights import load_weights, read_weights
+from dmlbench.training.checkpoint import save_checkpoint
 from dmlbench.types import ConfigError, DataError
 
 
@@ -271,6 +272,19 @@ def test_timm_network_returns_the_stages_asked_for_and_equal_its_last_map() -> N
     assert not model.model.bn1.weight.requires_grad
     with pytest.raises(ConfigError, match="out_levels"):
         TimmBackbone("resnet18", pretrained=False, out_indices=(5,))
+
+
+def test_a_run_s_checkpoint_gives_the_weights_of_its_backbone(tmp_path: Path) -> None:
+    trained = ResNet20()
+    model = {f"backbone.{name}": value for name, value in trained.state_dict().items()}
+    model |= {"head.weight": torch.zeros(2, 64), "pooling.backbone.weight": torch.zeros(3)}
+    save_checkpoint(tmp_path / "best.ckpt", {"model": model, "objective": {}, "step": 3, "score": 0.5})
+    found = ResNet20(weights_file=str(tmp_path / "best.ckpt")).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
+    other = {"model": {"network.weight": torch.zeros(1)}}
+    save_checkpoint(tmp_path / "other.ckpt", other)
+    with pytest.raises(ConfigError, match="holds no named tensors"):
+        read_weights(tmp_path / "other.ckpt")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -18,7 +18,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read a ``.safetensors`` file or a PyTorch checkpoint (any other suffix) without executing anything in it.
 
     A checkpoint may hold the tensors under ``state_dict`` and may have been saved from a ``DataParallel`` model
-    (``module.`` before every name); both wrappings are taken off.
+    (``module.`` before every name); both wrappings are taken off. Of a run's checkpoint (``best.ckpt``) the tensors of
+    its backbone are read.
 
     Raises:
         ConfigError: the file is missing, unreadable, or holds something else than named tensors.
@@ -43,6 +44,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
+    if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
+        parts = ((str(key).partition("."), value) for key, value in content["model"].items())
+        content = {name: value for (part, _, name), value in parts if part == "backbone"}
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(
             f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"

@@ -10,7 +10,7 @@ from dmlbench.data.image_table import halved_roles, make_table
 from dmlbench.data.protocols import Conventional, HeldOut
 from dmlbench.data.readers import cifar_collage
 from dmlbench.data.readers.cifar import CLASSES_100
-from dmlbench.data.readers.cifar_collage import BACKGROUND, SUPER_CLASSES, cifar100_collage
+from dmlbench.data.readers.cifar_collage import BACKGROUND, SUPER_CLASSES, cifar100_collage, cifar100_training_classes
 from dmlbench.types import ConfigError, DataError, ImageTable
 
 PER_CLASS = 4
@@ -75,6 +75,20 @@ def test_parts_are_those_of_the_protocols(source, tmp_path: Path) -> None:
         {"train)"}, {"val)"}, {"test)"},
     ]  # fmt: skip
     assert [len(rows) // (16 * PER_CLASS) for rows in parts] == [2, 1, 2]
+
+
+@pytest.mark.parametrize(("layout", "count"), [("public", 3), ("paper", 2)])
+def test_classes_to_pretrain_on_are_those_of_the_training_collages(source, tmp_path: Path, layout, count) -> None:
+    table = cifar100_training_classes("x", cache_dir=tmp_path, layout=layout)
+    assert (table.num_classes, len(table.labels)) == (20 * count, 20 * count * PER_CLASS)
+    collages = cifar100_collage("x", cache_dir=tmp_path, layout=layout)
+    assert collages.pixels is not None
+    seen = rows_of(np.asarray(collages.pixels)[collages.labels < 16]).reshape(-1)
+    kept = [source.paths.tolist().index(path) for path in table.paths]
+    assert set(source.labels[seen].tolist()) == set(source.labels[kept].tolist())
+    names = {CLASSES_100[c] for c in source.labels[kept]}
+    assert names == set(table.class_names)
+    assert [table.class_names[c] for c in table.labels] == [CLASSES_100[c] for c in source.labels[kept]]
 
 
 def test_a_seed_gives_its_collages_whatever_the_number_of_images(source, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import make_table, rows_of_classes
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.cifar import SIDE, cifar100
 from dmlbench.runtime import generator
@@ -66,22 +66,17 @@ def cifar100_collage(
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.
     """
-    if layout not in PARTS:
-        raise ConfigError(f"layout ('{layout}') of cifar100_collage must be one of {', '.join(get_args(Layout))}")
-    source = cifar100(root, cache_dir=cache_dir)
+    source, classes_of = _classes_of_parts(root, cache_dir, layout)
     most = len(source.labels) // source.num_classes
     if images_per_class is not None and not 2 <= images_per_class <= most:
         raise ConfigError(f"images_per_class ({images_per_class}) must lie in [2, {most}], or be null for all")
-    if source.super_labels is None:
-        raise DataError(f"CIFAR-100 in '{root}' does not name super-classes; the collages need the python version")
+    assert source.super_labels is not None and source.pixels is not None
     by_class = np.argsort(source.labels, kind="stable").reshape(source.num_classes, -1)  # rows, in their order
     targets: list[IntArray] = []
     pools: list[IntArray] = []  # rows that the background of each target is drawn from
     labels: list[IntArray] = []
     names: list[str] = []
-    super_of = source.super_labels[by_class[:, 0]]
-    for part, which in PARTS[layout].items():
-        classes = {name: np.flatnonzero(super_of == number)[which] for number, name in enumerate(SUPER_CLASSES)}
+    for part, classes in classes_of.items():
         pool = by_class[np.concatenate([classes[name] for name in BACKGROUND])].reshape(-1)
         for name in SUPER_CLASSES:
             if name not in BACKGROUND:
@@ -90,7 +85,6 @@ def cifar100_collage(
                 labels.append(np.full(len(targets[-1]), len(names)))
                 names.append(f"{name} ({part})")
     rows, label = np.concatenate(targets), np.concatenate(labels)
-    assert source.pixels is not None
     if collage:
         key = {
             "version": _VERSION,
@@ -116,6 +110,47 @@ def cifar100_collage(
     )
     whole = most * len(label) // (images_per_class or most)
     return table if len(label) == whole else replace(table, notes=(f"a subset: {len(label):,} of {whole:,} images",))
+
+
+def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout: Layout = "public") -> ImageTable:
+    """The classes of CIFAR-100 that the collages of ``layout`` train on, targets and background: what a backbone may be
+    pretrained on without having seen a class of the test. The public code's had seen all hundred.
+
+    Arguments and errors are those of ``cifar100_collage``; images have their names in the split for classification, and
+    all classes are for training (``protocol=same_classes``).
+    """
+    source, classes_of = _classes_of_parts(root, cache_dir, layout)
+    assert source.super_labels is not None and source.pixels is not None
+    kept = np.sort(np.concatenate(list(classes_of["train"].values())))
+    rows = rows_of_classes(source, kept)
+    return make_table(
+        "cifar100_training_classes",
+        "",
+        paths=source.paths[rows],
+        labels=np.searchsorted(kept, source.labels[rows]),
+        class_names=[source.class_names[c] for c in kept],
+        role=np.full(len(rows), "train"),
+        content=source.fingerprint,
+        super_labels=source.super_labels[rows],
+        pixels=source.pixels[rows],
+        layout="the classes that collages train on",
+    )
+
+
+def _classes_of_parts(
+    root: str | Path, cache_dir: str | Path, layout: Layout
+) -> tuple[ImageTable, dict[str, dict[str, IntArray]]]:
+    """CIFAR-100, and by part and super-class which of its classes belong there."""
+    if layout not in PARTS:
+        raise ConfigError(f"layout ('{layout}') of collages must be one of {', '.join(get_args(Layout))}")
+    source = cifar100(root, cache_dir=cache_dir)
+    if source.super_labels is None:
+        raise DataError(f"CIFAR-100 in '{root}' does not name super-classes; the collages need the python version")
+    super_of = source.super_labels[np.unique(source.labels, return_index=True)[1]]
+    of_super = {name: np.flatnonzero(super_of == number) for number, name in enumerate(SUPER_CLASSES)}
+    return source, {
+        part: {name: classes[which] for name, classes in of_super.items()} for part, which in PARTS[layout].items()
+    }
 
 
 def _cached(
