@@ -15,7 +15,7 @@ from dmlbench import build
 from dmlbench.config import config_folder
 from dmlbench.losses.objective import Objective
 from dmlbench.models.projection import Projection
-from dmlbench.runtime import with_host_copy
+from dmlbench.transfers import with_host_copy
 from dmlbench.types import ModelOutput
 
 # Of each wait that stays, why. Everything else that a training step computes waits for nothing.

@@ -37,10 +37,10 @@ from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.projection import Projection
 from dmlbench.models.resnet_cifar import ResNet20
-from dmlbench.runtime import with_host_copy
 from dmlbench.training import fit as fit_module
 from dmlbench.training.fit import FitSettings, fit
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
+from dmlbench.transfers import with_host_copy
 from dmlbench.types import Batch, EmbeddingSet, RunError
 
 # Of each wait of a run outside of its losses, why.

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmlbench.runtime import generator, on_host, with_host_copy
+from dmlbench.runtime import generator
+from dmlbench.transfers import on_host, with_host_copy
 from dmlbench.types import ConfigError, IntArray
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
-from dmlbench.runtime import taken
+from dmlbench.transfers import taken
 from dmlbench.types import ModelOutput
 
 

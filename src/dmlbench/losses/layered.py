@@ -13,7 +13,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.runtime import on_host, to_device
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.runtime import on_host, to_device
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 

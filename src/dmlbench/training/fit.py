@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from dmlbench.models.head import MetricModel
-from dmlbench.runtime import Precision, autocast, batch_on, random_state, restore_random_state
+from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
@@ -35,6 +35,7 @@ from dmlbench.training.optim import (
 )
 from dmlbench.training.readings import Readings
 from dmlbench.training.signals import StopSignal
+from dmlbench.transfers import batch_on
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
 
 log = logging.getLogger(__name__)

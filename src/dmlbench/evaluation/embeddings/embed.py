@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.sets import check_finite
-from dmlbench.runtime import atomic_write, on_host, to_device
+from dmlbench.runtime import atomic_write
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
