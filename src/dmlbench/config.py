@@ -135,7 +135,11 @@ NOT_PART_OF_A_RUN = (
 
 # Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,
 # so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
-_SAME_AS_ABSENT: dict[str, Any] = {"optim.lr_multipliers.distance": 1.0, "fit.clip_form": "plain"}
+_SAME_AS_ABSENT: dict[str, Any] = {
+    "optim.lr_multipliers.distance": 1.0,
+    "fit.clip_form": "plain",
+    "fit.compile": False,
+}
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
 # once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.

@@ -208,6 +208,7 @@ def make_experiment(
 
     setup = make_setup(cfg, device, before_model=before_model, check=check)
     objective = build.build_objective(cfg, setup.model).to(device)
+    objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
     setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
     optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)

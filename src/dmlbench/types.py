@@ -173,9 +173,6 @@ class Batch:
     labels: Tensor
     ids: Tensor
 
-    def to(self, device: Any) -> Batch:
-        return Batch(*(x.to(device, non_blocking=True) for x in (self.images, self.labels, self.ids)))
-
 
 @dataclass(frozen=True)
 class ModelOutput:

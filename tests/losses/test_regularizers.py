@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
 from dmlbench.cli.front import compose
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
+from dmlbench.losses.objective import Objective
 from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.ridge import ridge_predict, solve_gram
@@ -339,8 +341,9 @@ def test_what_does_not_fit_the_batch_is_named() -> None:
     output = ModelOutput(y, {"histogram": z, "pooled": y})
     with pytest.raises(ConfigError, match=r"num_prototypes \(5\).*the pooling's \(6 and 4\)"):
         make("recursive")(output, labels(4), pair_loss)
-    with pytest.raises(ConfigError, match=r"label 9.*num_classes \(8\)"):
-        make("zsr")(output, torch.tensor([0, 0, 9, 9]), pair_loss)
+    objective = Objective(ContrastiveLoss(), regularizers={"zsr": make("zsr")})
+    with pytest.raises(ConfigError, match=r"labels 0 to 9 .* 8 classes .*regularizer.zsr.num_classes"):
+        objective.check_labels(torch.tensor([0, 0, 9, 9]))
 
 
 @pytest.mark.parametrize("norm", [1e-6, 1.0, 1e6])

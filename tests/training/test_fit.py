@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective
+from dmlbench.models.net import PooledModel
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.projection import Projection
+from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.training.fit import BEST, LAST, FitResult, FitSettings, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.optim import WarmupCosine
@@ -317,3 +322,34 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         FitSettings(**({"max_steps": 20, "validate_every": 5} | changes))
+
+
+@pytest.mark.slow
+def test_compiled_passes_move_weights_by_rounding_alone(tmp_path) -> None:
+    """Through the start of GSP's prototypes and a frozen warm-up, which change what is compiled.
+
+    In float64: in float32 batch norm makes of rounding a percent of the smallest gradients, whoever rounds.
+    """
+
+    def weights(compile: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = PooledModel(ResNet20(), Gsp(16, 4, memory_rows=16), Projection(64, 16)).double()
+        objective = Objective(ContrastiveC1())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        settings = FitSettings(max_steps=4, validate_every=4, warmup_steps=1, compile=compile)
+        run_dir = tmp_path / str(compile)
+        run_dir.mkdir()
+        fit(model, objective, Images(), None, optimizer, settings, run_dir, device=torch.device("cpu"))
+        return model.state_dict()
+
+    class Images(ToyBatches):
+        def __next__(self) -> Batch:
+            self.step += 1
+            generator = torch.Generator().manual_seed(self.step)
+            images = torch.rand(8, 3, 16, 16, dtype=torch.float64, generator=generator)
+            return Batch(images, torch.arange(8) % 4, torch.arange(8))
+
+    plain, compiled = weights(False), weights(True)
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")

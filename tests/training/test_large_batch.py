@@ -23,7 +23,7 @@ from dmlbench.models.projection import Projection
 from dmlbench.runtime import autocast
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.optim import frozen
-from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
+from dmlbench.types import Batch, ConfigError, ModelOutput
 
 CPU = torch.device("cpu")
 
@@ -214,26 +214,5 @@ def test_each_accumulated_batch_is_observed_at_the_step_of_the_optimizer() -> No
               for s in (1, 2)]  # fmt: skip
     assert model.pooling.noted == (1, 1, 2, 2)
     assert int(objective.loss.filled) == 16
-    assert values[1]["loss"] > values[0]["loss"]
-
-
-def test_logged_values_are_means_over_the_batches() -> None:
-    torch.manual_seed(0)
-    model, objective = SmallModel(Gap()).double(), Objective(ProxyNca(4, 4))
-    batches = _batches(2)
-    single = [
-        accumulate_gradients(model, objective, iter([batch]).__next__, step=1, forward=model)["loss"]
-        for batch in batches
-    ]
-    both = accumulate_gradients(model, objective, iter(batches).__next__, step=1, forward=model, accumulate=2)
-    assert both["loss"] == pytest.approx(sum(single) / 2, rel=1e-12)
-    assert single[0] != single[1]
-
-
-@pytest.mark.parametrize("forward_batch", [None, 3])
-def test_infinite_loss_stops_before_any_gradient(forward_batch: int | None) -> None:
-    model = SmallModel(Gap()).double()
-    poisoned = Batch(torch.full((8, 3, 6, 6), torch.nan, dtype=torch.float64), torch.arange(8) // 2, torch.arange(8))
-    with pytest.raises(RunError, match=r"step 1: loss = nan"):
-        _gradients(model, Objective(ProxyNca(4, 4)), [poisoned], forward_batch=forward_batch)
-    assert all(p.grad is None for p in model.parameters())
+    first, second = (sum(float(batch.losses["loss"]) for batch in batches) for batches in values)
+    assert second > first

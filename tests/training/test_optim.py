@@ -206,7 +206,7 @@ def test_clipping_limits_values_first_and_then_the_norm() -> None:
     parameter.grad = torch.tensor([30.0, -30.0, 3.0, 0.0])
     norm = clip_gradients(torch.optim.SGD([parameter], lr=1.0), norm=10.0, value=10.0)
     clipped_by_value = torch.tensor([10.0, -10.0, 3.0, 0.0])
-    assert norm == pytest.approx(float(clipped_by_value.norm()))
+    assert float(norm) == pytest.approx(float(clipped_by_value.norm()))
     torch.testing.assert_close(parameter.grad, clipped_by_value * 10 / clipped_by_value.norm())
 
 
@@ -219,7 +219,7 @@ def test_decayed_gradients_are_clipped_by_norm_and_then_by_value() -> None:
     with decay_added(optimizer, "decayed"):
         norm = clip_gradients(optimizer, norm=10.0, value=8.0, form="decayed")
         optimizer.step()
-    assert norm == pytest.approx(float(decayed.norm()))
+    assert float(norm) == pytest.approx(float(decayed.norm()))
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
     torch.testing.assert_close(parameter.detach(), torch.tensor([100.0, 0.0, 1.0]) - expected)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.runtime import generator
+from dmlbench.transfers import on_host, with_host_copy
 from dmlbench.types import ConfigError, IntArray
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class ClassSplits(nn.Module):
         self.num_splits = num_splits
         self.register_buffer("seed", torch.randint(2**62, ()))
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
+        self._seed, self._draws = int(self.seed), 0
+        self.register_load_state_dict_post_hook(_read_state)
         self._has_warned = False
 
     def forward(self, labels: Tensor) -> list[Halves]:
@@ -53,24 +57,31 @@ class ClassSplits(nn.Module):
         Args:
             labels: [B] integers.
         """
-        rng = generator("class splits", int(self.seed), int(self.draws))
+        rng = generator("class splits", self._seed, self._draws)
         if self.training:
-            self.draws += 1
-        on_host = labels.cpu().numpy()
-        classes, class_of = np.unique(on_host, return_inverse=True)
+            self._draws += 1
+            self.draws.fill_(self._draws)
+        classes, class_of = np.unique(on_host(labels).numpy(), return_inverse=True)
         if len(classes) < 2:
             if not self._has_warned:
                 logger.warning(
                     "a batch of %d images holds a single class and has no class-disjoint halves: its cross-batch "
                     "regularizers are 0; raise sampler.classes_per_batch if that is the rule (said once)",
-                    len(on_host),
+                    len(labels),
                 )
             self._has_warned = True
             return []
         return [
-            (torch.from_numpy(first).to(labels.device), torch.from_numpy(second).to(labels.device))
+            (
+                with_host_copy(torch.from_numpy(first), labels.device),
+                with_host_copy(torch.from_numpy(second), labels.device),
+            )
             for first, second in (_halves(class_of, len(classes), rng) for _ in range(self.num_splits))
         ]
+
+
+def _read_state(module: ClassSplits, _: object) -> None:
+    module._seed, module._draws = int(module.seed), int(module.draws)
 
 
 def _halves(class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:

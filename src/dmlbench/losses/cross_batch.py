@@ -9,6 +9,7 @@ from torch import Tensor
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
+from dmlbench.transfers import taken
 from dmlbench.types import ModelOutput
 
 
@@ -34,7 +35,7 @@ def cross_batch_loss(
     first, second = halves
     made_first = ridge_predict(histogram[second], pooled[second], histogram[first], ridge=ridge)
     made_second = ridge_predict(histogram[first], pooled[first], histogram[second], ridge=ridge)
-    return dml_loss(made_first, labels[first]) + dml_loss(made_second, labels[second])
+    return dml_loss(made_first, taken(labels, first)) + dml_loss(made_second, taken(labels, second))
 
 
 class CrossBatchRegularizer(Regularizer):

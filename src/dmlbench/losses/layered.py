@@ -13,6 +13,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 
@@ -151,7 +152,7 @@ class LayeredProxyAnchor(WholeBatchLoss):
         (distance,) = self._distance
         classes = torch.arange(len(self.proxies), device=labels.device)
         if len(classes) > self.max_classes:
-            classes = labels.unique()
+            classes = to_device(on_host(labels).unique(), labels.device)
         unit, certainties = distance.levels(embeddings)  # [B, L, r]
         proxies = F.normalize(self.proxies[classes], dim=-1)  # [K, L, r]
         same = labels[:, None] == classes  # [B, K]

@@ -1,10 +1,11 @@
 """The margin loss as the ooDML study's code computes it."""
 
 import torch
-from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triplets
+from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triplets, get_all_triplets_indices
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 
@@ -61,6 +62,8 @@ class MarginOodml(nn.Module):
             ref_emb: [R, D] what anchors are compared with, or None for the batch itself.
             ref_labels: [R].
         """
+        if indices_tuple is None and ref_labels is None:  # their number decides shapes, so they are listed on the host
+            indices_tuple = tuple(to_device(x, labels.device) for x in get_all_triplets_indices(on_host(labels)))
         anchor, positive, negative = convert_to_triplets(indices_tuple, labels, ref_labels, t_per_anchor="all")
         rows = normalize(embeddings)
         others = rows if ref_emb is None else normalize(ref_emb)

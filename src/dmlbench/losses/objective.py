@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, ModelOutput, check_choice
+from dmlbench.types import ConfigError, IntArray, ModelOutput, check_choice
 
 Mixing = Literal["convex", "add"]
 
@@ -69,7 +69,6 @@ class Objective(nn.Module):
             )
         self.loss = loss
         self.miner = miner
-        self._num_classes = _num_classes(loss)
         self.regularizers = nn.ModuleDict(dict(regularizers or {}))
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
@@ -90,11 +89,11 @@ class Objective(nn.Module):
 
         Args:
             output: embeddings [B, D] and side outputs of a batch.
-            labels: [B] classes in [0, num_classes).
+            labels: [B] classes in [0, num_classes), which ``check_labels`` looks at, once for all of a run.
             step: number of this step, from 1.
 
         Raises:
-            ConfigError: a label is outside of the classes of the loss, or the batch is larger than its memory.
+            ConfigError: the batch is larger than the memory of the loss.
         """
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
@@ -105,7 +104,6 @@ class Objective(nn.Module):
 
     def _parts(self, output: ModelOutput, labels: Tensor, step: int) -> dict[str, Tensor]:
         embeddings, loss = output.embedding.float(), self.loss
-        self._check_labels(labels)
         if isinstance(loss, CrossBatchMemory) and self.training:
             loss.observe(embeddings, labels, step=step)
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
@@ -130,18 +128,25 @@ class Objective(nn.Module):
         value: Tensor = loss(embeddings, labels, indices_tuple)
         return value
 
-    def _check_labels(self, labels: Tensor) -> None:
-        # Elsewhere than on the CPU the answer would have to be waited for; there the data's numbering is trusted.
-        if self._num_classes is None or labels.device.type != "cpu" or not len(labels):
-            return
-        values = labels.tolist()  # for a batch quicker than an operation on the tensor
-        low, high = min(values), max(values)
-        if low < 0 or high >= self._num_classes:
-            raise ConfigError(
-                f"labels {low} to {high} are outside of the {self._num_classes} classes (0 to {self._num_classes - 1}) "
-                f"of {type(self.loss).__name__}; set loss.num_classes to the number of training classes "
-                "(${runtime.num_classes})"
-            )
+    def check_labels(self, labels: Tensor | IntArray) -> None:
+        """See that loss and regularizers have something for every class, before the first step.
+
+        Args:
+            labels: [N] of all images that will come.
+
+        Raises:
+            ConfigError: a label is outside of the classes of one of them.
+        """
+        low, high = (int(x) for x in (labels.min(), labels.max()))
+        known = [("loss", type(self.loss).__name__, _num_classes(self.loss))]
+        for name, module in self.regularizers.items():
+            known.append((f"regularizer.{name}", type(module).__name__, cast("Regularizer", module).num_classes))
+        for key, made, number in known:
+            if number is not None and (low < 0 or high >= number):
+                raise ConfigError(
+                    f"labels {low} to {high} are outside of the {number} classes (0 to {number - 1}) of {made}; set "
+                    f"{key}.num_classes to the number of training classes (${{runtime.num_classes}})"
+                )
 
     def _note(self, active: tuple[str, ...], step: int) -> None:
         if active != self._active:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 
@@ -65,9 +66,10 @@ class RecallAtKSurrogate(WholeBatchLoss):
         batch = len(labels)
         rows = normalize(embeddings)
         s = rows @ rows.T  # [B, B]
-        same = labels[:, None] == labels[None, :]
+        known = on_host(labels)  # how many pairs there are decides shapes
+        same = known[:, None] == known[None, :]
         same.fill_diagonal_(False)
-        query, positive = torch.where(same)  # [P] each
+        query, positive = (to_device(x, s.device) for x in torch.where(same))  # [P] each
         at = torch.arange(len(query), device=s.device)
         above = torch.sigmoid((s[query] - s[query, positive, None]) / self.rank_temperature)  # [P, B]
         counts = torch.ones_like(above)
@@ -76,10 +78,13 @@ class RecallAtKSurrogate(WholeBatchLoss):
             counts[at, query] = 0
         rank = 1 + (above * counts).sum(1)  # [P]
 
-        k = torch.tensor([min(k, batch) for k in self.k], device=s.device, dtype=s.dtype)
-        soft = torch.sigmoid((k - rank[:, None]) / k.new_tensor(self.k_temperatures))  # [P, K]
+        k, temperature = (
+            to_device(torch.tensor(x, dtype=s.dtype), s.device)
+            for x in ([min(k, batch) for k in self.k], self.k_temperatures)
+        )
+        soft = torch.sigmoid((k - rank[:, None]) / temperature)  # [P, K]
         found = torch.zeros(batch, len(k), device=s.device, dtype=s.dtype).index_add(0, query, soft)  # [B, K]
-        num_positive = same.sum(1, keepdim=True)
+        num_positive = to_device(same.sum(1, keepdim=True), s.device)
         recall = torch.minimum(found, k) / torch.minimum(num_positive.clamp(min=1), k)
         counted = (num_positive[:, 0] > 0).to(s.dtype)
         return (counted * (1 - recall.mean(1))).sum() / counted.sum().clamp(min=1)

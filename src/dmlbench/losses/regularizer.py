@@ -18,9 +18,11 @@ class Regularizer(nn.Module):
         requires: names of the side outputs that ``forward`` reads; a pooling that never provides one is refused when
             the run is built.
         weight: lambda, the share of the regularizer in the objective.
+        num_classes: how many classes it has parameters for; None where it knows of none.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
+    num_classes: int | None = None
 
     def __init__(self, weight: float) -> None:
         """

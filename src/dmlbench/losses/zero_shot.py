@@ -103,20 +103,11 @@ class ZeroShotRegularizer(Regularizer):
         self.softmax_scale = softmax_scale
         self.reduction: Reduction = reduction
         self.splits = ClassSplits(num_splits)
+        self.num_classes = num_classes
         self.label_embeddings = nn.Parameter(torch.empty(num_classes, embedding_size))
         nn.init.kaiming_normal_(self.label_embeddings, mode="fan_out")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        """
-        Raises:
-            ConfigError: a label that has no embedding.
-        """
-        highest = int(labels.max())
-        if highest >= len(self.label_embeddings):
-            raise ConfigError(
-                f"the batch holds label {highest}, but num_classes ({len(self.label_embeddings)}) of the zero-shot "
-                "regularizer allows less than that; set it to the number of training classes"
-            )
         return self.loss(output.side["histogram"].to(output.embedding.dtype), labels, self.splits(labels))
 
     def loss(self, histogram: Tensor, labels: Tensor, splits: Sequence[Halves]) -> Tensor:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
-from dmlbench.training.large_batch import accumulate_gradients, require_finite
+from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
 from dmlbench.training.optim import (
     GROUPS,
@@ -33,7 +33,9 @@ from dmlbench.training.optim import (
     frozen,
     step_schedule,
 )
+from dmlbench.training.readings import Readings
 from dmlbench.training.signals import StopSignal
+from dmlbench.transfers import batch_on
 from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
 
 log = logging.getLogger(__name__)
@@ -71,8 +73,11 @@ class FitSettings:
         clip_form: "plain" or "decayed", see ``training.optim.clip_gradients``.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
         channels_last: memory format of the images and the network.
+        compile: whether ``torch.compile`` makes kernels of its own of the network's training passes. Weights move by
+            rounding; evaluation is computed as without.
         checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
-        log_every: steps between logged training losses.
+        log_every: steps between logged training losses. A GPU is waited for as often, so that a loss which is not
+            finite stops the training at most so many steps later.
         keep: which checkpoints stay when the run is complete.
     """
 
@@ -90,6 +95,7 @@ class FitSettings:
     clip_form: ClipForm = "plain"
     precision: Precision = "float32"
     channels_last: bool = False
+    compile: bool = False
     checkpoint_every: int | None = None
     log_every: int = 10
     keep: Literal["best", "last", "both", "none"] = "best"
@@ -174,12 +180,18 @@ def fit(
     logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
 
+    network = torch.compile(model) if settings.compile else model
+    readings = Readings()
+    read_every = 1 if device.type == "cpu" else settings.log_every  # on a CPU nothing is waited for
+    intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
+
     def next_batch() -> Batch:
-        return next(batches).to(device)
+        return batch_on(next(batches), device)
 
     def forward(images: Tensor) -> ModelOutput:
         with autocast(device, settings.precision):
-            return model(images.contiguous(memory_format=memory_format))
+            output: ModelOutput = network(images.contiguous(memory_format=memory_format))
+        return output
 
     started = time.monotonic() - state.wall_s
     bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
@@ -201,17 +213,19 @@ def fit(
                     norm = clip_gradients(
                         optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
                     )
-                    require_finite({"gradient norm": norm}, step)
                     optimizer.step()
             step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
             state.step = step
-            logged = values if step % settings.log_every == 0 else {}
+            last_step = step == settings.max_steps
+            readings.add(step, values, norm)
+            if last_step or any(step % n == 0 for n in (read_every, *intervals)):
+                readings.read()
+            logged = readings.last if step % settings.log_every == 0 else {}
             scalars = {f"train/{name}": value for name, value in logged.items()}
             is_better = False
-            last_step = step == settings.max_steps
             if last_step:
                 state.stop_reason = "max_steps"
             if validate is None and last_step:
@@ -226,19 +240,19 @@ def fit(
                 step_schedule(schedule, score=score)
                 scalars |= {f"val/{name}": value for name, value in scores.items()}
                 scalars["lr"] = logged_group["lr"]
-                log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, values["loss"], settings.monitor, score,
-                         state.best_score, state.best_step)  # fmt: skip
+                log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, readings.last["loss"], settings.monitor,
+                         score, state.best_score, state.best_step)  # fmt: skip
                 if settings.patience and state.validations_without_improvement >= settings.patience:
                     state.stop_reason = "early_stopping"
             if scalars:
                 for logger in (history, *loggers):
                     logger.log(step, scalars)
             bar.update()
-            bar.set_postfix(loss=f"{values['loss']:.3f}", best=f"{state.best_score:.4f}",
+            bar.set_postfix(loss=f"{readings.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
                             lr=f"{logged_group['lr']:.1e}")  # fmt: skip
             state.wall_s = time.monotonic() - started
-            intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
+                readings.read()  # of a step that a signal ended
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break

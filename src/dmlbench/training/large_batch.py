@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import random_state, restore_random_state
-from dmlbench.types import Batch, ConfigError, ModelOutput, RunError
+from dmlbench.training.readings import BatchValues
+from dmlbench.types import Batch, ConfigError, ModelOutput
 
 Forward = Callable[[Tensor], ModelOutput]
 
@@ -20,7 +21,7 @@ Forward = Callable[[Tensor], ModelOutput]
 def accumulate_gradients(
     model: MetricModel, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
     accumulate: int = 1, forward_batch: int | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> list[BatchValues]:  # fmt: skip
     """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
 
     The loss is taken of each batch by itself, mean_a loss(batch_a): for a loss that is a mean over rows this is the
@@ -48,59 +49,44 @@ def accumulate_gradients(
         forward_batch: images per forward pass, at least 1; None takes a batch at once.
 
     Returns:
-        Mean of every part of the objective, and of what ``observe`` returned, over the batches that have it.
+        Of every batch the parts of the objective and what ``observe`` returned, on the device, whatever they are.
 
     Raises:
         ConfigError: a side output of a batch in parts does not have one row per image.
-        RunError: a part of the objective is not finite.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.
     """
-    values: dict[str, list[float]] = {}
+    values: list[BatchValues] = []
     for _ in range(accumulate):
         batch = next_batch()
         images, labels = batch.images, batch.labels
         parts = 1 if forward_batch is None else math.ceil(len(images) / forward_batch)
         if parts == 1:
-            losses = _backward(model, objective, forward(images), labels, step=step, accumulate=accumulate)
+            values.append(_backward(model, objective, forward(images), labels, step=step, accumulate=accumulate))
         else:
-            losses = _backward_in_parts(
-                model, objective, images.tensor_split(parts), labels, step=step, accumulate=accumulate, forward=forward
-            )
-        for name, value in losses.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(members) / len(members) for name, members in values.items()}
-
-
-def require_finite(values: Mapping[str, float], step: int) -> None:
-    """
-    Raises:
-        RunError: one of the values is infinite or not a number; it names all of them and the step.
-    """
-    if not all(math.isfinite(value) for value in values.values()):
-        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
-        raise RunError(
-            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
-            "of history.csv"
-        )
+            values.append(
+                _backward_in_parts(
+                    model, objective, images.tensor_split(parts), labels, step=step, accumulate=accumulate,
+                    forward=forward,
+                )
+            )  # fmt: skip
+    return values
 
 
 def _backward(
     model: MetricModel, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
-) -> dict[str, float]:
+) -> BatchValues:
     noted = model.observe(output, step=step) or {}
     losses = objective(output, labels, step=step)
-    values = {name: float(value.detach()) for name, value in losses.items()}
-    require_finite(values, step)
     (losses["loss"] / accumulate).backward()
-    return values | {name: float(value) for name, value in noted.items()}
+    return BatchValues({name: value.detach() for name, value in losses.items()}, noted)
 
 
 def _backward_in_parts(
     model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], labels: Tensor, *, step: int, accumulate: int,
     forward: Forward,
-) -> dict[str, float]:  # fmt: skip
+) -> BatchValues:  # fmt: skip
     outputs: list[ModelOutput] = []
     draws: list[dict[str, Any]] = []
     with torch.no_grad():

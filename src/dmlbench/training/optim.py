@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -220,8 +220,11 @@ def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: fl
         schedule.step()
 
 
-def clip_gradients(optimizer: Optimizer, *, norm: float | None, value: float | None, form: ClipForm = "plain") -> float:
-    """Clip the gradients of an optimizer's parameters; returns their total norm before its clipping (None: no limit).
+def clip_gradients(
+    optimizer: Optimizer, *, norm: float | None, value: float | None, form: ClipForm = "plain"
+) -> Tensor:
+    """Clip the gradients of an optimizer's parameters; returns their total norm before its clipping (None: no limit),
+    on their device.
 
     "plain" clips by value, then by total norm; weight decay is the optimizer's, which adds it afterwards. "decayed" is
     what the code of the GSP study does (gradient_transformers.py): decay is added to the gradient (for ``decay_added``,
@@ -230,7 +233,7 @@ def clip_gradients(optimizer: Optimizer, *, norm: float | None, value: float | N
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if value is not None and form == "plain":
         torch.nn.utils.clip_grad_value_(parameters, value)
-    total = float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if norm is None else norm))
+    total = torch.nn.utils.clip_grad_norm_(parameters, math.inf if norm is None else norm)
     if value is not None and form == "decayed":
         torch.nn.utils.clip_grad_value_(parameters, value)
     return total

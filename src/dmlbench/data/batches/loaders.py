@@ -1,6 +1,7 @@
 """From table rows to batches of images, in this process or in workers, with identical results."""
 
 import atexit
+import functools
 import logging
 import signal
 import weakref
@@ -17,6 +18,7 @@ from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.runtime import available_cores, derive_seed
+from dmlbench.transfers import ahead_of_computing, to_device, with_host_copy
 from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
 
 _GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on
@@ -93,14 +95,17 @@ class TrainBatches:
             self._sampler.load_state_dict(self._state)
             self._stream = _stream(self._reader, map(self._request, self._sampler), self._num_workers, self._device)
         try:
-            request, images = _unwrap(next(self._stream), self._device)
+            read = next(self._stream)
+            if isinstance(read, DmlbenchError):
+                raise read
+            labels = self._class_index[self._labels[read[0].rows]]
+            batch = ahead_of_computing(self._device, lambda: _batch(read, labels, self._device))
         except BaseException:
             self.close()
             raise
-        assert request.index is not None
-        self._state = self._sampler.state_after(request.index)
-        labels = self._class_index[self._labels[request.rows]]
-        return Batch(images, torch.from_numpy(labels), torch.from_numpy(request.rows)).to(self._device)
+        assert read[0].index is not None
+        self._state = self._sampler.state_after(read[0].index)
+        return batch
 
     def _request(self, index: IndexBatch) -> "_Request":
         seeds = [derive_seed(self._seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
@@ -175,9 +180,11 @@ class EvalBatches:
         stream = _stream(self._reader, requests, min(self._num_workers, len(parts)), self._device)
         try:
             for read in stream:
-                request, images = _unwrap(read, self._device)
-                labels = torch.from_numpy(self._labels[request.rows])
-                yield Batch(images, labels, torch.from_numpy(request.rows)).to(self._device)
+                if isinstance(read, DmlbenchError):
+                    raise read
+                yield ahead_of_computing(
+                    self._device, functools.partial(_batch, read, self._labels[read[0].rows], self._device)
+                )
         finally:
             _end(stream)
 
@@ -227,16 +234,14 @@ def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tu
     return torch.from_numpy(result).permute(0, 3, 1, 2), torch.from_numpy(cut.flip)
 
 
-def _unwrap(read: _Read, device: torch.device) -> tuple[_Request, Tensor]:
-    """The request and its images on the device, mirrored; or the error."""
-    if isinstance(read, DmlbenchError):
-        raise read
+def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torch.device) -> Batch:
+    """What was read, on the device, and mirrored there."""
     request, images, flip = read
-    images = images.to(device, non_blocking=True)
+    images = to_device(images, device)
     if bool(flip.any()):
-        chosen = flip.nonzero()[:, 0].to(device, non_blocking=True)
+        chosen = to_device(flip.nonzero()[:, 0], device)
         images[chosen] = images[chosen].flip(-1)
-    return request, images
+    return Batch(images, *(with_host_copy(torch.from_numpy(x), device) for x in (labels, request.rows)))
 
 
 def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:

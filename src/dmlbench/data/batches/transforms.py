@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.data.images.pixels import Kernel, resized
+from dmlbench.transfers import to_device
 from dmlbench.types import ConfigError, IntArray
 
 PaddingMode = Literal["reflect", "edge", "constant"]
@@ -125,7 +126,7 @@ class ShiftTransform:
         """
         height, width = pixels.shape[1:3]
         device = pixels.device
-        rows = rows.to(device)
+        rows = to_device(rows, device)
         if not self.is_random:
             images = pixels[rows]
         else:
@@ -143,10 +144,10 @@ class ShiftTransform:
                 mirrored = torch.from_numpy(_uniforms(seeds, 1)[:, 0] < self.flip)
                 x = torch.where(mirrored[:, None], x.flip(1), x)
             inside_y, inside_x = (y >= 0) & (y < height), (x >= 0) & (x < width)
-            y, x = (_inside(at, size, self.padding_mode).to(device) for at, size in ((y, height), (x, width)))
+            y, x = (to_device(_inside(at, size, self.padding_mode), device) for at, size in ((y, height), (x, width)))
             images = pixels[rows[:, None, None], y[:, :, None], x[:, None, :]]
             if self.padding_mode == "constant":
-                seen = (inside_y[:, :, None] & inside_x[:, None, :]).to(device)
+                seen = to_device(inside_y[:, :, None] & inside_x[:, None, :], device)
                 images = images * (seen if images.ndim == 3 else seen[..., None])
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
         return images.expand(-1, 3, -1, -1).contiguous()

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.runtime import atomic_write
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
@@ -68,7 +69,7 @@ def embed(
     done = 0
     with torch.inference_mode():
         for batch in tqdm(batches, desc=describe, disable=not progress, unit="batch", leave=False):
-            part = model(batch.images.to(device, non_blocking=True))
+            part = model(to_device(batch.images, device))
             if part.ndim != 2 or len(part) != len(batch.ids):
                 raise ValueError(f"the model must return rows [{len(batch.ids)}, D]; got shape {tuple(part.shape)}")
             part = part.to("cpu", torch.float32)
@@ -81,8 +82,8 @@ def embed(
             elif end > len(rows):
                 rows = torch.cat([rows, torch.empty(max(end, 2 * len(rows)) - len(rows), rows.shape[1])])
             rows[done:end] = part
-            labels.append(batch.labels.to("cpu", torch.int64))
-            ids.append(batch.ids.to("cpu", torch.int64))
+            labels.append(on_host(batch.labels).to(torch.int64))
+            ids.append(on_host(batch.ids).to(torch.int64))
             done = end
     if rows is None:
         raise RunError(f"{describe}: there is no image to embed")

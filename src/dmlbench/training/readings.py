@@ -1,0 +1,77 @@
+"""Losses and gradient norms, read back from the device many steps at once: to read one is to wait for its step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dmlbench.types import RunError
+
+
+@dataclass(frozen=True)
+class BatchValues:
+    """Scalars of a batch on the device: parts of the objective, and what the model noted for the log."""
+
+    losses: Mapping[str, Tensor]
+    noted: Mapping[str, Tensor]
+
+
+class Readings:
+    """Values of steps that the host has not seen yet.
+
+    A value that is not finite ends the training when it is read, some steps late, so read before anything is saved.
+
+    Attributes:
+        last: of the step that was read last, the mean of every value over its batches that have it.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self._waiting: list[tuple[int, Sequence[BatchValues], Tensor]] = []
+
+    def add(self, step: int, batches: Sequence[BatchValues], norm: Tensor) -> None:
+        """Keep the values of a step's batches and the norm of its gradient."""
+        self._waiting.append((step, batches, norm))
+
+    def read(self) -> None:
+        """Bring ``last`` up to date, by one copy from the device.
+
+        Raises:
+            RunError: a part of an objective or a gradient norm is not finite; it names the first step with one.
+        """
+        if not self._waiting:
+            return
+        tensors = [
+            x for _, batches, norm in self._waiting for b in batches for x in (*b.losses.values(), *b.noted.values())
+        ]
+        tensors += [norm for _, _, norm in self._waiting]
+        values = iter(torch.stack([x.detach().to(torch.float64) for x in tensors]).cpu().tolist())
+        read = [
+            [({n: next(values) for n in b.losses}, {n: next(values) for n in b.noted}) for b in batches]
+            for _, batches, _ in self._waiting
+        ]
+        for (step, _, _), batches, norm in zip(self._waiting, read, values, strict=True):
+            for losses, _ in batches:
+                _require_finite(losses, step)
+            _require_finite({"gradient norm": norm}, step)
+        self.last = _means([losses | noted for losses, noted in read[-1]])
+        self._waiting.clear()
+
+
+def _means(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    members: dict[str, list[float]] = {}
+    for batch in batches:
+        for name, value in batch.items():
+            members.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in members.items()}
+
+
+def _require_finite(values: Mapping[str, float], step: int) -> None:
+    if not all(math.isfinite(value) for value in values.values()):
+        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
+        raise RunError(
+            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
+            "of history.csv"
+        )

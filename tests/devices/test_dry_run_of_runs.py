@@ -1,0 +1,282 @@
+"""Whole steps, searches and collections on CUDA without a GPU: they wait where they must, and scores are the CPU's."""
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices.pretended_cuda import CUDA, PretendedCuda, moved, pretended_cuda
+from pytorch_metric_learning.distances import LpDistance
+from torch import Tensor, nn
+
+from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
+from dmlbench.data.batches.transforms import Transform, random_resized_crop, random_shift
+from dmlbench.data.image_table import make_table
+from dmlbench.data.images.sources import DecodedImages, pixel_tensor
+from dmlbench.data.protocols import class_index
+from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.embeddings.embed import embed
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.losses.contrastive_c1 import ContrastiveC1
+from dmlbench.losses.cross_batch import CrossBatchRegularizer
+from dmlbench.losses.layered import LayeredProxyAnchor
+from dmlbench.losses.objective import Objective
+from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.models.avsl import AvslHead
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.backbones import Backbone
+from dmlbench.models.concatenated_levels import ConcatenatedLevels
+from dmlbench.models.head import MetricModel
+from dmlbench.models.net import PooledModel
+from dmlbench.models.pooling.global_pooling import Gap
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.projection import Projection
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.training import fit as fit_module
+from dmlbench.training.fit import FitSettings, fit
+from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
+from dmlbench.transfers import with_host_copy
+from dmlbench.types import Batch, EmbeddingSet, RunError
+
+# Of each wait of a run outside of its losses, why.
+READING = "losses and gradient norms of log_every steps are read together"
+EMBEDDING = "rows are checked and kept on the host, a batch at a time"
+LOADED = "where a checkpoint is loaded, its counters are read once"
+CHECKED = "sets are looked at on the host, once a search"
+SEARCHED = "a tile's candidates, and similarities that are close to a decision, are settled on the host"
+MOVED = "queries and gallery are moved there, a tile at a time"
+STAY: Mapping[str, str] = {
+    "readings.py read: _to_copy to the host": READING,
+    "embed.py embed: _to_copy to the host": EMBEDDING,
+    "class_splits.py _read_state: _local_scalar_dense": LOADED,
+    "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
+    "xbm.py _read_position: _local_scalar_dense": LOADED,
+    "sets.py ids_of: _to_copy to the host": CHECKED,
+    "sets.py labels_of: _to_copy to the host": CHECKED,
+    "sets.py check_finite: _local_scalar_dense": CHECKED,
+    "clustering.py __init__: _to_copy to the host": CHECKED,
+    "similarity.py _float64_parts: _to_copy to the host": SEARCHED,
+    "top_k.py narrow_on_device: _to_copy to the host": SEARCHED,
+    "top_k.py narrow_on_device: nonzero": SEARCHED,
+    "top_k.py narrow_on_device: bincount": SEARCHED,
+    "pairwise.py tile: _to_copy from the host": MOVED,
+    "pairwise.py places: _to_copy to the host": CHECKED,
+    "pairwise_search.py _scaled: _to_copy to the host": CHECKED,
+    "pairwise_search.py _unit: _local_scalar_dense": CHECKED,
+    "pairwise.py _checked: _local_scalar_dense": SEARCHED,
+    "unit_vectors.py similarities: _to_copy to the host": "collections add tiles up on the host",
+    "back_ends.py _narrowed: _to_copy from the host": MOVED,
+    "back_ends.py moved_to: _to_copy from the host": MOVED,
+    "back_ends.py product_on: _to_copy from the host": MOVED,
+}
+
+
+class TinyBackbone(Backbone):
+    """Three maps of few channels."""
+
+    def __init__(self) -> None:
+        super().__init__([4, 4, 8], mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b))
+            for a, b in ((3, 4), (4, 4), (4, 8))
+        )
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        maps = [images]
+        for stage in self.stages:
+            maps.append(stage(maps[-1]))
+        return tuple(maps[1:])
+
+
+def batches(transform: Transform) -> TrainBatches:
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(6), 5)
+    table = make_table(
+        "tiny", "", paths=[f"{i}.png" for i in range(30)], labels=labels, class_names=list("abcdef"),
+        role=["train"] * 30, content="none", pixels=random.integers(0, 256, (30, 16, 16, 3), dtype=np.uint8),
+    )  # fmt: skip
+    rows = np.arange(30)
+    source = DecodedImages(table, short_side=None)
+    images = pixel_tensor(table, source, CUDA) if transform.works_on == "batch" else source
+    return TrainBatches(
+        table, rows, images=images, class_index=class_index(table, rows), transform=transform, seed=0, device=CUDA,
+        sampler=ClassBalancedBatchSampler(labels, classes_per_batch=4, images_per_class=2, seed=0),
+    )  # fmt: skip
+
+
+SHIFTED = random_shift(padding=2, padding_mode="constant", flip=0.5)
+
+
+@pytest.mark.parametrize("transform", [SHIFTED, random_resized_crop(crop=8, resize=12, scale=(0.5, 1.0))])
+def test_batches_are_those_of_the_cpu_and_nothing_waits_for_them(transform: Transform) -> None:
+    with pretended_cuda() as device:
+        on_gpu = batches(transform)
+        device.waits.clear()
+        found = list(islice(on_gpu, 2))
+        assert not device.waits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(batches.__globals__, "CUDA", torch.device("cpu"))
+            expected = list(islice(batches(transform), 2))
+    for one, other in zip(found, expected, strict=True):
+        for name in ("images", "labels", "ids"):
+            assert getattr(one, name).device == CUDA
+            assert torch.equal(getattr(one, name).twin, getattr(other, name))
+
+
+def trained(device: PretendedCuda, run_dir: Path, source: TrainBatches, saved: list[int], **settings: Any) -> None:
+    """``fit`` with gradients of ones, as nothing is differentiated; ``saved`` gets the steps of its checkpoints."""
+    torch.manual_seed(0)
+    model = PooledModel(TinyBackbone(), Gsp(16, 4, memory_rows=16), Projection(8, 16))
+    objective = Objective(
+        CrossBatchMemory(ContrastiveC1(), 16, 32, start_step=1), regularizers={"xml": CrossBatchRegularizer(0.1)}
+    )
+    moved(nn.ModuleList([model, objective]))
+    device.waits.clear()
+    groups = parameter_groups(model.parameter_groups(), objective)
+    optimizer = make_optimizer(groups, OptimizerSettings(torch.optim.SGD, 1e-3))
+
+    def backward(loss: Tensor) -> None:
+        assert loss.device == CUDA
+        for p in [*model.parameters(), *objective.parameters()]:
+            p.grad = torch.ones_like(p)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "backward", backward)
+        patch.setattr(fit_module, "_save", lambda run_dir, state, *args, **kwargs: saved.append(state.step))
+        best = {"model": model.state_dict(), "objective": objective.state_dict()}
+        patch.setattr(fit_module, "load_checkpoint", lambda path: best)
+        values = {"max_steps": 4, "validate_every": 100, "log_every": 2, "clip_norm": 1.0} | settings
+        fit(model, objective, source, None, optimizer, FitSettings(**values), run_dir, device=CUDA)
+
+
+def test_a_training_waits_every_log_every_steps_alone(tmp_path: Path) -> None:
+    saved: list[int] = []
+    with pretended_cuda() as device:
+        trained(device, tmp_path, batches(SHIFTED), saved)
+    waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
+    assert waits == {"readings.py read: _to_copy to the host": 2}
+    assert saved == [4]
+
+
+def test_nan_stops_a_training_before_any_checkpoint(tmp_path: Path) -> None:
+    class Poisoned:
+        def __init__(self, source: TrainBatches) -> None:
+            self.source, self.step = source, 0
+
+        def __next__(self) -> Batch:
+            self.step += 1
+            batch = next(self.source)
+            return Batch(batch.images * torch.nan, batch.labels, batch.ids) if self.step == 3 else batch
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.source, name)
+
+    saved: list[int] = []
+    with pretended_cuda() as device:
+        poisoned: Any = Poisoned(batches(SHIFTED))
+        with pytest.raises(RunError, match="stopped at step 3: loss = nan"):
+            trained(device, tmp_path, poisoned, saved, checkpoint_every=2, log_every=100)
+    assert poisoned.step == 4
+    assert saved == [2]
+
+
+def levels(variant: str) -> tuple[MetricModel, AvslDistance]:
+    torch.manual_seed(0)
+    head = AvslHead([4, 4, 8], level_size=8, top_k=4, variant=variant)  # type: ignore[arg-type]
+    model = head.model(TinyBackbone(), None)
+    assert isinstance(model.distance, AvslDistance)
+    return model, model.distance
+
+
+@pytest.mark.parametrize(("variant", "max_classes"), [("official", 1000), ("paper", 3)])
+def test_avsl_waits_for_nothing_in_its_own_loss(variant: str, max_classes: int) -> None:
+    model, distance = levels(variant)
+    objective = Objective(LayeredProxyAnchor(6, distance, max_classes=max_classes))
+    with pretended_cuda() as device:
+        moved(nn.ModuleList([model, objective]))
+        images = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8, device=CUDA)
+        labels = with_host_copy(torch.arange(12) % 4, CUDA)
+        device.waits.clear()
+        for step in (1, 2):
+            output = model(images)
+            assert model.observe(output, step=step)
+            assert objective(output, labels, step=step)["loss"].device == CUDA
+    assert not device.waits
+
+
+def test_concatenated_levels_wait_for_nothing() -> None:
+    torch.manual_seed(0)
+    head = ConcatenatedLevels([32, 64], out_features=8, num_levels=2)
+    model = head.model(ResNet20(out_levels=(1, 2)), Gap())
+    with pretended_cuda() as device:
+        moved(model)
+        images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, device=CUDA)
+        device.waits.clear()
+        assert model(images).embedding.device == CUDA
+    assert not device.waits
+
+
+def embedded(seed: int = 0) -> EmbeddingSet:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(60) % 6
+    rows = torch.randn(6, 8, generator=generator)[labels] + torch.randn(60, 8, generator=generator)
+    rows[30:36] = rows[:6]  # ties by index
+    return EmbeddingSet(rows, labels, torch.arange(60))
+
+
+def on_gpu(there: EmbeddingSet) -> EmbeddingSet:
+    return EmbeddingSet(there.rows.to(CUDA), there.labels.to(CUDA), there.ids.to(CUDA))
+
+
+SPEC = EvaluationSpec(metrics=("map_at_r", "recall_at_k", "raw_nmi", "intra_class_distance"), back_end="torch")
+
+
+def unknown(device: PretendedCuda) -> set[str]:
+    return {name for name in device.waits if name not in STAY and not name.startswith("elsewhere")}
+
+
+def test_search_among_unit_vectors_scores_as_on_the_cpu() -> None:
+    queries = embedded()
+    with pretended_cuda() as device:
+        found = evaluate(on_gpu(queries), spec=SPEC)
+    assert found.scores == evaluate(queries, spec=SPEC).scores
+    assert any("back_ends.py" in name for name in device.waits)
+    assert not unknown(device)
+
+
+def test_search_by_a_distance_scores_as_on_the_cpu() -> None:
+    """One without parameters: the search copies a distance, which a pretended module does not survive."""
+    queries, distance = embedded(), LpDistance(normalize_embeddings=False, p=1)
+    with pretended_cuda() as device:
+        found = evaluate(on_gpu(queries), distance=distance)
+    assert not unknown(device)
+    assert found.scores == evaluate(queries, distance=distance).scores
+
+
+def test_collections_score_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concatenated, "compiled_ranking", lambda: None)  # the plain loop
+    members = [[embedded(seed=2 * fold + repeat) for repeat in range(2)] for fold in range(2)]
+    expected, _ = concatenated.concatenated_scores(members, spec=EvaluationSpec())
+    with pretended_cuda() as device:
+        there = [[on_gpu(x) for x in fold] for fold in members]
+        found, _ = concatenated.concatenated_scores(there, spec=EvaluationSpec())
+    assert not unknown(device)
+    assert {choice: x.scores for choice, x in found.items()} == {choice: x.scores for choice, x in expected.items()}
+
+
+def test_embedding_waits_once_a_batch() -> None:
+    queries = embedded()
+
+    def batched() -> list[Batch]:
+        parts = zip(queries.rows.split(20), queries.labels.split(20), queries.ids.split(20), strict=True)
+        return [Batch(*(with_host_copy(x, CUDA) for x in part)) for part in parts]
+
+    with pretended_cuda() as device:
+        found = embed(lambda x: 2 * x, batched(), device=CUDA, describe="test")
+    assert torch.equal(found.rows, 2 * queries.rows)
+    assert device.waits == {"embed.py embed: _to_copy to the host": 3}
