@@ -61,7 +61,7 @@ POOLINGS = {
 
 def of_gsp_fair(command: Command) -> Values:
     """The fair setting (1.6.4, 1.6.5) and the search for parameters, with what 1.6.7 has for the loss and for GSP."""
-    score, at = command.score, DATASETS.index(command.score.dataset or "cub200")
+    score, at = command.score, DATASETS.index((command.score.dataset or "cub200").replace("cifar100_collage", "cub200"))
     row = score.row.split(" [")[0]
     label = OTHER_LABELS.get(score.row, OTHER_LABELS.get(score.setting, score.setting))
     if not label:
@@ -103,6 +103,24 @@ def of_gsp_fair(command: Command) -> Values:
         del wanted["head.out_features"]  # the pooling projects
     else:
         wanted["pooling"] = POOLINGS[row if command.table != "xml/table1" and row != "Baseline" else "GAP"]
+    return wanted
+
+
+def of_gsp_collage(command: Command) -> Values:
+    """Supplement 2.2; margins and temperature of 1.6.7 (CUB)."""
+    of_cub = of_gsp_fair(command)
+    kept = {key: of_cub[key] for key in of_cub if key.startswith(("loss.", "pooling", "head.", "regularizer"))}
+    wanted = kept | {
+        "optim.lr": 1e-3, "optim.optimizer._target_": "torch.optim.Adam", "batch": (16, 4), "fit.monitor": "map_at_r",
+        "schedule.factor": 0.5, "schedule.patience": 5, "backbone._target_": "dmlbench.models.resnet_cifar.ResNet20",
+        "protocol._target_": "dmlbench.data.protocols.Conventional", "dataset.table.layout": "public",
+        "dataset.table.images_per_class": None,
+    }  # fmt: skip
+    if command.score.row == "GSP":
+        wanted |= {
+            "pooling.num_prototypes": 128, "pooling.transport_ratio": 0.2, "pooling.smoothing": 10.0,
+            "regularizer.zsr.weight": 0.5,
+        }  # fmt: skip
     return wanted
 
 
@@ -224,6 +242,8 @@ def of_avsl(command: Command) -> Values:
 def expected(command: Command) -> Values:
     paper = command.table.split("/")[0]
     if paper in ("gsp", "xml"):
+        if command.score.dataset == "cifar100_collage":
+            return of_gsp_collage(command)
         of_test_half = command.table in ("gsp/table3", "gsp/table4")
         return of_gsp_conventional(command) if of_test_half else of_gsp_fair(command)
     return {"proxynca_pp": of_proxynca_pp, "avsl": of_avsl}[paper](command)
@@ -245,6 +265,7 @@ SOME = {  # table, row, data set, setting: each paper, data set, loss and kind o
     ("gsp/table2", "Triplet+GAP", "cars196", ""),
     ("gsp/table2", "PAnchor+GSP", "inshop", ""), ("gsp/table3", "C1+XBM+GSP", "cars196", ""),
     ("gsp/table6", "VLAD-(64x128) [39]", "cub200", "ProxyNCA++"),
+    ("gsp/table6", "GSP", "cifar100_collage", "contrastive"),
     ("gsp/table7", "m=128, mu=0.7, epsilon=20, lambda=0.5", "cub200", "C2"),
     ("xml/table1", "C+XML", "inshop", ""), ("proxynca_pp/table5", "ProxyNCA", "sop", ""),
     ("proxynca_pp/table8", "+scale +norm +cbs", "cub200", "with prob"),
