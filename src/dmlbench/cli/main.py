@@ -1,5 +1,6 @@
 """The console script ``dmlbench``: hands the command line to the sub-command's ``main`` or Hydra ``task``."""
 
+import ctypes
 import importlib
 import os
 import signal
@@ -30,6 +31,7 @@ COMMANDS = {
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
+_WITH_NETWORKS = ("train", "reproduce", "study")
 
 
 def usage() -> str:
@@ -40,6 +42,20 @@ def usage() -> str:
         f"usage: dmlbench COMMAND [--help] [key=value ...]\n\n{commands}\n\n"
         "example: dmlbench train -m pooling=gap,gsp fold=0,1,2,3 repeat=0,1,2"
     )
+
+
+def keep_freed_memory() -> None:
+    """Keep what is freed in the process instead of giving it back to the system, for memory of the size of feature maps
+    is asked for again at once, and the system clears it page by page: embedding images took 1.8 times as long.
+
+    In turn the process holds up to half as much again. What the environment says wins; processes that are started from
+    here inherit it. For glibc alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for name, parameter, value in (("MALLOC_MMAP_MAX_", -4, 0), ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1)):  # malloc.h
+        if mallopt is not None and name not in os.environ:
+            os.environ[name] = str(value)
+            mallopt(parameter, value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, *rest = arguments
         if name not in COMMANDS:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
+        if name in _WITH_NETWORKS:
+            keep_freed_memory()
         command = importlib.import_module(f"dmlbench.cli.{name}")
         line = parse(name, rest)
         if hasattr(command, "main"):
