@@ -9,6 +9,7 @@ validation are timed once. The whole is then reckoned from the steps and validat
 
 import argparse
 import math
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from dmlbench import build
+from dmlbench.cli.front import guarded
 from dmlbench.cli.main import keep_freed_memory
 from dmlbench.config import compose
 from dmlbench.experiment import Experiment, make_experiment
@@ -157,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
-    print("\n".join(table_of(profile(options.overrides, steps=options.steps))))
+    sys.exit(guarded(lambda: print("\n".join(table_of(profile(options.overrides, steps=options.steps))))))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,32 @@ _DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.E
 _OF_THE_LINE = ("Config group override", "Only one of --run", "can only be used in conjunction")
 """What Hydra says of a command line, in errors of no type of its own."""
 _NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
+
+
+def first_word(
+    line: CommandLine, words: Mapping[str, str], *, usage: str, unknown: str
+) -> tuple[str, CommandLine] | None:
+    """The first word of a command that goes on with one, and the line without it; None where help alone was asked for,
+    which is printed.
+
+    Args:
+        line: behind the command's name.
+        words: known ones, and what each does.
+        usage: the command and what stands for its word.
+        unknown: the message about another word, with {} for it.
+
+    Raises:
+        ConfigError: another word, or none.
+    """
+    word, *rest = line.words or ("",)
+    if word in words:
+        return word, replace(line, words=tuple(rest))
+    if word or not {"-h", "--help"} & set(line.options):
+        raise ConfigError(f"{unknown.format(word)} ({closest(word, list(words))})")
+    width = max(10, *map(len, words))
+    print(f"usage: dmlbench {usage} [--help] [key=value ...]\n")
+    print("\n".join(f"  {name:<{width}} {text}" for name, text in words.items()))
+    return None
 
 
 def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -> None:

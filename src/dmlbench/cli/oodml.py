@@ -1,11 +1,9 @@
 """``dmlbench oodml WORD``: train-test splits of growing distance, and what runs show over them."""
 
-import dataclasses
 import importlib
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.front import run_hydra
-from dmlbench.types import ConfigError, closest
+from dmlbench.cli.front import first_word, run_hydra
 
 WORDS = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
@@ -20,13 +18,8 @@ WORDS = {
 
 
 def main(line: CommandLine) -> None:
-    word, *rest = line.words or ("",)
-    if word not in WORDS:
-        if not word and {"-h", "--help"} & set(line.options):
-            print("usage: dmlbench oodml WORD [--help] [key=value ...]\n")
-            print("\n".join(f"  {name:<10} {text}" for name, text in WORDS.items()))
-            return
-        known = closest(word, list(WORDS))
-        raise ConfigError(f"say what to do: dmlbench oodml {'|'.join(WORDS)}; '{word}' is none of these ({known})")
-    name = f"oodml_{word}"
-    run_hydra(name, importlib.import_module(f"dmlbench.cli.{name}").task, dataclasses.replace(line, words=tuple(rest)))
+    unknown = f"say what to do: dmlbench oodml {'|'.join(WORDS)}; '{{}}' is none of these"
+    chosen = first_word(line, WORDS, usage="oodml WORD", unknown=unknown)
+    if chosen is not None:
+        name = f"oodml_{chosen[0]}"
+        run_hydra(name, importlib.import_module(f"dmlbench.cli.{name}").task, chosen[1])

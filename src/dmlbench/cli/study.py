@@ -1,14 +1,13 @@
 """``dmlbench study NAME``: small experiments of the papers, each with a picture and a table beside its claims."""
 
-import dataclasses
 import functools
 import importlib
 
 from omegaconf import DictConfig
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.front import run_hydra
-from dmlbench.types import ConfigError, closest
+from dmlbench.cli.front import first_word, run_hydra
+from dmlbench.types import ConfigError
 
 STUDIES = {
     "two_moons": "what the temperature does to the boundary of a softmax classifier (ProxyNCA++, figure 3)",
@@ -26,17 +25,13 @@ STUDIES = {
 
 
 def main(line: CommandLine) -> None:
-    name, *rest = line.words or ("",)
-    if name not in STUDIES:
-        if not name and {"-h", "--help"} & set(line.options):
-            print("usage: dmlbench study NAME [--help] [key=value ...]\n")
-            print("\n".join(f"  {study:<20} {text}" for study, text in STUDIES.items()))
-            return
-        raise ConfigError(f"say which: dmlbench study NAME; '{name}' is no study ({closest(name, list(STUDIES))})")
+    chosen = first_word(line, STUDIES, usage="study NAME", unknown="say which: dmlbench study NAME; '{}' is no study")
+    if chosen is None:
+        return
+    name, rest = chosen
     if line.is_sweep:
         raise ConfigError("a study is no sweep: leave out -m; what it compares are values of its own keys")
-    task = functools.partial(conduct, name)
-    run_hydra(f"study_{name}", task, dataclasses.replace(line, words=tuple(rest)))
+    run_hydra(f"study_{name}", functools.partial(conduct, name), rest)
 
 
 def conduct(name: str, cfg: DictConfig) -> None:

@@ -91,15 +91,8 @@ class Mlrc(Protocol):
     least_folds: ClassVar[int] = 2
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        classes = _train_classes(table, at_least=self.num_folds)
-        held_out = _parts(classes, self.num_folds)[-1 - fold]
-        return Split(
-            name=f"{table.name} {self.name} fold {fold}",
-            fold=fold,
-            train=_train_rows(table, np.setdiff1d(classes, held_out)),
-            val=RetrievalSet(_train_rows(table, held_out)),
-            test=_test_set(table),
-        )
+        train, val = _without_part(table, self.num_folds, -1 - fold)
+        return Split(f"{table.name} {self.name} fold {fold}", fold, train, val, _test_set(table))
 
 
 @dataclass(frozen=True)
@@ -192,15 +185,8 @@ class Hpo(Protocol):
             raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        classes = _train_classes(table, at_least=self.num_parts)
-        held_out = _parts(classes, self.num_parts)[self.held_out_part]
-        return Split(
-            name=f"{table.name} {self.name} part {self.held_out_part}",
-            fold=fold,
-            train=_train_rows(table, np.setdiff1d(classes, held_out)),
-            val=RetrievalSet(_train_rows(table, held_out)),
-            test=None,
-        )
+        train, val = _without_part(table, self.num_parts, self.held_out_part)
+        return Split(f"{table.name} {self.name} part {self.held_out_part}", fold, train, val, test=None)
 
 
 @dataclass(frozen=True)
@@ -223,15 +209,8 @@ class HeldOut(Protocol):
             raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        classes = _train_classes(table, at_least=self.num_parts)
-        held_out = _parts(classes, self.num_parts)[-1]
-        return Split(
-            name=f"{table.name} {self.name}",
-            fold=fold,
-            train=_train_rows(table, np.setdiff1d(classes, held_out)),
-            val=RetrievalSet(_train_rows(table, held_out)),
-            test=_test_set(table),
-        )
+        train, val = _without_part(table, self.num_parts, -1)
+        return Split(f"{table.name} {self.name}", fold, train, val, _test_set(table))
 
 
 @dataclass(frozen=True)
@@ -333,6 +312,13 @@ def _parts(classes: IntArray, count: int) -> list[IntArray]:
     """Contiguous parts of C classes, cut at floor(i C / count)."""
     edges = [i * len(classes) // count for i in range(count + 1)]
     return [classes[start:end] for start, end in pairwise(edges)]
+
+
+def _without_part(table: ImageTable, count: int, which: int) -> tuple[IntArray, RetrievalSet]:
+    """Of ``count`` parts of the train classes: rows of all but part ``which``, and that part to validate on."""
+    classes = _train_classes(table, at_least=count)
+    held_out = _parts(classes, count)[which]
+    return _train_rows(table, np.setdiff1d(classes, held_out)), RetrievalSet(_train_rows(table, held_out))
 
 
 def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
