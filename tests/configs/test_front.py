@@ -41,6 +41,15 @@ def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> Non
     assert message in capsys.readouterr().err
 
 
+def test_a_reader_who_has_seen_enough_is_no_failure() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "from dmlbench.cli.front import guarded; exit(guarded(lambda: print('x' * 10**6, flush=True)))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_what_cannot_be_read_is_told_from_what_cannot_be_written(tmp_path: Path, capsys, monkeypatch) -> None:
     def message(error: OSError) -> str:
         assert guarded(raising(error)) == 1

@@ -61,18 +61,16 @@ STAY: Mapping[str, str] = {
     "sets.py check_finite: _local_scalar_dense": CHECKED,
     "clustering.py __init__: _to_copy to the host": CHECKED,
     "similarity.py _float64_parts: _to_copy to the host": SEARCHED,
-    "top_k.py narrow_on_device: _to_copy to the host": SEARCHED,
-    "top_k.py narrow_on_device: nonzero": SEARCHED,
-    "top_k.py narrow_on_device: bincount": SEARCHED,
+    "on_device.py to_host: _to_copy to the host": SEARCHED,
+    "on_device.py entries_at_least: nonzero": SEARCHED,
+    "device_ranking.py select: nonzero": SEARCHED,
+    "device_ranking.py rank: nonzero": SEARCHED,
+    "on_device.py to_device: _to_copy from the host": MOVED,
     "pairwise.py tile: _to_copy from the host": MOVED,
     "pairwise.py places: _to_copy to the host": CHECKED,
-    "pairwise_search.py _scaled: _to_copy to the host": CHECKED,
     "pairwise_search.py _unit: _local_scalar_dense": CHECKED,
     "pairwise.py _checked: _local_scalar_dense": SEARCHED,
-    "unit_vectors.py similarities: _to_copy to the host": "collections add tiles up on the host",
-    "back_ends.py _narrowed: _to_copy from the host": MOVED,
     "back_ends.py moved_to: _to_copy from the host": MOVED,
-    "back_ends.py product_on: _to_copy from the host": MOVED,
 }
 
 

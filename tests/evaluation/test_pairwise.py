@@ -99,9 +99,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairwise_search, "_MIN_ROWS", 8)
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(params=[1, 3, "tensors"])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairwise_search, "num_threads", lambda: request.param)
+    """Threads, or the code of an accelerator on tensors of the CPU."""
+    if request.param == "tensors":
+        monkeypatch.setattr(pairwise_search, "tiles_on_host", lambda device: False)
+    else:
+        monkeypatch.setattr(pairwise_search, "num_threads", lambda: request.param)
 
 
 @pytest.mark.usefixtures("_small_blocks", "_threads")

@@ -1,7 +1,6 @@
 """Keys, narrowing, and the routes of the search that a CPU with memory to spare does not take by itself."""
 
 import dataclasses
-import functools
 import subprocess
 import sys
 import weakref
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import back_ends, unit_vectors
+from dmlbench.evaluation.search import back_ends, on_device
+from dmlbench.evaluation.search.similarity import strict_float32_products
 from dmlbench.evaluation.search.top_k import (
     LOWEST,
     PADDING,
@@ -105,50 +105,63 @@ def test_rows_as_given_rank_as_unit_rows_that_are_held(offset: float) -> None:
     assert np.array_equal(nearest_columns(held, 9), nearest_columns(anew, 9))
 
 
-def test_queries_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
     host = unit_search(queries, gallery)
     device = dataclasses.replace(host, on_host=False)  # the code of an accelerator, on tensors of the CPU
-    product, sizes = back_ends.product_on, []
+    entries, sizes, tiles = on_device.entries_at_least, [], []
 
-    def small_memory(*operands: object) -> torch.Tensor:
-        result = product(*operands)
-        sizes.append(len(result))
-        if len(result) > 15:
+    def small_memory(similarity: torch.Tensor, floor: torch.Tensor) -> object:
+        assert not [tile for tile in tiles if tile() is not None], "a tile is held while its halves are computed"
+        tiles.append(weakref.ref(similarity))
+        sizes.append(similarity.shape[1])
+        if similarity.shape[1] > 15:
             raise torch.OutOfMemoryError("faked")
-        return result
+        return entries(similarity, floor)
 
     expected = nearest_columns(host, 60)
     assert np.array_equal(nearest_columns(device, 60), expected)
-    monkeypatch.setattr(back_ends, "product_on", small_memory)
+    monkeypatch.setattr(on_device, "entries_at_least", small_memory)
     assert np.array_equal(nearest_columns(device, 60), expected)
-    assert sizes == [50, 25, 12, 13, 25, 12, 13]
+    assert sizes == [80, *2 * [40, 20, 10, 10, 20, 10, 10]]
 
     def no_memory(*operands: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("faked")
 
-    monkeypatch.setattr(back_ends, "product_on", no_memory)
-    with pytest.raises(RunError, match="no memory left for one query and 80 gallery items; lower tile_bytes"):
+    monkeypatch.setattr(on_device, "entries_at_least", no_memory)
+    with pytest.raises(RunError, match="no memory left for a tile of one item; lower tile_bytes, or evaluate with"):
         nearest_columns(device, 60)
 
 
-def test_memory_that_ends_after_the_product_frees_it_before_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = embedding_set(np.random.default_rng(5).normal(size=(40, 6)))
-    host = unit_search(sets, None)
-    device = dataclasses.replace(host, on_host=False)
-    narrow, tiles = back_ends.narrow_on_device, []
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+@pytest.mark.parametrize("k", [1, 9, 140])
+def test_a_shortlist_by_bf16_changes_no_neighbor(offset: float, k: int) -> None:
+    rng = np.random.default_rng(8)
+    rows = rng.normal(size=(150, 24)) + offset  # far from the origin, products are relative to the mean
+    rows[100:] = rows[:50] + rng.choice([0, 1e-7, 1e-3], (50, 1)) * rng.normal(size=(50, 24))
+    host = unit_search(embedding_set(rows), None)
+    short = dataclasses.replace(host, on_host=False, in_bf16=True)
+    assert np.array_equal(nearest_columns(short, k), nearest_columns(host, k))
 
-    def small_memory(similarity: torch.Tensor, *arguments: object, **options: object) -> object:
-        assert not [tile for tile in tiles if tile() is not None], "a tile is held while its halves are computed"
-        tiles.append(weakref.ref(similarity))
-        if len(similarity) > 10:
-            raise torch.OutOfMemoryError("faked")
-        return narrow(similarity, *arguments, **options)
 
-    monkeypatch.setattr(back_ends, "narrow_on_device", small_memory)
-    assert np.array_equal(nearest_columns(device, 7), nearest_columns(host, 7))
-    assert len(tiles) == 7
+def test_products_of_bf16_numbers_err_by_less_than_is_taken_into_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three shares of the rounding of bf16 numbers, of which near the bound some must be left."""
+    rng = np.random.default_rng(9)
+    x = torch.nn.functional.normalize(torch.from_numpy(rng.normal(size=(300, 64))).abs().float())
+    with strict_float32_products():
+        error = (x.bfloat16() @ x.bfloat16().T).double() - x.double() @ x.double().T
+    bound = 3 * on_device.BF16_ROUNDING
+    assert bound / 8 < error.abs().max() < bound
+
+
+def test_a_shortlist_that_bf16_cannot_thin_out_is_computed_in_float32() -> None:
+    rows = np.random.default_rng(10).normal(size=(1, 16)) + 1e-4 * np.random.default_rng(11).normal(size=(90, 16))
+    rows[45:] *= -1  # their mean is none of either half's, so that products are as large as they are
+    host = unit_search(embedding_set(rows), None)
+    assert host.product.mean is None
+    assert np.array_equal(nearest_columns(dataclasses.replace(host, on_host=False, in_bf16=True), 7),
+                          nearest_columns(host, 7))  # fmt: skip
 
 
 def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +211,10 @@ def test_faiss_searches_on_the_gpu_of_the_rows_and_torch_beyond_its_limit(
     assert np.array_equal(nearest_columns(gpu, 20), nearest_columns(host, 20))
     assert calls == [("memory", (40, 8), 29, 1)]
     back_ends._gpu_resources.cache_clear()
-    with caplog.at_level("INFO"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_vectors, "moved_to", lambda device, operand: torch.from_numpy(operand))
-        patch.setattr(unit_vectors, "narrowed_on", lambda _, *given, **named: on_host(*given, **named))
-        on_host = functools.partial(back_ends.narrowed_on, torch.device("cpu"))
-        assert np.array_equal(nearest_columns(gpu, 2100), nearest_columns(host, 2100))
+    with caplog.at_level("INFO"):
+        torchs = dataclasses.replace(gpu, device=torch.device("cpu"))
+        assert not back_ends.faiss_finds(2100, 2300, gpu.device)
+        assert np.array_equal(nearest_columns(torchs, 2100), nearest_columns(host, 2100))
     assert len(calls) == 1
     assert "faiss finds at most 2048 neighbors on a GPU and 2100 are needed; torch searches" in caplog.text
 

@@ -5,6 +5,7 @@ import torch
 
 from dmlbench import build
 from dmlbench.cli.front import compose
+from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
@@ -27,6 +28,20 @@ def test_scores_of_embeddings_on_the_gpu_are_those_on_the_cpu_bit_by_bit() -> No
     on_cpu = evaluate(EmbeddingSet(rows, labels, torch.arange(3000)))
     on_gpu = evaluate(EmbeddingSet(rows.cuda(), labels.cuda(), torch.arange(3000).cuda()))
     assert on_cpu.scores == on_gpu.scores
+
+
+def test_collections_on_the_gpu_are_those_on_the_cpu_bit_by_bit() -> None:
+    generator = torch.Generator().manual_seed(1)
+    labels, ids = torch.arange(900) % 30, torch.arange(900)
+    centers = torch.randn(30, 64, generator=generator)[labels]
+    members = [
+        [EmbeddingSet(centers + 1.5 * torch.randn(900, 64, generator=generator), labels, ids) for _ in range(2)]
+        for _ in range(3)
+    ]
+    found = [concatenated_scores(members, spec=EvaluationSpec(device=device), own=True) for device in ("cpu", "cuda")]
+    (on_cpu, own), (on_gpu, own_there) = found
+    assert {choice: x.scores for choice, x in on_cpu.items()} == {choice: x.scores for choice, x in on_gpu.items()}
+    assert [x.scores for fold in own for x in fold] == [x.scores for fold in own_there for x in fold]
 
 
 @pytest.mark.parametrize("rerank", [None, 200])

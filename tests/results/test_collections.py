@@ -13,7 +13,7 @@ import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
 from dmlbench.evaluation import resume
-from dmlbench.evaluation.collections import concatenated
+from dmlbench.evaluation.collections import concatenated, device_ranking
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
@@ -50,10 +50,12 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
     return EmbeddingSet(torch.from_numpy(rows), members[0].labels, members[0].ids)
 
 
-@pytest.fixture(params=["numpy", "compiled"])
+@pytest.fixture(params=["numpy", "compiled", "tensors"])
 def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to rank collections, one after the other."""
-    if request.param == "compiled":
+    """All ways to rank collections, one after the other; that of an accelerator on tensors of the CPU."""
+    if request.param == "tensors":
+        monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
+    elif request.param == "compiled":
         pytest.importorskip("numba", reason="extra fast")
     else:
         monkeypatch.setattr(concatenated, "compiled_ranking", lambda: None)
@@ -118,22 +120,41 @@ def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
-def test_compiled_and_plain_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_plain_and_tensor_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="extra fast")
     metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
     spec = EvaluationSpec((1, 5), metrics=metrics)
     found = []
-    for ranking in (concatenated.compiled_ranking, lambda: None):
+    for ranking, on_host in ((concatenated.compiled_ranking, True), (lambda: None, True), (lambda: None, False)):
         monkeypatch.setattr(concatenated, "compiled_ranking", ranking)
+        monkeypatch.setattr(concatenated, "tiles_on_host", lambda device, on_host=on_host: on_host)
         for members, galleries in (
             (runs(size=90, offset=offset), None),
             (ties((2, 3), 60, classes=5, gallery=False), ties((2, 3), 80, classes=5, gallery=True)),
         ):
             joint, own = concatenated_scores(members, galleries, spec=spec, own=True)
             found.append([*joint.values(), *itertools.chain.from_iterable(own)])
-    for compiled, plain in zip(itertools.chain(*found[:2]), itertools.chain(*found[2:]), strict=True):
+    for compiled, plain, tensors in zip(*(itertools.chain(*found[i : i + 2]) for i in (0, 2, 4)), strict=True):
         for name, values in plain.per_query.items():
-            assert compiled.per_query[name].tobytes() == values.tobytes(), name
+            assert compiled.per_query[name].tobytes() == values.tobytes() == tensors.per_query[name].tobytes(), name
+
+
+def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = runs(size=90, offset=0.0)
+    expected, _ = concatenated_scores(members, spec=EvaluationSpec())
+    monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
+    select, sizes = device_ranking.select, []
+
+    def small_memory(value: torch.Tensor, *arguments: object, **options: object) -> object:
+        sizes.append(value.shape[1])
+        if value.shape[1] > 30:
+            raise torch.OutOfMemoryError("faked")
+        return select(value, *arguments, **options)
+
+    monkeypatch.setattr(device_ranking, "select", small_memory)
+    found, _ = concatenated_scores(members, spec=EvaluationSpec())
+    assert max(sizes) > 60 and sorted(sizes)[0] <= 30
+    assert {choice: x.scores for choice, x in found.items()} == {choice: x.scores for choice, x in expected.items()}
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])

@@ -27,7 +27,7 @@ from dmlbench.config import config_folder, register_schemas, settle
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
-EXIT_FAILED, EXIT_BAD_CONFIGURATION = 1, 2
+EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk refuses a write with, but never a read."""
 _DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -131,6 +131,9 @@ def guarded(action: Callable[[], None]) -> int:
         return EXIT_PREEMPTED if stop.code == EXIT_PREEMPTED else EXIT_INTERRUPTED
     except SweepFailed as failed:
         return _report_sweep(failed)
+    except BrokenPipeError:  # whoever reads has seen enough, such as `| head`; what is left to be said goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except Exception as error:
         described = _described(error)
         if described is None:

@@ -103,7 +103,8 @@ def rank_by_distance(
         After each, the scores of these queries must be written before the next one is asked for.
     """
     bar = tqdm(total=0, desc="distances", unit="pair", unit_scale=True, disable=not progress, leave=False)
-    search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar)
+    device = spec.device_for(queries.rows)
+    search = pairwise_search(queries, gallery, distance, tile_bytes=spec.tile_bytes, bar=bar, device=device)
     names = score_names(of_queries(spec.scores))
     plan = search.plan(relevance.k, len(relevance.valid))
     order = f"rerank {spec.rerank}, blocks of {plan.rows if plan.by_half and spec.rerank is None else None}"

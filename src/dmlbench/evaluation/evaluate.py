@@ -76,10 +76,11 @@ def evaluate(
     by rounding alone may depend on the tile.
 
     Args:
-        queries: rows [Q, D]; the products run on the device of these rows.
+        queries: rows [Q, D]; they are searched on their device, where ``spec`` names no other.
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters runs where these lie.
+        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters and without a bound of
+            its error runs where these lie.
         partial: folder from which an interrupted search by ``distance`` continues, to the same scores, if it is of the
             same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
@@ -119,7 +120,7 @@ def evaluate(
             len(queries),
         )
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
-    on_gpu = spec.back_end == "faiss" and queries.rows.device.type == "cuda"
+    on_gpu = spec.back_end == "faiss" and spec.device_for(queries.rows).type == "cuda"
     of_the_set: dict[str, float] = {}
     if len(of_queries(spec.scores)) < len(spec.scores):
         of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed, on_gpu=on_gpu), spec.scores)
@@ -174,7 +175,9 @@ def _unit_tiles(
     queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, relevance: Relevance
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
-    search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes)
+    search = unit_search(
+        queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=spec.device_for(queries.rows)
+    )
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
         return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)

@@ -4,6 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dmlbench.evaluation.metrics.clustering import kmeans_library
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
@@ -13,6 +16,7 @@ from dmlbench.evaluation.metrics.table import (
     score_names,
 )
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
+from dmlbench.runtime import select_device
 from dmlbench.types import ConfigError
 
 _RERANK = "rerank@"
@@ -29,6 +33,8 @@ class EvaluationSpec:
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
         metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
         kmeans_seed: decides where the clusters of nmi and ami begin.
+        device: where products run and candidates are selected, as in configurations ("auto": a GPU where there is one);
+            None: where the rows lie. No influence on the scores.
         rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
     """
 
@@ -38,6 +44,7 @@ class EvaluationSpec:
     metrics: tuple[str, ...] = DEFAULT_METRICS
     kmeans_seed: int = 0
     rerank: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
@@ -53,6 +60,14 @@ class EvaluationSpec:
                 f"map needs the whole ranking, and rerank ({self.rerank}) gives the first places only; "
                 "leave map out of evaluation.metrics, or set evaluation.rerank=null"
             )
+
+    def device_for(self, rows: Tensor) -> torch.device:
+        """Where ``rows`` are searched.
+
+        Raises:
+            ConfigError: ``device`` is unknown or not on this machine.
+        """
+        return rows.device if self.device is None else select_device(self.device)
 
     @property
     def search(self) -> str:

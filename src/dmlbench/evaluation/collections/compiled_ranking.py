@@ -1,6 +1,6 @@
 """Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
 
-It finds what ``plain_select`` and ``plain_rank`` find, bit by bit. Letters: M models, T queries of a tile, W gallery
+It finds what ``plain_ranking`` finds, bit by bit. Letters: M models, T queries of a tile, W gallery
 items of a block, S sums of F models each, n items that some sum may need, k places that matter.
 
 Which places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
@@ -28,7 +28,7 @@ _LANES = 32  # numbers that a vector unit compares at a time
 
 
 def select(value: FloatRows, largest: FloatRows, first_column: int, reach: FloatRows, *, slack: float) -> Near:
-    """As ``plain_select``."""
+    """As ``plain_ranking.select``."""
     return Near(*_at_least(value, largest, floor_below(reach.min(axis=1), slack), first_column), reach)
 
 
@@ -66,7 +66,7 @@ def rank(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``plain_rank``; ``slack`` may be rounded."""
+    """As ``plain_ranking.rank``; ``slack`` may be rounded."""
     row = np.repeat(np.arange(len(part)), near.counts)
     order = np.argsort(2 * row.astype(np.uint16) + ~relevant, kind="stable")  # a query's relevant items lead
     lead = np.bincount(row[relevant], minlength=len(part))

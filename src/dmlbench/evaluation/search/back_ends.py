@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.similarity import FloatRows, strict_float32_products
-from dmlbench.evaluation.search.top_k import Found, Keys, floor_below, narrow_on_device, pack
-from dmlbench.types import ConfigError, IntArray, RunError
+from dmlbench.evaluation.search.on_device import to_device
+from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.evaluation.search.top_k import Found, Keys, Tile, floor_below, pack
+from dmlbench.types import ConfigError, IntArray
 
 BackEnd = Literal["auto", "torch", "faiss"]
 
@@ -84,18 +85,14 @@ def _gpu_resources() -> Any:
     return faiss.StandardGpuResources()
 
 
-def exclude(similarity: FloatRows, own: IntArray) -> None:
+def exclude(similarity: Tile, own: IntArray) -> None:
     """Put -inf at column ``own`` [T] of each row of ``similarity`` [T, W] that has such a column."""
     held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
-    similarity[held, own[held]] = -np.inf
-
-
-def product_on(device: torch.device, query: FloatRows, right: Tensor | FloatRows) -> Tensor:
-    """The product [T, W] on ``device``, in float32 whatever is set outside."""
-    left = torch.from_numpy(query).to(device)
-    gallery = right if isinstance(right, Tensor) else torch.from_numpy(right).to(device)
-    with strict_float32_products():
-        return left @ gallery.T
+    if isinstance(similarity, Tensor):
+        row, column = to_device(similarity.device, held, own[held])
+        similarity[row, column] = -torch.inf
+    else:
+        similarity[held, own[held]] = -np.inf
 
 
 def moved_to(device: torch.device, operand: FloatRows | None) -> Tensor | None:
@@ -105,54 +102,3 @@ def moved_to(device: torch.device, operand: FloatRows | None) -> Tensor | None:
     except torch.OutOfMemoryError:
         logger.warning("%s has no memory for the whole gallery; it is moved there tile by tile", device)
         return None
-
-
-def narrowed_on(
-    device: torch.device,
-    query: FloatRows,
-    right: Tensor | FloatRows,
-    *,
-    own: IntArray,
-    k: int,
-    slack: float,
-    first_column: int,
-) -> Found:
-    """The ``narrow`` of a product on ``device``, column ``own`` [T] left out; halves the queries where memory is short.
-
-    Raises:
-        RunError: one query alone needs more memory than there is.
-    """
-    try:
-        return _narrowed(device, query, right, own=own, k=k, slack=slack, first_column=first_column)
-    except torch.OutOfMemoryError as error:
-        if len(query) == 1:
-            raise RunError(
-                f"{device} has no memory left for one query and {len(right)} gallery items; "
-                "lower tile_bytes, or evaluate on the CPU"
-            ) from error
-    logger.warning("%s is out of memory for a tile of %d queries; halving it", device, len(query))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    halves = [
-        narrowed_on(device, query[part], right, own=own[part], k=k, slack=slack, first_column=first_column)
-        for part in (slice(0, len(query) // 2), slice(len(query) // 2, None))
-    ]
-    return Found(*(np.concatenate([getattr(half, name) for half in halves]) for name in ("count", "keys")))
-
-
-def _narrowed(
-    device: torch.device,
-    query: FloatRows,
-    right: Tensor | FloatRows,
-    *,
-    own: IntArray,
-    k: int,
-    slack: float,
-    first_column: int,
-) -> Found:
-    """``narrowed_on`` at once; its own function, so that nothing of a tile is held while its halves are computed."""
-    similarity = product_on(device, query, right)
-    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
-    place = (torch.from_numpy(held).to(device), torch.from_numpy(own[held]).to(device))
-    similarity[place] = -torch.inf
-    return narrow_on_device(similarity, k, slack=slack, first_column=first_column)

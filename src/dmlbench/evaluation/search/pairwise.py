@@ -73,9 +73,11 @@ class PairwiseSimilarity:
         queries: rows [Q, D].
         gallery: rows [N, D].
         distance: larger is nearer if ``is_inverted``.
+        device: where tiles are computed by a distance that bounds its float32 error or has no parameters; one of the
+            others, and without a ``device`` any, computes them where its parameters lie, or the queries if it has none.
 
     Attributes:
-        device: where tiles are computed: that of the distance's parameters, or of the queries if it has none.
+        device: where tiles are computed.
         relative: of a tile's value, this share of it may be error,
         absolute: and this much.
 
@@ -83,19 +85,26 @@ class PairwiseSimilarity:
         RunError: the sets cannot be searched.
     """
 
-    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, distance: "BaseDistance") -> None:
+    def __init__(
+        self,
+        queries: EmbeddingSet,
+        gallery: EmbeddingSet,
+        distance: "BaseDistance",
+        device: torch.device | None = None,
+    ) -> None:
         check_sets(queries, gallery)
         self.distance = distance
         self.symmetric = is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), gallery.rows.detach().to(queries.rows.device))
         state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
-        self.device = state[0].device if state else queries.rows.device
+        lies = state[0].device if state else queries.rows.device
         self.relative = self.absolute = 0.0
         self._bounded = hasattr(distance, "float32_error")
+        self.device = device if device is not None and (self._bounded or not state) else lies
         if self._bounded:
-            if any(x.dtype != torch.float32 for x in state):
-                distance = copy.deepcopy(distance).float()
+            if any(x.dtype != torch.float32 or x.device != self.device for x in state):
+                distance = copy.deepcopy(distance).to(self.device, torch.float32)
             self._sets = (self._sets[0].float(), self._sets[1].float())  # these define the values
             dtype = torch.float32
             self._tiles, self._exact = _prepared(distance, self.device)

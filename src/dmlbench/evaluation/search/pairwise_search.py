@@ -16,14 +16,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.sets import ids_of, self_columns
+from dmlbench.evaluation.search.on_device import tiles_on_host
 from dmlbench.evaluation.search.pairwise import PairwiseSimilarity
 from dmlbench.evaluation.search.parallel import num_threads
 from dmlbench.evaluation.search.scan import BYTES_PER_WAITING, ScanPlan, ScanState, scan
-from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.evaluation.search.top_k import (
     MAX_GALLERY,
     ExactSimilarity,
     Keys,
+    Tile,
     pack,
 )
 from dmlbench.evaluation.search.unit_vectors import BYTES_PER_CANDIDATE
@@ -52,6 +53,7 @@ class PairwiseSearch:
         within: whether the queries are the gallery.
         unit: of the scale, in the distance's own numbers.
         free_bytes: memory for tiles and candidates.
+        on_host: whether tiles are arrays on the host; else tensors on ``device``.
         bar: counts pairs.
     """
 
@@ -61,7 +63,13 @@ class PairwiseSearch:
     within: bool
     unit: float
     free_bytes: int
+    on_host: bool
     bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tiles are computed."""
+        return self.similarity.device
 
     @property
     def slack(self) -> float:
@@ -73,21 +81,22 @@ class PairwiseSearch:
         """The values that decide, of pairs whose first member counts within ``part`` [T]."""
         return self.similarity.exact(part)
 
-    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
         """Values on the scale of the queries ``part`` [T] and gallery items start .. stop - 1 into ``out`` [T, W]."""
-        out[...] = self._scaled(part, slice(start, stop))
+        there = out if isinstance(out, Tensor) else torch.from_numpy(out)
+        there.copy_(self._scaled(part, slice(start, stop)))
 
     def keys_of(self, query: int, columns: IntArray) -> Keys:
         """Keys [1, C] of one query and the gallery items ``columns`` [C]."""
-        return pack(self._scaled(np.array([query]), columns), columns[None])
+        return pack(self._scaled(np.array([query]), columns).cpu().numpy(), columns[None])
 
-    def _scaled(self, part: IntArray, columns: slice | IntArray) -> FloatRows:
+    def _scaled(self, part: IntArray, columns: slice | IntArray) -> Tensor:
         with torch.inference_mode():
             value = self.similarity.tile(part, columns)
             size = value.abs().div_(self.unit).log1p_().clamp_(max=_LIMIT)
-            result: FloatRows = size.copysign_(value).to(torch.float32).cpu().numpy()
+            result = size.copysign_(value).to(torch.float32)
         with tqdm.get_lock():
-            self.bar.update(result.size)
+            self.bar.update(result.numel())
         return result
 
     def ranked(
@@ -104,7 +113,7 @@ class PairwiseSearch:
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
         """How the scan is shared out: by half where a distance is the same for both sides of a pair and the candidates
         of all queries fit into memory."""
-        size, threads = self.num_gallery, num_threads() if self.similarity.device.type == "cpu" else 1
+        size, threads = self.num_gallery, num_threads() if self.on_host else 1
         entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self.similarity.bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self.within and self.similarity.symmetric and 4 * num_wanted >= 3 * size and rows < size
@@ -130,14 +139,15 @@ def pairwise_search(
     *,
     tile_bytes: int,
     bar: tqdm | None = None,
+    device: torch.device | None = None,
 ) -> PairwiseSearch:
-    """Check two sets (or one, searched within itself); tiles are computed where the distance's parameters lie.
+    """Check two sets (or one, searched within itself); where tiles are computed, ``PairwiseSimilarity`` says.
 
     Raises:
         RunError: the sets cannot be searched, or the distance gives NaN.
     """
     reference = queries if gallery is None else gallery
-    similarity = PairwiseSimilarity(queries, reference, distance)
+    similarity = PairwiseSimilarity(queries, reference, distance, device)
     if len(reference) > MAX_GALLERY:
         raise RunError(f"the gallery has {len(reference)} rows, more than {MAX_GALLERY}; search it in parts")
     own = self_columns(ids_of(queries), ids_of(reference))
@@ -148,6 +158,7 @@ def pairwise_search(
         gallery is None,
         _unit(similarity, len(queries), len(reference)),
         tile_bytes,
+        tiles_on_host(similarity.device),
         tqdm(disable=True) if bar is None else bar,
     )
 

@@ -67,6 +67,7 @@ def reranked(
         None if gallery is None else cheap(gallery),
         back_end=back_end,
         tile_bytes=search.free_bytes,
+        device=search.device,
     )
     size = min(num_items, search.num_gallery)
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dmlbench.evaluation.search.back_ends import exclude
+from dmlbench.evaluation.search.on_device import entries_of_columns, halved_where_full
 from dmlbench.evaluation.search.parallel import Workspace, over_threads, single_threaded_products
 from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.evaluation.search.top_k import (
@@ -23,6 +26,7 @@ from dmlbench.evaluation.search.top_k import (
     PADDING,
     Found,
     Keys,
+    Tile,
     TopK,
     floor_below,
     kth_bound,
@@ -57,7 +61,17 @@ class Similarities(Protocol):
         """Similarities further apart than this are in the right order."""
         ...
 
-    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where they are computed,"""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """and whether tiles are arrays on the host; else they are tensors on ``device``, and stay there."""
+        ...
+
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
         """Similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
         ...
 
@@ -156,19 +170,29 @@ def scan(
 def candidates(source: Similarities, part: IntArray, k: int, *, columns: int) -> Keys:
     """What may be among the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time: [T, C]."""
     top = TopK(np.full((len(part), 1), LOWEST), k, slack=source.slack)
-    for tile, start in _tiles(source, part, 0, columns):
-        top.add(tile, first_column=start)
+    _over_tiles(source, part, 0, columns, lambda tile, start: top.add(tile, first_column=start))
     return top.keys
 
 
-def _tiles(source: Similarities, part: IntArray, first: int, columns: int) -> Iterator[tuple[FloatRows, int]]:
-    """Similarities [T, W] of the queries ``part`` [T] to the gallery from ``first`` on, and each tile's first item."""
+def _over_tiles(
+    source: Similarities, part: IntArray, first: int, columns: int, take: Callable[[Tile, int], None]
+) -> None:
+    """``take`` of the similarities [T, W] of the queries ``part`` [T] to the gallery from ``first`` on, in tiles of
+    ``columns`` items, and of each tile's first item. Tiles on a device that has no memory for them are halved."""
+
+    def work(start: int, stop: int) -> None:
+        shape = (len(part), stop - start)
+        tile: Tile
+        if source.on_host:
+            tile = _workspace.array("similarity", shape, np.float32)
+        else:
+            tile = torch.empty(shape, device=source.device)
+        source.similarities(part, start, stop, out=tile)
+        exclude(tile, source.own_column[part] - start)
+        take(tile, start)
+
     for start in range(first, source.num_gallery, columns):
-        stop = min(start + columns, source.num_gallery)
-        similarity = _workspace.array("similarity", (len(part), stop - start), np.float32)
-        source.similarities(part, start, stop, out=similarity)
-        exclude(similarity, source.own_column[part] - start)
-        yield similarity, start
+        halved_where_full(work, start, min(start + columns, source.num_gallery), device=source.device)
 
 
 def _by_half(
@@ -191,12 +215,16 @@ def _by_half(
         part = np.arange(start, min(start + rows, size))
         top = TopK(floor[part, None], k, slack=slack)
         later = []
-        for tile, left in _tiles(source, part, start, plan.columns):
-            top.add(tile, first_column=left)
+
+        def take(tile: Tile, left: int) -> None:
+            found = top.found_in(tile, first_column=left)
             first, right = max(left, start + len(part)), left + tile.shape[1]
             if first < right:
                 index, keys = _of_columns(tile[:, first - left :], floor[first:right], k, slack=slack, first_row=start)
                 later.append((index + first, keys))
+            top.add_found(found)
+
+        _over_tiles(source, part, start, plan.columns, take)
         return top.keys, later
 
     first = state.done
@@ -215,10 +243,11 @@ def _by_half(
             yield starts[number] + inside, finish(starts[number] + inside, keys)
 
 
-def _of_columns(
-    similarity: FloatRows, floor: FloatRows, k: int, *, slack: float, first_row: int
-) -> tuple[IntArray, Keys]:
+def _of_columns(similarity: Tile, floor: FloatRows, k: int, *, slack: float, first_row: int) -> tuple[IntArray, Keys]:
     """Entries of ``similarity`` [T, W] that may be among the k largest of their column, by column: (column, key)."""
+    if isinstance(similarity, Tensor):
+        row, column, value = entries_of_columns(similarity, floor, k, slack=slack)
+        return column, pack(value, row + first_row)
     if (floor == LOWEST).any() and len(similarity) >= k:
         size = max(1, len(similarity) // (2 * k))
         groups = len(similarity) // size

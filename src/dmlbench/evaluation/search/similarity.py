@@ -235,11 +235,14 @@ def _largest_length(rows: FloatRows) -> float:
 
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
-    """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
+    """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), and those of bf16 tensors add
+    up in float32, whatever is set outside."""
     back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
     held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
-    previous = None
+    cublas, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    reduced, previous = getattr(cublas, name), None
+    setattr(cublas, name, False)
     try:
         previous = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
@@ -249,6 +252,7 @@ def strict_float32_products() -> Iterator[None]:
     try:
         yield
     finally:
+        setattr(cublas, name, reduced)
         if previous is not None:
             torch.set_float32_matmul_precision(previous)
         for back_end, value in held:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmlbench.evaluation.search import on_device
 from dmlbench.evaluation.search.parallel import Workspace
 from dmlbench.evaluation.search.similarity import FloatRows
 from dmlbench.types import IntArray
@@ -22,13 +22,15 @@ from dmlbench.types import IntArray
 Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
-LOWEST = np.finfo(np.float32).min  # a floor that all but -inf, which marks the query itself, reach
+LOWEST = np.float32(on_device.LOWEST)  # a floor that all but -inf, which marks the query itself, reach
 MAX_GALLERY = 2**31 - 1  # indices that fit into a key
+
+Tile = FloatRows | Tensor
+"""Similarities [T, W], on the host or on an accelerator."""
 
 ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
 """Float64 similarities [M] of M pairs (row of the tile [M], column [M])."""
 
-_GROUPS = (16, 8, 4, 2)
 _workspace = Workspace()
 
 
@@ -128,7 +130,7 @@ def kth_bound(similarity: FloatRows, k: int) -> FloatRows:
     width = similarity.shape[1]
     if k > width:
         return np.full((len(similarity), 1), -np.inf, dtype=np.float32)
-    size = next((size for size in _GROUPS if width // size >= 2 * k), 1)
+    size = on_device.group_size(width, k)
     groups = width // size
     maxima = similarity
     if size > 1:
@@ -157,37 +159,34 @@ class TopK:
         self.floor = floor
         self._k, self._slack = k, slack
 
-    def add(self, similarity: FloatRows, *, first_column: int) -> None:
+    def add(self, similarity: Tile, *, first_column: int) -> None:
         """Take a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
+        self.add_found(self.found_in(similarity, first_column=first_column))
+
+    def found_in(self, similarity: Tile, *, first_column: int) -> Found:
+        """What ``add`` takes of a tile; it may raise the floor."""
         self._narrow()
+        if isinstance(similarity, Tensor):
+            return self._found_on_device(similarity, first_column)
         if (self.floor == LOWEST).any():
             self.floor = np.maximum(self.floor, floor_below(kth_bound(similarity, self._k), self._slack))
-        self.add_found(entries_above(similarity, self.floor, first_column=first_column))
+        return entries_above(similarity, self.floor, first_column=first_column)
 
     def add_found(self, found: Found) -> None:
-        """Take what was found in a tile elsewhere."""
-        self._narrow()
+        """Take what was found in a tile."""
         self.keys = np.concatenate([self.keys, found.padded()], axis=1) if self.keys.size else found.padded()
+
+    def _found_on_device(self, similarity: Tensor, first_column: int) -> Found:
+        if (self.floor == LOWEST).any():
+            reached = on_device.floor_below(on_device.kth_bound(similarity, self._k), self._slack)
+            self.floor = np.maximum(self.floor, *on_device.to_host(reached))
+        (floor,) = on_device.to_device(similarity.device, self.floor)
+        row, column, value = on_device.entries_at_least(similarity, floor)
+        return Found(np.bincount(row, minlength=len(self.floor)), pack(value, column + first_column))
 
     def _narrow(self) -> None:
         if self.keys.shape[1] >= 2 * self._k:
             self.keys, self.floor = narrow_keys(self.keys, self._k, slack=self._slack)
-
-
-def narrow_on_device(similarity: Tensor, k: int, *, slack: float, first_column: int) -> Found:
-    """Entries of ``similarity`` [T, W], on an accelerator, that may be among the k largest: only they travel."""
-    floor = torch.full_like(similarity[:, :1], float(LOWEST))
-    width = similarity.shape[1]
-    if k < width:
-        size = next((size for size in _GROUPS if width // size >= 2 * k), 1)
-        groups = width // size
-        maxima = similarity[:, : groups * size].unflatten(1, (size, groups)).amax(dim=1)
-        kth = torch.topk(maxima, k, dim=1).values[:, -1:]
-        floor = torch.maximum(floor, torch.nextafter(kth - slack, torch.full_like(kth, -torch.inf)))
-    row, column = torch.nonzero(similarity >= floor, as_tuple=True)
-    value = similarity[row, column].cpu().numpy()
-    count = torch.bincount(row, minlength=len(similarity)).cpu().numpy()
-    return Found(count, pack(value, column.cpu().numpy() + first_column))
 
 
 def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark: bool = False) -> Keys:

@@ -10,6 +10,7 @@ Letters: Q queries, N gallery items, D dimensions, k items wanted, T queries and
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 from typing import Literal, TypeVar
 
@@ -20,12 +21,21 @@ from torch import Tensor
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
 from dmlbench.evaluation.search.back_ends import (
     BackEnd,
+    exclude,
     faiss_candidates,
     faiss_finds,
     moved_to,
-    narrowed_on,
-    product_on,
     resolve_back_end,
+)
+from dmlbench.evaluation.search.on_device import (
+    BF16_ROUNDING,
+    floor_below,
+    halved_where_full,
+    has_bf16,
+    kth_bound,
+    tiles_on_host,
+    to_device,
+    to_host,
 )
 from dmlbench.evaluation.search.parallel import num_threads
 from dmlbench.evaluation.search.scan import BYTES_PER_WAITING, ScanPlan, candidates, scan
@@ -42,9 +52,12 @@ from dmlbench.evaluation.search.top_k import (
     MAX_GALLERY,
     PADDING,
     ExactSimilarity,
+    Found,
     Keys,
+    Tile,
     TopK,
     column_of,
+    pack,
     settle,
 )
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
@@ -61,6 +74,7 @@ _NUM_BLOCKS = 16  # of a scan by half: half of a block's square is computed for 
 _MIN_BLOCK = 256  # fewer rows make the matrix product slow
 # keeping a candidate of a later row takes as long as about so many multiplications (measured for one and two threads)
 _GAIN = 60_000
+_THINNED = 16  # times fewer items than a tile has must be left by bf16 numbers, for their float32 values take longer
 _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow the gallery tile instead
 
 logger = logging.getLogger(__name__)
@@ -93,6 +107,7 @@ class UnitSearch:
         factor: [N] what the product's columns are multiplied by, or None: by nothing.
         device: where the float32 products run.
         on_host: whether products run on the CPU, tile by tile on one thread each; else on ``device``.
+        in_bf16: whether products of bf16 numbers make a shortlist on ``device``, whose float32 values count.
         back_end: which float32 pass.
         free_bytes: memory for tiles and candidates.
     """
@@ -105,6 +120,7 @@ class UnitSearch:
     factor: FloatRows | None
     device: torch.device
     on_host: bool
+    in_bf16: bool
     back_end: Literal["torch", "faiss"]
     free_bytes: int
 
@@ -140,15 +156,11 @@ class UnitSearch:
             entries = min(_TILE_ENTRIES, self.free_bytes // (2 * threads * _BYTES_PER_ENTRY))
             return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
         rows, columns = self._tile_shape(num_wanted, k, threads)
-        by_faiss = self.back_end == "faiss" and faiss_finds(k, size, self.device)
-        if self.on_host and not by_faiss:
-            return ScanPlan(rows, columns, threads)
-        right = None if self.on_host or by_faiss else moved_to(self.device, self.operand)
-
-        def found(part: IntArray) -> Keys:
-            return self._by_faiss(part, k, columns) if by_faiss else self._on_device(part, k, columns, right)
-
-        return ScanPlan(rows, columns, threads, candidates=found)
+        if self.back_end == "faiss" and faiss_finds(k, size, self.device):
+            return ScanPlan(rows, columns, threads, candidates=lambda part: self._by_faiss(part, k, columns))
+        if self.in_bf16:
+            return ScanPlan(rows, columns, threads, candidates=lambda part: self._by_bf16(part, k, columns))
+        return ScanPlan(rows, columns, threads)
 
     def ranked(
         self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
@@ -172,39 +184,68 @@ class UnitSearch:
             return keys
         logger.debug("%d of %d queries have many near ties; searching them densely", (~complete).sum(), len(part))
         rest = part[~complete]
-        dense = candidates(self, rest, k, columns=columns) if self.on_host else self._on_device(rest, k, columns, None)
+        dense = candidates(self, rest, k, columns=columns)
         result = np.full((len(part), max(keys.shape[1], dense.shape[1])), PADDING)
         result[complete, : keys.shape[1]] = keys[complete]
         result[~complete, : dense.shape[1]] = dense
         return result
 
-    def _on_device(self, part: IntArray, k: int, columns: int, right: Tensor | None) -> Keys:
-        """Candidates [T, C] of the queries ``part`` [T], of which an accelerator finds those of each tile."""
-        query = self.product.query(self.query.take(part))
+    def _by_bf16(self, part: IntArray, k: int, columns: int) -> Keys:
+        """Candidates [T, C] of the queries ``part`` [T]: those of a product of bf16 numbers, with float32 values.
+
+        With numbers rounded by u = 2^-9 of them, a product x.y of rows errs by at most 2 u + u^2 of |x||y|, and by u
+        where it is rounded itself; its sums are in float32. Tiles that this cannot thin out are computed in float32.
+        """
         top = TopK(np.full((len(part), 1), LOWEST), k, slack=self.slack)
+        (query,) = to_device(self.device, self.product.query(self.query.take(part)))
+        error = 1.02 * 3 * BF16_ROUNDING * self.product.largest + 3 * self.product.error
+
+        def work(start: int, stop: int) -> None:
+            right = self._right(start, stop)
+            tile = query.bfloat16() @ right.bfloat16().T
+            exclude(tile, self.own_column[part] - start)
+            (known,) = to_device(self.device, top.floor)
+            floor = torch.maximum(floor_below(kth_bound(tile, k), 2 * error), known - error)
+            row, column = torch.nonzero(tile.float() >= floor, as_tuple=True)
+            if _THINNED * len(row) > tile.numel():
+                similarity = torch.mm(query, right.T)
+                exclude(similarity, self.own_column[part] - start)
+                top.add(similarity, first_column=start)
+                return
+            step = max(1, self.free_bytes // (32 * query.shape[1]))
+            parts = zip(row.split(step), column.split(step), strict=True)
+            values = torch.cat([(query[rows] * right[columns]).sum(1) for rows, columns in parts])
+            rows, columns, value = to_host(row, column, values)
+            top.add_found(Found(np.bincount(rows, minlength=len(part)), pack(value, columns + start)))
+
         for start in range(0, len(self.gallery), columns):
-            stop = min(start + columns, len(self.gallery))
-            tile = self._right(start, stop) if right is None else right[start:stop]
-            own = self.own_column[part] - start
-            top.add_found(narrowed_on(self.device, query, tile, own=own, k=k, slack=self.slack, first_column=start))
+            halved_where_full(work, start, min(start + columns, len(self.gallery)), device=self.device)
         return top.keys
 
-    def _right(self, start: int, stop: int) -> FloatRows:
-        """The product's right side of gallery items start .. stop - 1."""
-        if self.operand is not None:
-            return self.operand[start:stop]
-        return self.product.gallery(self.gallery.part(start, stop))
+    def _right(self, start: int, stop: int) -> Tensor:
+        """The product's right side of gallery items start .. stop - 1, where the product runs."""
+        if self._operand_there is not None:
+            return self._operand_there[start:stop]
+        held = (
+            self.product.gallery(self.gallery.part(start, stop)) if self.operand is None else self.operand[start:stop]
+        )
+        return to_device(self.device, held)[0]
 
-    def similarities(self, part: IntArray, start: int, stop: int, *, out: FloatRows) -> None:
+    @cached_property
+    def _operand_there(self) -> Tensor | None:
+        """The operand where the product runs, if it has room for it."""
+        return moved_to(self.device, self.operand)
+
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
         """Float32 similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
-        query = self.product.query(self.query.take(part))
-        if self.on_host:  # torch's product takes less time than numpy's
-            right = torch.from_numpy(self._right(start, stop))
-            torch.mm(torch.from_numpy(query), right.T, out=torch.from_numpy(out))
+        (query,) = to_device(self.device, self.product.query(self.query.take(part)))
+        there = out if isinstance(out, Tensor) else torch.from_numpy(out)  # torch's product is faster than numpy's
+        if there.device == self.device:
+            torch.mm(query, self._right(start, stop).T, out=there)
         else:
-            out[...] = product_on(self.device, query, self._right(start, stop)).cpu().numpy()
+            there.copy_(query @ self._right(start, stop).T)
         if self.factor is not None:
-            out *= self.factor[start:stop]
+            there *= torch.from_numpy(self.factor[start:stop])
 
     def exact(self, part: IntArray) -> ExactSimilarity:
         """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
@@ -212,9 +253,15 @@ class UnitSearch:
 
 
 def unit_search(
-    queries: EmbeddingSet, gallery: EmbeddingSet | None, *, back_end: BackEnd = "auto", tile_bytes: int = TILE_BYTES
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    *,
+    back_end: BackEnd = "auto",
+    tile_bytes: int = TILE_BYTES,
+    device: torch.device | None = None,
 ) -> UnitSearch:
-    """Check and normalize two sets (or one, searched within itself); products run where ``queries.rows`` lies.
+    """Check and normalize two sets (or one, searched within itself); products run on ``device``, and without one where
+    ``queries.rows`` lies.
 
     Unit rows are held where they take at most a quarter of ``tile_bytes``. Else the product uses the rows as given
     where it can, and unit rows computed for every tile where it cannot.
@@ -226,7 +273,7 @@ def unit_search(
     check_tile_bytes(tile_bytes)
     check_sets(queries, queries if gallery is None else gallery)
     own = self_columns(ids_of(queries), ids_of(queries if gallery is None else gallery))
-    device = queries.rows.device
+    device = device or queries.rows.device
     chosen = resolve_back_end(back_end)
     free = tile_bytes
 
@@ -251,8 +298,10 @@ def unit_search(
     if (operand is None or factor is not None) and chosen == "faiss":
         logger.info("the gallery does not fit into tile_bytes (%d) at once; searching without faiss", tile_bytes)
         chosen = "torch"
-    on_host = device.type == "cpu"
-    return UnitSearch(unit_query, unit_gallery, own, product, operand, factor, device, on_host, chosen, free)
+    on_host = tiles_on_host(device)
+    return UnitSearch(
+        unit_query, unit_gallery, own, product, operand, factor, device, on_host, has_bf16(device), chosen, free
+    )
 
 
 def nearest(
