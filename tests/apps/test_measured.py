@@ -13,6 +13,16 @@ def test_readme_has_what_the_published_tables_say(repository: Path, monkeypatch:
     assert measured(Path("outputs/published")) in Path("README.md").read_text(encoding="utf-8")
 
 
+def test_a_table_of_one_repeat_of_every_fold_says_so(tmp_path: Path) -> None:
+    (tmp_path / "cars").mkdir()
+    note = "PARTIAL: 4 of 12 runs, without fold0_rep1; one collection, hence no std of fold models; exact search"
+    (tmp_path / "cars" / "cars-mlrc.csv").write_text(
+        "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std,"
+        f'notes\na,10.0,,2.345,,"{note}"\n'
+    )
+    assert f"({tmp_path}/cars/cars-mlrc.md), `mlrc`, 4 of 12 runs | a | **10.00** | **2.35** |" in measured(tmp_path)
+
+
 def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: Path) -> None:
     head = "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std"
     for name, std, notes in (("whole", "0.25", "exact search; NOT THE PUBLISHED DATA: cut"), ("one_run", "", "")):

@@ -38,6 +38,16 @@ def test_folds_weigh_alike_whatever_their_number_of_pairs() -> None:
     assert found.interval is None
 
 
+def test_of_single_pairs_is_the_paired_t_interval_over_folds() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(0.5, 0.1, (2, 4))
+    found = paired_difference({(f, 0): a[f] for f in range(4)}, {(f, 0): b[f] for f in range(4)})
+    expected = stats.ttest_rel(b, a).confidence_interval(0.95)
+    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found.over == "folds"
+    assert paired_difference({(0, 0): 0.1}, {(0, 0): 0.2}).interval is None
+
+
 def test_runs_without_a_partner_are_refused_by_name() -> None:
     with pytest.raises(RunError, match=r"fold0_rep1, fold2_rep0"):
         paired_difference({(0, 0): 0.1, (0, 1): 0.1}, {(0, 0): 0.1, (2, 0): 0.1})

@@ -94,14 +94,14 @@ def to_text(comparison: Comparison) -> str:
     lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
     for metric, found in comparison.differences.items():
         scale = score_named(metric).scale
-        low_high = "none: a fold has a single pair"
+        low_high = "none: a fold has a single pair and others more, or there is one"
         if found.interval is not None:
             low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
         numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
         lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
-    pairs = next(iter(comparison.differences.values())).n_pairs
+    one = next(iter(comparison.differences.values()))
     lines.append(
-        f"  percent; {pairs} pairs of runs with the same fold, repeat and seed; t interval over repeats within folds"
+        f"  percent; {one.n_pairs} pairs of runs with the same fold, repeat and seed; t interval over {one.over}"
     )
     lines += [f"  {note}" for note in comparison.cautions]
     lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]

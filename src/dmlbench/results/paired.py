@@ -20,8 +20,10 @@ class PairedDifference:
         first: mean over folds of the mean over repeats, as a fraction.
         second: the same of the other cell.
         difference: second - first.
-        interval: of the difference, or None where a fold has a single pair.
+        interval: of the difference, or None where there are too few pairs.
         n_pairs: runs of each cell.
+        over: what varies within the interval: "repeats within folds" (other seeds), or "folds" (other training classes,
+            too) where every fold has a single pair.
     """
 
     first: float
@@ -29,6 +31,7 @@ class PairedDifference:
     difference: float
     interval: tuple[float, float] | None
     n_pairs: int
+    over: str = "repeats within folds"
 
 
 def paired_difference(
@@ -38,8 +41,9 @@ def paired_difference(
 
     Runs of the same fold and repeat have the same seed and training classes, whatever the cell, so what these do to
     both scores cancels in d = second - first. The interval is that of ``confidence_interval`` for the d: spread within
-    folds only, F (n - 1) degrees of freedom. It rests on the runs; collections of fold models share runs, and an
-    interval over them would be too narrow.
+    folds only, F (n - 1) degrees of freedom. Where every fold has a single pair, it is the t interval of the folds' d,
+    F - 1 degrees of freedom. It rests on the runs; collections of fold models share runs, and an interval over them
+    would be too narrow.
 
     Args:
         first: score by (fold, repeat).
@@ -57,5 +61,9 @@ def paired_difference(
     folds = sorted({fold for fold, _ in first})
     pairs = [[(first[key], second[key]) for key in sorted(first) if key[0] == fold] for fold in folds]
     means = np.mean([np.mean(fold, axis=0) for fold in pairs], axis=0)
-    interval = confidence_interval([[b - a for a, b in fold] for fold in pairs], level)
-    return PairedDifference(float(means[0]), float(means[1]), float(means[1] - means[0]), interval, len(first))
+    differences = [[b - a for a, b in fold] for fold in pairs]
+    over = "repeats within folds"
+    if all(len(fold) == 1 for fold in differences):
+        differences, over = [[d for (d,) in differences]], "folds"
+    interval = confidence_interval(differences, level)
+    return PairedDifference(float(means[0]), float(means[1]), float(means[1] - means[0]), interval, len(first), over)
