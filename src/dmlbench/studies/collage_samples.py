@@ -67,14 +67,14 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         cifar100_collage, cfg.paths.data_dir, cache_dir=cfg.paths.cache_dir, images_per_class=cfg.images_per_class,
         seed=cfg.seed,
     )  # fmt: skip
-    tables = {layout: made(layout=layout) for layout in PARTS}
+    tables: dict[str, ImageTable] = {layout: made(layout=layout) for layout in PARTS}
     source, classes = classes_of_parts(cfg.paths.data_dir, cfg.paths.cache_dir, "paper")
     parts.bind(data=source.fingerprint)
     known: dict[bytes, list[int]] = {}
 
     def compute(layout: str) -> dict[str, Any]:
         known.update(known or rows_by_pixels(source))
-        return _taken_apart(tables[layout], source, known)  # type: ignore[index]  # the names are those of PARTS
+        return _taken_apart(tables[layout], source, known)
 
     found = parts.get(list(PARTS), compute, describe="layouts")
     known.update(known or rows_by_pixels(source))
