@@ -72,10 +72,21 @@ def _of_tables() -> Iterator[Command]:
                 yield Command(name, score, overrides)
 
 
+@cache
+def own_commands() -> tuple[Command, ...]:
+    """Every cell of this project's own tables that have rows."""
+    return tuple(_without_numbers("*.yaml"))
+
+
 def _of_drawn_figures() -> Iterator[Command]:
-    for path in sorted(CONF.glob("*/figure*.yaml")):
+    return _without_numbers("*/figure*.yaml")
+
+
+def _without_numbers(pattern: str) -> Iterator[Command]:
+    for path in sorted(CONF.glob(pattern)):
         name = str(path.relative_to(CONF).with_suffix(""))
-        if name in tables() or {"needs", "commands"} & (node := reproduce_of(name)).keys():
+        node = yaml.safe_load(path.read_text(encoding="utf-8")).get("reproduce") or {}
+        if name in tables() or "rows" not in node:
             continue
         for dataset in node.get("datasets") or [""]:
             for setting in node.get("settings") or [""]:

@@ -6,7 +6,10 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
+from dmlbench.data.image_table import halved_roles, make_table
 from dmlbench.data.readers.cars196 import NAMES
+from dmlbench.data.readers.cifar import CLASSES_100
+from dmlbench.types import ImageTable
 
 
 def write_photo(path: Path, color: int, *, side: int | None = None) -> None:
@@ -57,3 +60,15 @@ def write_cub200(root: Path) -> None:
     for label in (*range(1, 9), *range(101, 109)):
         for i in range(4):
             write_photo(root / "images" / f"{label:03d}.Bird_{label}" / f"{i}.jpg", label)
+
+
+def cifar100_of_colors(per_class: int) -> ImageTable:
+    """A hundred classes of images, class c in super-class c % 20; the color of an image tells its row."""
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(100), per_class))
+    rows = np.arange(len(labels))
+    pixels = np.zeros((len(labels), 32, 32, 3), np.uint8)
+    pixels[..., 0], pixels[..., 1] = (rows // 256)[:, None, None], (rows % 256)[:, None, None]
+    return make_table(
+        "cifar100", "", paths=[f"train/{row:05d}" for row in rows], labels=labels, class_names=CLASSES_100,
+        role=halved_roles(labels, 100), content="x", super_labels=labels % 20, pixels=pixels,
+    )  # fmt: skip

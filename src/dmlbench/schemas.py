@@ -398,6 +398,14 @@ class StudyGspWeightsConfig(StudyConfig):
 
 
 @dataclass
+class StudyCollageSamplesConfig(StudyConfig):
+    """Top level of ``dmlbench study collage_samples``: collages of CIFAR-100 and what they are made of."""
+
+    super_classes: tuple[str, ...] = MISSING
+    images_per_class: int = MISSING
+
+
+@dataclass
 class StudyZeroShotPredictionConfig(TrainedStudyConfig):
     """Top level of ``dmlbench study zero_shot_prediction``: attributes for classes that they were not fitted to."""
 
@@ -480,6 +488,7 @@ SCHEMAS = {
     "study_gsp_tokens": StudyGspTokensConfig,
     "study_zero_shot_prediction": StudyZeroShotPredictionConfig,
     "study_gsp_weights": StudyGspWeightsConfig,
+    "study_collage_samples": StudyCollageSamplesConfig,
     "study_untrained_poolings": StudyUntrainedPoolingsConfig,
     "study_object_size": StudyObjectSizeConfig,
     "study_gsp_mu": StudyGspMuConfig,

@@ -111,7 +111,7 @@ def test_a_figure_without_printed_numbers_has_its_rows_by_settings_by_data_sets(
         "datasets": {"sop": "", "inshop": {"needs": "the pictures"}},
     }  # fmt: skip
     cells = cells_of_rows("gsp/figure10b", reproduce, None, [])
-    assert cells[0] == ("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x")
+    assert next(iter(cells.items())) == (("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x"), "m=16")
     assert len(cells) == 4
     assert len(cells_of_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
 

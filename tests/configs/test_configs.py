@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands_of_tables import Command, own_commands
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
@@ -156,6 +157,12 @@ def grid_of(option: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("option", EXPERIMENTS)
 def test_every_experiment_composes(option: str) -> None:
     build.check(compose("train", [f"experiment={option}"]))  # a slow test has all cells of its grid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", own_commands(), ids=str)
+def test_every_row_of_our_own_tables_composes(command: Command) -> None:
+    build.check(compose("train", [f"experiment={command.table}", *command.overrides]))
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from dmlbench.runtime import write_json
 from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError
 
-# Figures with results, by what each paper shows; others are sketches, samples and pictures of single images.
+# Figures with results or samples of data, by what each paper shows; others are sketches and pictures of single images.
 FIGURES = {
-    "gsp": ("2", "3a", "3b", "5", "6", "7a", "7b", "8", "9", "10a", "10b"),
+    "gsp": ("2", "3a", "3b", "4", "5", "6", "7a", "7b", "8", "9", "10a", "10b", "11"),
     "xml": ("3", "4"),
     "proxynca_pp": ("1", "3", "4a", "4b", "4c", "5", "6", "7"),
     "avsl": ("5a", "5b", "9", "10"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands_of_tables import own_commands
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
@@ -35,6 +36,25 @@ def value(cfg: DictConfig, key: str) -> Any:
 def test_commands_behind_published_results_compose_to_their_former_cells(folder: str, every: int) -> None:
     for overrides, digest in list(PUBLISHED[folder].items())[::every]:
         assert cell_id(compose("train", overrides.split())).rpartition("-")[2] == digest, overrides
+
+
+def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_losses_need() -> None:
+    rows = {each.score.row: each for each in own_commands() if each.score.dataset == "cub200_2010"}
+    assert len(rows) == 21
+    made = {
+        row: compose("train", [f"experiment={rows[row].table}", *rows[row].overrides])
+        for row in ("C2+GSP", "PAnchor+GSP", "C2+XBM", "PAnchor-AVSL")
+    }
+    names = {row: cell_id(cfg).rpartition("-")[2] for row, cfg in made.items()}
+    birds = PUBLISHED["cub200_2010"]
+    assert names["C2+GSP"] == birds["experiment=cub200_2010 pooling=gsp_zsr"]
+    assert names["PAnchor+GSP"] == birds["experiment=cub200_2010 loss=proxy_anchor optim.lr=3e-5 pooling=gsp_zsr"]
+    xbm, c2 = made["C2+XBM"].loss, made["C2+GSP"].loss
+    assert (xbm.loss, xbm.memory_size, xbm.start_step, xbm.variant) == (c2, 512, 50, "paper")
+    assert c2.neg_margin == 0.8
+    avsl = made["PAnchor-AVSL"]
+    assert value(avsl, "rate of proxies") == value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(3e-3)
+    assert (avsl.pooling, avsl.head.level_size, avsl.backbone.out_indices) == (None, 128, [1, 2, 3])
 
 
 def test_the_birds_of_2010_keep_the_names_of_their_cells() -> None:

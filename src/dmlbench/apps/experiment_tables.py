@@ -16,8 +16,8 @@ An experiment that stands for a table or a figure of a paper says so by its name
                       ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             in experiments of no paper: cells beside those of the experiment's grid, as a list of overrides
 
-What the paper took from others is *quoted*, whatever its row is. Other experiments are tables of their own grid
-(``hydra.sweeper.params``).
+What the paper took from others is *quoted*, whatever its row is. Other experiments are tables of their own ``rows``,
+or of their own grid (``hydra.sweeper.params``).
 """
 
 import itertools
@@ -193,8 +193,8 @@ def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...],
 
 def cells_of_rows(
     name: str, reproduce: Mapping[str, Any], rows: Sequence[str] | None, datasets: Sequence[str] | None
-) -> list[tuple[str, ...]]:
-    """Overrides of the cells of a table whose numbers the paper's text does not have: rows by settings by data sets.
+) -> dict[tuple[str, ...], str]:
+    """Overrides of the cells of a table of no printed numbers, rows by settings by data sets, and the row of each.
 
     Raises:
         ConfigError: a row or a data set matches nothing.
@@ -206,13 +206,14 @@ def cells_of_rows(
     chosen: dict[str, Any] = {f"dataset={dataset}": parts["datasets"].get(dataset, "") for dataset in datasets or ()}
     if not datasets:
         chosen = {f"dataset={dataset}" if dataset else "": part for dataset, part in parts["datasets"].items()}
-    joined = [
-        _joined([f"experiment={name}", *([dataset] if dataset else [])], [of_dataset, row, setting])
-        for (dataset, of_dataset), row, setting in itertools.product(
-            chosen.items(), parts["rows"].values(), parts["settings"].values()
-        )
-    ]
-    return [overrides for overrides, needs in joined if not needs]
+    found: dict[tuple[str, ...], str] = {}
+    for (dataset, of_dataset), (label, row), setting in itertools.product(
+        chosen.items(), parts["rows"].items(), parts["settings"].values()
+    ):
+        overrides, needs = _joined([f"experiment={name}", *([dataset] if dataset else [])], [of_dataset, row, setting])
+        if not needs:
+            found.setdefault(overrides, label)
+    return found
 
 
 def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> float | None:

@@ -1,7 +1,7 @@
 """What ``dmlbench reproduce`` is asked for: which table, which of its rows, and with which values of one's own."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Table:
         reproduce: what it says of its rows.
         lines: the paper's scores; empty where there are none.
         wanted: overrides of all cells.
+        rows: the label of the row that a cell is of, by overrides; empty for cells of a grid.
         coordinates: folds and repeats, where they are narrowed; the table has all runs that there are.
         backbone: that the experiment has.
         part: what tells these lines or cells from the whole table, as in "dataset=cub200"; empty for the whole.
@@ -47,6 +48,7 @@ class Table:
     reproduce: Mapping[str, Any]
     lines: tuple[Line, ...]
     wanted: tuple[tuple[str, ...], ...]
+    rows: Mapping[tuple[str, ...], str]
     coordinates: Mapping[str, Sequence[int]]
     backbone: str
     part: tuple[str, ...]
@@ -89,6 +91,7 @@ def asked_table(
             f"{name} is no table of runs: {told}" if own.get("commands") else f"{name} cannot be run: it {told}"
         )
     choices, params = _base(experiment, searching)
+    labels: dict[tuple[str, ...], str] = {}
     part: tuple[str, ...] = () if rows is None else (f"row={','.join(sorted(set(rows)))}",)
     if own.get("rows") and name in tables():
         groups = {key: options for key, options in narrowing.items() if options}
@@ -99,6 +102,7 @@ def asked_table(
         lines = [
             replace(line, overrides=last_of_each([*line.overrides, *rest]) if not line.why else ()) for line in kept
         ]
+        labels = _first_of_each((line.overrides, line.score.row) for line in lines if not line.why)
         wanted = [line.overrides for line in lines if not line.why]
         if not wanted:
             why = "; ".join(dict.fromkeys(f"{line.score.row}: {line.why}" for line in lines))
@@ -106,8 +110,9 @@ def asked_table(
     elif own.get("rows"):
         lines = []
         rest = in_train([override for override in given if key_of(override) != "dataset"])
-        cells = cells_of_rows(name, own, rows, narrowing["dataset"])
-        wanted = [last_of_each([*overrides, *rest]) for overrides in cells]
+        named_cells = cells_of_rows(name, own, rows, narrowing["dataset"])
+        labels = _first_of_each((last_of_each([*cell, *rest]), label) for cell, label in named_cells.items())
+        wanted = list(labels)
     else:
         if rows is not None:
             raise ConfigError(
@@ -121,7 +126,14 @@ def asked_table(
     if not lines:  # of a grid whatever is given chooses among its cells, or makes other ones
         part = (*part, *sorted(moving(given, choosing=())))
     backbone = choices.get("backbone", "")
-    return Table(name, own, tuple(lines), tuple(dict.fromkeys(wanted)), coordinates, backbone, part)
+    return Table(name, own, tuple(lines), tuple(dict.fromkeys(wanted)), labels, coordinates, backbone, part)
+
+
+def _first_of_each(labeled: Iterable[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
+    found: dict[tuple[str, ...], str] = {}
+    for overrides, label in labeled:
+        found.setdefault(overrides, label)
+    return found
 
 
 def _part(kept: Sequence[Line], everything: Sequence[Line]) -> tuple[str, ...]:

@@ -211,10 +211,13 @@ def _print_plan(
     for run in everything:
         states_of.setdefault(run.cell.sha256, Counter())[run.state] += 1
     shown = [*{cell.sha256: cell for cell in plan.first.values()}.values(), *plan.cells]
+    labels = {cell.sha256: table.rows.get(cell.overrides, "") for cell in shown}
+    of_label = max(map(len, labels.values()))
     width = max(len(f"{cell.dataset}/{cell.protocol}/{cell.name}") for cell in shown)
     for cell in shown:
         counted = ", ".join(f"{count} {state}" for state, count in states_of.get(cell.sha256, Counter()).items())
-        print(f"{f'{cell.dataset}/{cell.protocol}/{cell.name}':<{width}}  {counted or 'no run asked for'}")
+        row = f"{labels[cell.sha256]:<{of_label}}  " if of_label else ""
+        print(f"{row}{f'{cell.dataset}/{cell.protocol}/{cell.name}':<{width}}  {counted or 'no run asked for'}")
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
     stated = {cell.sha256: hours_per_run(table.reproduce, cell.dataset, table.backbone) for cell in shown}
@@ -306,7 +309,7 @@ def _print_list(folders: Sequence[Path], written: Path) -> None:
             parts.append(f"last table: {last}")
         print(f"{name:<{width}}  {'; '.join(parts)}")
     others = [name for name in known if name not in names]
-    print(f"\nother experiments, which are tables of their own grids: {', '.join(others)}")
+    print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
 
 
 def _last_verdicts(path: Path) -> str:

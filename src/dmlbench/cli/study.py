@@ -16,6 +16,7 @@ STUDIES = {
     "gsp_tokens": "average pooling and GSP on bags of trainable tokens (GSP, figure 3a)",
     "zero_shot_prediction": "attributes for classes that they were not fitted to, with and without ZSR (GSP, figure 5)",
     "gsp_weights": "pooling weights on a map of colors, by linear program and smoothed (GSP, figure 2)",
+    "collage_samples": "collages of CIFAR-100 beside the images that they are made of (GSP, figures 4 and 11)",
     "gsp_mu": "GSP over mu, the share of the pixels that is transported (GSP, figure 7 right)",
     "gsp_m_eps": "GSP over the number of prototypes and the smoothing (GSP, figure 10, table 7)",
     "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",

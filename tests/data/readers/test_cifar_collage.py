@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_data_sets import cifar100_of_colors
 
-from dmlbench.data.image_table import halved_roles, make_table
 from dmlbench.data.protocols import Conventional, HeldOut
 from dmlbench.data.readers import cifar_collage
 from dmlbench.data.readers.cifar import CLASSES_100
@@ -18,15 +18,7 @@ PER_CLASS = 4
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> ImageTable:
-    """A hundred classes of four images, class c in super-class c % 20; the color of an image tells its row."""
-    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(100), PER_CLASS))
-    rows = np.arange(len(labels))
-    pixels = np.zeros((len(labels), 32, 32, 3), np.uint8)
-    pixels[..., 0], pixels[..., 1] = (rows // 256)[:, None, None], (rows % 256)[:, None, None]
-    table = make_table(
-        "cifar100", "", paths=[f"train/{row:05d}" for row in rows], labels=labels, class_names=CLASSES_100,
-        role=halved_roles(labels, 100), content="x", super_labels=labels % 20, pixels=pixels,
-    )  # fmt: skip
+    table = cifar100_of_colors(PER_CLASS)
     monkeypatch.setattr(cifar_collage, "cifar100", lambda root, *, cache_dir: table)
     return table
 

@@ -66,7 +66,7 @@ def cifar100_collage(
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.
     """
-    source, classes_of = _classes_of_parts(root, cache_dir, layout)
+    source, classes_of = classes_of_parts(root, cache_dir, layout)
     most = len(source.labels) // source.num_classes
     if images_per_class is not None and not 2 <= images_per_class <= most:
         raise ConfigError(f"images_per_class ({images_per_class}) must lie in [2, {most}], or be null for all")
@@ -119,7 +119,7 @@ def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout
     Arguments and errors are those of ``cifar100_collage``; images have their names in the split for classification, and
     all classes are for training (``protocol=same_classes``).
     """
-    source, classes_of = _classes_of_parts(root, cache_dir, layout)
+    source, classes_of = classes_of_parts(root, cache_dir, layout)
     assert source.super_labels is not None and source.pixels is not None
     kept = np.sort(np.concatenate(list(classes_of["train"].values())))
     rows = rows_of_classes(source, kept)
@@ -137,7 +137,7 @@ def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout
     )
 
 
-def _classes_of_parts(
+def classes_of_parts(
     root: str | Path, cache_dir: str | Path, layout: Layout
 ) -> tuple[ImageTable, dict[str, dict[str, IntArray]]]:
     """CIFAR-100, and by part and super-class which of its classes belong there."""
