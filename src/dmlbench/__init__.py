@@ -1,3 +1,26 @@
-"""dmlbench compares deep metric learning methods under the protocols of the papers."""
+"""dmlbench compares deep metric learning methods under the protocols of the papers.
+
+``import dmlbench as db`` is quick; ``db.load`` and the other names import what they need when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmlbench.apps.loaded import load
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "load"]
+
+_PLACES = {"load": "apps.loaded"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
+    value = globals()[name] = getattr(import_module(f"dmlbench.{_PLACES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})
