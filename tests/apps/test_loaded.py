@@ -1,4 +1,4 @@
-"""Trained models without their data: the run's own embeddings again, from its directory, an exported folder, any images."""
+"""Trained models without their data: the embeddings of the run again, from its folder or an exported one."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_two_lines_give_the_embeddings_of_the_run_also_from_an_exported_folder(n
         own = build.build_distance(load_config(run_dir / CONFIG))
         if name == "of_avsl":
             assert isinstance(own, AvslDistance)
-            own.load_state_dict({k: v for k, v in load_file(run_dir / "distance.safetensors").items()})
+            own.load_state_dict(load_file(run_dir / "distance.safetensors"))
             with torch.no_grad():
                 wanted = own(kept.rows[:3], kept.rows)
         else:
@@ -122,7 +122,7 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
     assert torch.equal(model.embed(grey), model.embed(np.stack([grey] * 3, axis=2)))
     with pytest.raises(DataError, match="number 1 is a ndarray of float32"):
         model.embed([array, array.astype(np.float32)])
-    with pytest.raises(DataError, match="number 0 is a Tensor of torch.uint8"):
+    with pytest.raises(DataError, match=r"number 0 is a Tensor of torch.uint8"):
         model.embed(torch.from_numpy(array.copy()))
     with pytest.raises(RunError, match="no image to embed"):
         model.embed([])
@@ -131,7 +131,7 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
 
 
 def test_images_of_another_size_are_refused_where_the_run_resizes_none(of_letters) -> None:
-    with pytest.raises(ConfigError, match="number 0 has 20 x 32 pixels, those of .* have 32 x 32 and"):
+    with pytest.raises(ConfigError, match=r"number 0 has 20 x 32 pixels, those of .* have 32 x 32 and"):
         dmlbench.load(of_letters, device="cpu").embed(np.zeros((20, 32), dtype=np.uint8))
 
 
@@ -155,10 +155,10 @@ def test_embeddings_of_a_folder_are_evaluated_as_they_are_and_by_the_distance_of
 
     assert scores(file) == pytest.approx(read_json(of_letters / "result.json")["metrics"]["test"])
     embed_folder(dmlbench.load(of_avsl, device="cpu"), tmp_path / "classed", file)
-    with pytest.raises(RunError, match="is compared by AvslDistance of .*, not as unit vectors; name"):
+    with pytest.raises(RunError, match=r"is compared by AvslDistance of .*, not as unit vectors; name"):
         scores(file)
     assert scores(file, f"model={of_avsl}") == pytest.approx(read_json(of_avsl / "result.json")["metrics"]["test"])
-    with pytest.raises(RunError, match="has rows of 48 numbers, .* makes 128"):
+    with pytest.raises(RunError, match=r"has rows of 48 numbers, .* makes 128"):
         scores(file, f"model={of_letters}")
     assert len(set(embed_folder(dmlbench.load(of_letters), tmp_path / "flat", file).queries.labels.tolist())) == len(
         kept
@@ -190,7 +190,7 @@ def test_an_exported_folder_runs_no_code_that_it_names_and_notices_what_was_chan
         with pytest.raises(ConfigError, match=message):
             dmlbench.load(folder)
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4])
-    with pytest.raises(RunError, match="is not the file that dmlbench.json names"):
+    with pytest.raises(RunError, match=r"is not the file that dmlbench.json names"):
         dmlbench.load(folder)
     with pytest.raises(ConfigError, match="is there already; name a new folder"):
         export_run(of_letters, folder)
@@ -215,7 +215,7 @@ def test_graphs_that_compute_something_else_are_refused_by_name(of_letters, monk
     model = dmlbench.load(of_letters, device="cpu")
     network = export.Embedder(model.network)
     export._compare("onnx", model, network, network)
-    with pytest.raises(export.NoGraph, match="onnx of backbone=.* pooling=.* is off by 1.0e-02 of a row's length"):
+    with pytest.raises(export.NoGraph, match=r"onnx of backbone=.* pooling=.* is off by 1.0e-02 of a row's length"):
         export._compare("onnx", model, network, lambda images: 1.01 * network(images))
     with pytest.raises(ConfigError, match="formats 'onxn' is unknown; did you mean 'onnx'"):
         export_run(of_letters, "nowhere", formats=["onxn"])
