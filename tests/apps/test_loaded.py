@@ -38,7 +38,7 @@ LETTERS = (
     "transform.train.padding=2",
 )
 AVSL = (
-    *("head=avsl", "pooling=null", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
+    *("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
     *("head.level_size=8", "head.top_k=2"),
 )
 

@@ -114,13 +114,13 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
     written: dict[str, str] = {}
     left_out: dict[str, str] = {}
     program: ExportedProgram | None = None
-    for name in formats or GRAPHS:
+    for name in GRAPHS if formats is None else formats:
         try:
             program = program or exported_program(model)
             atomic_write(folder / GRAPHS[name], of_format(name, program, model))
             written[name] = GRAPHS[name]
         except NoGraph as error:
-            if formats:
+            if formats is not None:
                 raise
             left_out[name] = str(error)
     modules = foreign_modules(model.config)
