@@ -1,11 +1,12 @@
 """Embeddings of other code as cells: checked against the data, scored by the same engine, marked where they stand."""
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dmlbench.apps.imported import Imported, import_cell
+from dmlbench.apps.imported import Imported, _of_table, import_cell
 from dmlbench.apps.loaded import load
 from dmlbench.apps.tables import build_tables, find_cells
 from dmlbench.apps.trained import distance_of_run
@@ -13,10 +14,11 @@ from dmlbench.build import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.results.aggregate import aggregate_cell
 from dmlbench.results.store import cells_of, find_runs, read_result
 from dmlbench.results.tables import cell_labels, to_text
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, ImageTable, RetrievalSet, RunError
 
 DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
 PATTERN = "fold{fold}_rep{repeat}.npz"
@@ -116,3 +118,38 @@ def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None
     with pytest.raises(RunError, match="1 of the 12 files"):
         taken(tmp_path)
     assert len(taken(tmp_path, "allow_partial=true").scores) == 11
+
+
+def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> None:
+    labels = np.array([0, 0, 1, 1, 2, 2, 3, 3, 2, 3])
+    role = np.array([*["train"] * 4, *["query"] * 4, *["gallery"] * 2])
+    table = ImageTable(
+        name="shop", root="", paths=np.array([f"{i}.jpg" for i in range(10)]), labels=labels,
+        class_names=("a", "b", "c", "d"), role=role,
+    )  # fmt: skip
+    test = RetrievalSet(np.arange(4, 8), np.array([8, 9]))
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    for order, ids in (([0, 1, 2, 3], None), ([2, 0, 3, 1], [6, 4, 7, 5])):
+        with_ids = {} if ids is None else {"ids": np.array(ids)}
+        np.savez(tmp_path / "q.npz", rows=rows[order], labels=labels[4:8][order], **with_ids)
+        np.savez(
+            tmp_path / "g.npz", rows=rows[4:], labels=labels[8:], **({} if ids is None else {"ids": np.array([8, 9])})
+        )
+        stored = read_embeddings(tmp_path / "q.npz", gallery=tmp_path / "g.npz")
+        found, is_by_order = _of_table(stored, table, test, "files")
+        assert is_by_order == (ids is None) and found.gallery is not None
+        assert found.queries.rows.numpy().tolist() == rows[:4].tolist()
+        assert found.queries.ids.tolist() == [4, 5, 6, 7] and found.gallery.ids.tolist() == [8, 9]
+        assert found.gallery.labels.tolist() == [2, 3]
+    with pytest.raises(RunError, match=r"the test half of shop has a gallery of its own; give gallery="):
+        _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_docs_writes_files_that_are_imported(repository, tmp_path) -> None:
+    place = importlib.util.spec_from_file_location("pml_loop", repository / "docs" / "pml_loop.py")
+    loop = importlib.util.module_from_spec(place)
+    place.loader.exec_module(loop)
+    loop.main(tmp_path, steps=2, classes=24, images=4, size=32)
+    imported = taken(tmp_path, "dataset.table.num_classes=24")
+    assert len(imported.scores) == 12 and imported.notes == ()
