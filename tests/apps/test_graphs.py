@@ -50,6 +50,7 @@ def test_graphs_of_a_pooling_compute_what_the_network_does_or_are_refused_by_nam
         assert len(of_format("onnx", program, model)) > 100_000
 
 
+@pytest.mark.slow
 def test_a_graph_of_torch_export_is_read_back_and_takes_any_batch(tmp_path) -> None:
     model = model_of("pooling=gsp_small")
     (tmp_path / "model.pt2").write_bytes(of_format("torch_export", exported_program(model), model))
