@@ -1,3 +1,29 @@
-"""dmlbench compares deep metric learning methods under the protocols of the papers."""
+"""dmlbench compares deep metric learning methods under the protocols of the papers.
+
+``import dmlbench as db`` is quick; ``db.load`` and the other names import what they need when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmlbench.apps.loaded import load
+    from dmlbench.cli.python import evaluate, table
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "evaluate", "load", "table"]
+
+_PLACES = {"load": "apps.loaded", "evaluate": "cli.python", "table": "cli.python", "run": "run"}
+"""Modules by the names that come from them; ``run`` is a module that can be called."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
+    module = import_module(f"dmlbench.{_PLACES[name]}")
+    value = globals()[name] = module if name == "run" else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -74,6 +74,7 @@ class EvaluateConfig:
     labels: str | None = None
     gallery: str | None = None
     gallery_labels: str | None = None
+    model: str | None = None
     from_checkpoint: bool = False
     output: str | None = None
     per_query: str | None = None
@@ -88,6 +89,29 @@ class EvaluateConfig:
 
 
 @dataclass
+class EmbedConfig:
+    """Top level of ``dmlbench embed``: embeddings of a folder of images by a trained model."""
+
+    model: str | None = None
+    images: str | None = None
+    output: str | None = None
+    modules: tuple[str, ...] = ()
+    device: str = "auto"
+    batch_size: int = 128
+    num_workers: int = 0
+
+
+@dataclass
+class ExportConfig:
+    """Top level of ``dmlbench export``: a finished run as a folder that stands alone."""
+
+    run: str | None = None
+    output: str | None = None
+    formats: tuple[str, ...] | None = None
+    license: str | None = None
+
+
+@dataclass
 class ExplainConfig:
     """Top level of ``dmlbench explain``: what a trained pooling looks at, or why two images are alike to AVSL."""
 
@@ -99,6 +123,29 @@ class ExplainConfig:
     reliable: int = 128
     output: str | None = None
     device: str = "auto"
+
+
+@dataclass
+class ImportConfig:
+    """Top level of ``dmlbench import``: test embeddings of other code as a cell."""
+
+    name: str | None = None
+    dataset: Any = MISSING
+    transform: Any = MISSING
+    protocol: Any = MISSING
+    embeddings: str | None = None
+    labels: str | None = None
+    gallery: str | None = None
+    gallery_labels: str | None = None
+    trained: str | None = None
+    selected: str | None = None
+    allow_partial: bool = False
+    metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
+    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    evaluation: Any = MISSING
+    fold: int = 0
+    repeat: int = 0
+    paths: PathsConfig = field(default_factory=PathsConfig)
 
 
 @dataclass
@@ -467,7 +514,10 @@ class StudyObjectSizeConfig(StudyConfig):
 SCHEMAS = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "embed": EmbedConfig,
+    "export": ExportConfig,
     "explain": ExplainConfig,
+    "import": ImportConfig,
     "aggregate": AggregateConfig,
     "table": TableConfig,
     "report": ReportConfig,

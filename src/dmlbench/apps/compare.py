@@ -9,7 +9,7 @@ from dmlbench.apps.tables import asked_columns, differing_settings
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.cautions import by_row, cautions
+from dmlbench.results.cautions import IMPORTED, by_row, cautions
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
@@ -100,9 +100,8 @@ def to_text(comparison: Comparison) -> str:
         numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
         lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
     one = next(iter(comparison.differences.values()))
-    lines.append(
-        f"  percent; {one.n_pairs} pairs of runs with the same fold, repeat and seed; t interval over {one.over}"
-    )
+    shared = "fold and repeat" if any(IMPORTED in note for note in comparison.cautions) else "fold, repeat and seed"
+    lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
     lines += [f"  {note}" for note in comparison.cautions]
     lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]
     if comparison.left_out:

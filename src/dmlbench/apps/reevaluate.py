@@ -12,6 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import build
+from dmlbench.apps.embed_folder import OWN_DISTANCE
+from dmlbench.apps.loaded import load
 from dmlbench.apps.trained import distance_of_run, load_run
 from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import (
@@ -23,7 +25,7 @@ from dmlbench.evaluation.analysis import (
     to_csv,
 )
 from dmlbench.evaluation.embeddings.arrays import zero_rows
-from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
@@ -121,7 +123,7 @@ def _check_request(cfg: DictConfig) -> None:
     if (cfg.run is None) == (cfg.embeddings is None):
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
     if cfg.run is not None:
-        for key in INPUTS[1:]:
+        for key in (*INPUTS[1:], "model"):
             if cfg[key] is not None:
                 raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
     outputs = [Path(cfg[key]) for key in OUTPUTS if cfg[key] is not None]
@@ -148,8 +150,31 @@ def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
 def _evaluate_file(cfg: DictConfig) -> Evaluated:
     spec: EvaluationSpec = build.component(cfg.evaluation)
     stored = read_embeddings(cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels)
-    evaluation = evaluate(stored.queries, stored.gallery, spec)
-    return Evaluated(str(cfg.embeddings), stored.queries, stored.gallery, spec, evaluation)
+    distance = _distance_of_file(cfg, stored)
+    evaluation = evaluate(stored.queries, stored.gallery, spec, distance=distance)
+    return Evaluated(str(cfg.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance)
+
+
+def _distance_of_file(cfg: DictConfig, stored: StoredEmbeddings) -> BaseDistance | None:
+    """What compares the rows of a file; None is the distance of unit vectors.
+
+    Raises:
+        RunError: they are compared by a model's own distance, which was not named, or was of other rows.
+    """
+    if cfg.model is None:
+        if own := stored.metadata.get(OWN_DISTANCE):
+            raise RunError(
+                f"{cfg.embeddings} is compared by {own} of {stored.metadata.get('model')}, not as unit vectors; name "
+                "that model with model=<run directory or exported folder>"
+            )
+        return None
+    model = load(cfg.model, device="cpu")
+    if stored.queries.rows.shape[1] != model.embedding_size:
+        raise RunError(
+            f"{cfg.embeddings} has rows of {stored.queries.rows.shape[1]} numbers, {cfg.model} makes "
+            f"{model.embedding_size}; name the model that made them"
+        )
+    return model.network.distance if model.has_own_distance else None
 
 
 def _evaluate_run(cfg: DictConfig) -> Evaluated:

@@ -1,11 +1,13 @@
 """A finished run brought back: its configuration, its data and the model with its best weights."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup, make_setup
+from dmlbench.models.head import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
@@ -40,6 +43,8 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
         RunError: the distance has a state, and the run does not hold it.
     """
     config = load_config(run_dir / CONFIG)
+    if "imported" in config:
+        return None
     distance = build.build_distance(config)
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
@@ -73,13 +78,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         RunError: the run is not complete or kept no weights, these or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
-    config = load_config(run_dir / CONFIG)
-    # What pretrained weights a run began with does not matter to one that loads its own.
-    if "pretrained" in config.backbone:
-        config.backbone.pretrained = False
-        config.backbone.weights_file = None
-    if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
+    config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
     config.merge_with(dict(overrides))
 
@@ -91,14 +90,46 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
             )
 
     setup = make_setup(config, select_device(device), before_model=check_data)
-    try:
-        setup.model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
-    except RuntimeError as error:
-        raise RunError(
-            f"{run_dir / BEST} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
-        ) from error
+    put_weights(setup.model, load_checkpoint(run_dir / BEST)["model"], run_dir / BEST)
     setup.model.eval()
     return setup
+
+
+def config_with_weights(run_dir: Path) -> DictConfig:
+    """The configuration of a run that kept its best weights.
+
+    Raises:
+        RunError: it kept none.
+    """
+    config = load_config(run_dir / CONFIG)
+    if "imported" in config:
+        raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
+    if not (run_dir / BEST).exists():
+        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
+    return config
+
+
+def without_pretrained(config: DictConfig) -> DictConfig:
+    """A copy whose network begins with random weights, for one that gets those of a run."""
+    config = copy.deepcopy(config)
+    for key, value in (("pretrained", False), ("weights_file", None)):
+        if key in config.backbone:
+            config.backbone[key] = value
+    return config
+
+
+def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -> None:
+    """Put the weights of ``file`` into a model.
+
+    Raises:
+        RunError: they are those of another.
+    """
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunError(
+            f"{file} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
+        ) from error
 
 
 def row_of(table: ImageTable, image: int | str) -> int:

@@ -38,9 +38,11 @@ _LISTS = (
     *("archives", "state", "training"),
 )
 """Keys whose values may be written with bare commas."""
-_NEVER_SINGLE = ("metrics", "recall_at", "training")
+_NEVER_SINGLE = ("metrics", "recall_at", "training", "formats", "modules")
 """Those of them that are lists even where there is one value."""
 _OWN_LISTS = {
+    "embed": ("modules",),
+    "export": ("formats",),
     "explain": ("run",),
     "reproduce": ("rows", "fold", "repeat"),
     "oodml_splits": ("also",),
@@ -52,6 +54,7 @@ _OWN_LISTS = {
 """The same of single commands."""
 _NAMES = (
     *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels", "official"),
+    *("model", "trained", "selected", "license"),
     *(
         "per_query",
         "per_class",

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import keyword
 import os
 import signal
 import sys
@@ -20,6 +21,9 @@ _PROCESS = os.getpid()
 COMMANDS = {
     "train": "train and test one cell at one fold and repeat, or sweep over many with -m",
     "evaluate": "evaluate a finished run again, or a file of embeddings",
+    "export": "write a run's model, its card and its graphs into a folder that stands alone",
+    "embed": "embed a folder of images by a trained model",
+    "import": "take test embeddings of other code into the tables",
     "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
     "reproduce": "run what is missing of a paper's table, and print ours beside the paper's numbers",
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
@@ -31,7 +35,7 @@ COMMANDS = {
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
-_WITH_NETWORKS = ("train", "reproduce", "study")
+_WITH_NETWORKS = ("train", "embed", "reproduce", "study")
 
 
 def usage() -> str:
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
         if name in _WITH_NETWORKS:
             keep_freed_memory()
-        command = importlib.import_module(f"dmlbench.cli.{name}")
+        command = importlib.import_module(f"dmlbench.cli.{name}{'_' * keyword.iskeyword(name)}")
         line = parse(name, rest)
         if hasattr(command, "main"):
             command.main(line)

@@ -112,7 +112,7 @@ def _reproduce(
     searching = [f"hydra.searchpath=['file://{folder.resolve()}']"] if folder else []
 
     def compose(overrides: Sequence[str]) -> DictConfig:
-        return _composed([*overrides, *searching])
+        return composed_run([*overrides, *searching])
 
     log.info("planning %s", name)
     table = asked_table(cfg, name, folders, given, searching)
@@ -180,7 +180,7 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _composed(overrides: Sequence[str]) -> DictConfig:
+def composed_run(overrides: Sequence[str]) -> DictConfig:
     """A run's configuration as ``dmlbench train`` would have it.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,10 @@ class Backbone(nn.Module):
     Attributes:
         channels: channels of the maps that ``forward`` returns.
         native_channels: width of the vector that ``native`` returns.
+        weights_license: of the published weights that ``pretrained`` loads, as hubs call it.
     """
+
+    weights_license: ClassVar[str] = "unknown"
 
     mean: Tensor
     std: Tensor
@@ -118,6 +121,15 @@ class Backbone(nn.Module):
         if scale != 1.0:
             pixels = pixels * scale
         return (pixels - self.mean) / self.std
+
+    def normalization(self) -> dict[str, Any]:
+        """What ``preprocess`` does, in words and numbers."""
+        return {
+            "channels_first_layer": "BGR" if self._bgr else "RGB",
+            "white": self._value_range,
+            "mean": self.mean.flatten().tolist(),
+            "std": self.std.flatten().tolist(),
+        }
 
     def freeze_batch_norm(self, batch_norm: BatchNormFreezing) -> None:
         """Fix nothing, the statistics, or statistics and affine parameters of every batch norm (see the class).
@@ -231,7 +243,7 @@ class TimmBackbone(Backbone):
     def native(self, images: Tensor) -> Tensor:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         vector = self.model.forward_head(features(self.model, images, name=self._name), pre_logits=True)
-        if not isinstance(vector, Tensor) or vector.shape != (len(images), self.native_channels):
+        if not isinstance(vector, Tensor) or vector.shape != (images.shape[0], self.native_channels):
             raise ConfigError(
                 f"timm's own pooling of '{self._name}' returns {getattr(vector, 'shape', type(vector).__name__)} "
                 f"instead of one vector of {self.native_channels} per image; choose another pooling than native"

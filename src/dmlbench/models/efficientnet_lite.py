@@ -38,6 +38,8 @@ class EfficientNetLite(TimmBackbone):
     Source: Tan & Le, EfficientNet, ICML 2019; R. Liu, EfficientNet-Lite, TensorFlow's blog, 2020.
     """
 
+    weights_license = "apache-2.0"
+
     def __init__(
         self,
         variant: int,

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PARTIAL = "PARTIAL: "
+IMPORTED = "IMPORTED: "
+UNKNOWN = "unknown"
+"""What is said of the training and the selection of an imported model of which nobody has told."""
 
 
 def cautions(scored: Mapping[str, Any]) -> list[str]:
@@ -11,6 +14,11 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
     found = []
     if scored.get("missing"):
         found.append(f"{PARTIAL}{scored['n_runs']} of {scored['n_runs_expected']} runs")
+    if told := scored.get("imported"):
+        by_order = "; ids: by order, unchecked within a class" if told["ids"] == "by order" else ""
+        found.append(
+            f"{IMPORTED}embeddings of other code; trained: {told['trained']}; selected: {told['selected']}{by_order}"
+        )
     if count := scored.get("n_runs_not_started"):
         found.append(f"NOT STARTED: in {count} runs the pooling's prototypes never started")
     notes = list(scored.get("data_notes", ()))
@@ -29,7 +37,7 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
 
 def incomparable(scored: Mapping[str, Any]) -> list[str]:
     """Those of ``cautions`` that forbid to compare with published scores; what papers do themselves is none of them."""
-    done_by_papers = (PARTIAL, "SELECTED ON TEST", "scored on the validation classes")
+    done_by_papers = (PARTIAL, IMPORTED, "SELECTED ON TEST", "scored on the validation classes")
     return [caution for caution in cautions(scored) if not caution.startswith(done_by_papers)]
 
 

@@ -14,6 +14,8 @@ from dmlbench.types import ConfigError, escape_latex
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
 """Groups whose chosen options name a cell."""
+IMPORTED = "imported"
+"""The one choice of an imported cell: what its row is called."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")
 
@@ -248,6 +250,8 @@ def to_latex(table: Table) -> str:
 
 def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     """The chosen options; a head that pools by itself stands for the pooling."""
+    if IMPORTED in choices:
+        return [f"{choices[IMPORTED]} (imported)"]
     pools = choices.get("pooling") != "none"
     chosen = [str(choices.get(group if pools or group != "pooling" else "head", "-")) for group in groups]
     chosen = [word for word in chosen if word != "None"] or chosen  # nothing was chosen of such a group
@@ -268,7 +272,8 @@ def cell_labels(
         as far as a cell has them; and notes on every other setting that two cells have in common with different values,
         and on those for which the name of an option does not stand.
     """
-    groups = [g for g in NAMING_GROUPS if len({choices.get(g) for choices, _ in cells}) > 1] or ["pooling"]
+    made_here = [choices for choices, _ in cells if IMPORTED not in choices]
+    groups = [g for g in NAMING_GROUPS if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in cells]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
@@ -287,7 +292,7 @@ def cell_labels(
             if key in config:
                 held.setdefault("null" if config[key] is None else str(config[key]), []).append(label)
         hidden = [label for label, config in trained if config.get(key) is not None and f" {key}=" not in label]
-        if len(held) > 1 and hidden and key.partition(".")[0] not in groups:
+        if len(held) > 1 and hidden and key.partition(".")[0] not in (*groups, IMPORTED):
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
     for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):

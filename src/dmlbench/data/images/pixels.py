@@ -31,8 +31,20 @@ def read_image(path: str | Path) -> Image.Image:
         raise DataError(
             f"image '{path}' cannot be read ({error}); replace the file or remove it from the data"
         ) from error
+    try:
+        return as_rgb(image)
+    except DataError as error:
+        raise DataError(f"image '{path}' {error}") from None
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB of an image of any mode, as ``read_image`` says.
+
+    Raises:
+        DataError: floating point pixels.
+    """
     if image.mode == "F":
-        raise DataError(f"image '{path}' holds floating point pixels; convert it to 8 bits a channel")
+        raise DataError("holds floating point pixels; convert it to 8 bits a channel")
     if image.mode.startswith("I"):
         # Pillow clips 16-bit grey to 255 when it converts, which would leave an all-white picture.
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))

@@ -107,7 +107,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
 
     ``merge`` takes parts (train, val, test, ...) together, whose images then have no role.
     """
-    below = {top: _images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
+    below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
@@ -150,7 +150,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     return found_images.drop(columns="role") if merge else found_images, f"class folders in {', '.join(tops)}"
 
 
-def _images_below(top: Path) -> list[str]:
+def images_below(top: Path) -> list[str]:
     """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
 
     def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:

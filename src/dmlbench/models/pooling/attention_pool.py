@@ -113,7 +113,7 @@ class AttentionPool(Pooling):
         if self.merge == "mean":
             return Pooled(project(pooled.mean(dim=1)), {"weights": weights})
         parts = project(pooled.flatten(0, 1))  # [B Q, D / Q]
-        return Pooled(parts.view(len(x), -1), {"weights": weights})
+        return Pooled(parts.view(x.shape[0], -1), {"weights": weights})
 
     def input_width(self, embedding_size: int) -> int:
         """

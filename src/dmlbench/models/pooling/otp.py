@@ -96,7 +96,7 @@ class Otp(PrototypePooling):
         rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
         if not self._started:
             average = rows.mean(dim=1)
-            rest = average.new_zeros(len(average), (self.num_prototypes - 1) * self.feature_size)
+            rest = average.new_zeros(average.shape[0], (self.num_prototypes - 1) * self.feature_size)
             return Pooled(torch.cat([average, rest], dim=1))
         cost = prototype_cost(rows, self.prototypes)  # [B, m, HW]
         with torch.autocast(x.device.type, enabled=False):

@@ -58,7 +58,7 @@ class SlicedWasserstein(Pooling):
             position = ((rank + 1).to(ordered.dtype) * ((pixels + 1) / (points + 1)) - 1).clamp(0, pixels - 1)
             below = position.floor().long()
             above = (below + 1).clamp(max=pixels - 1)
-            low, high = (ordered.gather(2, at.expand(len(x), -1, -1)) for at in (below, above))  # [B, s, m]
+            low, high = (ordered.gather(2, at.expand(x.shape[0], -1, -1)) for at in (below, above))  # [B, s, m]
             quantiles = low + (position - below) * (high - low)
             # NaN sorts last, where no quantile may look: pass it on, so that it is noticed.
             quantiles = quantiles + 0.0 * values.sum(dim=2, keepdim=True)

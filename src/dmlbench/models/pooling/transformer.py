@@ -151,7 +151,7 @@ class Transformer(Pooling):
         with torch.autocast(x.device.type, enabled=False):
             if self.position == "sine":
                 pixels = pixels + sine_positions(height, width, self.width, device=x.device).to(pixels.dtype)
-            tokens = torch.cat([self.class_token.expand(len(x), 1, -1), pixels], dim=1)  # [B, 1 + HW, width]
+            tokens = torch.cat([self.class_token.expand(x.shape[0], 1, -1), pixels], dim=1)  # [B, 1 + HW, width]
             for layer in self.layers[:-1]:
                 tokens, _ = layer(tokens)
             last, log_weights = self.layers[-1](tokens, first=1)

@@ -1,0 +1,94 @@
+"""Embeddings of the images of a folder, as a file that ``dmlbench evaluate`` takes as it is."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from dmlbench.apps.loaded import TrainedModel
+from dmlbench.data.readers.folder import images_below
+from dmlbench.data.readers.layouts import subfolders
+from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, save_embeddings
+from dmlbench.types import ConfigError, DataError, EmbeddingSet, RunError
+
+OWN_DISTANCE = "distance"
+"""Entry of a file's metadata: what compares its rows, where that is not the Euclidean distance of unit vectors."""
+
+log = logging.getLogger(__name__)
+
+
+def embed_folder(
+    model: TrainedModel, folder: str | Path, output: str | Path, *, batch_size: int = 128, num_workers: int = 0,
+    progress: bool = False,
+) -> StoredEmbeddings:  # fmt: skip
+    """Embed every image below a folder and write rows, labels and ids as safetensors.
+
+    ``<folder>/<class>/.../<image>`` gives the labels, numbers of the sorted classes; ``query/<class>/...`` with
+    ``gallery/<class>/...`` both sets. Images without class folders are each a class of its own. The ids count the
+    images; the file's metadata names them (``paths``) and the classes (``classes``), as lists in JSON.
+
+    Args:
+        model: what embeds.
+        folder: of the images.
+        output: file to write, ``.safetensors``.
+        batch_size, num_workers, progress: see ``TrainedModel.embed``.
+
+    Raises:
+        ConfigError: another kind of output.
+        DataError: there is no image, or images lie both in class folders and beside them, or one cannot be read.
+        RunError: the file cannot be written.
+    """
+    folder, output = Path(folder).expanduser(), Path(output).expanduser()
+    if output.suffix != ".safetensors":
+        raise ConfigError(f"output ({output}) must end in .safetensors")
+    if not output.parent.is_dir():
+        raise RunError(f"cannot write {output}: there is no folder {output.parent}")
+    parts = _parts(folder)
+    paths = [path for part in parts for path, _ in part]
+    names = [name for part in parts for _, name in part]
+    classes = sorted(set(names))
+    labels = np.searchsorted(classes, names).astype(np.int64)
+    embedded = model.embed_set(
+        [folder / path for path in paths], labels=labels, progress=progress, batch_size=batch_size,
+        num_workers=num_workers,
+    )  # fmt: skip
+    cut = len(parts[0])
+    sets = [
+        EmbeddingSet(embedded.rows[at], embedded.labels[at], embedded.ids[at]) for at in (slice(cut), slice(cut, None))
+    ]
+    about = {"model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes)}
+    if model.has_own_distance:
+        about[OWN_DISTANCE] = type(model.network.distance).__name__
+    stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
+    try:
+        save_embeddings(output, stored.queries, stored.gallery, about)
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    return stored
+
+
+def _parts(folder: Path) -> list[list[tuple[str, str]]]:
+    """Paths relative to ``folder`` and classes: of all images, or of queries and gallery."""
+    if not folder.is_dir():
+        raise DataError(f"images ({folder}) is not a folder; name one that holds images, or folders of them by class")
+    if sorted(subfolders(folder)) == ["gallery", "query"]:
+        parts = [[(f"{top}/{path}", path) for path in images_below(folder / top)] for top in ("query", "gallery")]
+    else:
+        parts = [[(path, path) for path in images_below(folder)]]
+    found = []
+    for part in parts:
+        classed = ["/" in inner for _, inner in part]
+        if not part:
+            raise DataError(f"'{folder}' holds no images" + (" to query or to search" if len(parts) > 1 else ""))
+        if any(classed) != all(classed):
+            beside = part[classed.index(False)][0]
+            raise DataError(
+                f"'{folder / beside}' lies beside folders of classes; move it into one, or the folders away"
+            )
+        if not any(classed):
+            log.warning(
+                "'%s' has no folders of classes: each image is one of its own, with nothing alike to find", folder
+            )
+        found.append([(path, inner.split("/")[0] if "/" in inner else path) for path, inner in part])
+    return found

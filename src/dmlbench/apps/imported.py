@@ -1,0 +1,254 @@
+"""Embeddings of other code as runs of a cell, beside our own in collections, tables, comparisons and reports."""
+
+import datetime
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.build import component
+from dmlbench.config import cell_sha256, config_sha256
+from dmlbench.evaluation.analysis import per_query_table, to_csv
+from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, save_embeddings
+from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results import store
+from dmlbench.results.cautions import UNKNOWN
+from dmlbench.results.tables import IMPORTED
+from dmlbench.runtime import atomic_write, derive_seed, file_sha256, package_versions
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, RunError, Split, is_file_name
+
+FILES = ("embeddings", "labels", "gallery", "gallery_labels")
+"""Keys of the configuration that are patterns of files, with {fold} and {repeat}."""
+
+TOLD = ("trained", "selected")
+"""Keys for what somebody tells of a model that we have not trained."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """
+    Attributes:
+        cell: folder of the cell.
+        scores: test scores of its runs, by coordinates.
+        notes: what is not known or was not checked.
+    """
+
+    cell: Path
+    scores: Mapping[tuple[int, int], Mapping[str, float]]
+    notes: tuple[str, ...]
+
+
+def import_cell(cfg: DictConfig) -> Imported:
+    """Check files of test embeddings against a data set, and make the runs of a cell of them.
+
+    A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
+    the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
+    stand in the table's order. Labels may be numbers of any kind, but one for each class.
+
+    Args:
+        cfg: of ``dmlbench import``.
+
+    Raises:
+        ConfigError: a name, a pattern or coordinates that cannot be.
+        DataError: the data set is missing.
+        RunError: a file is missing or of other images, or other embeddings were imported under this name.
+    """
+    if cfg.name is None or not is_file_name(str(cfg.name)):
+        raise ConfigError(f"name ({cfg.name}) is what tables call the row: use letters, digits, '.', '_' and '-'")
+    protocol = component(cfg.protocol)
+    patterns = {key: str(cfg[key]) for key in FILES if cfg[key] is not None}
+    if "embeddings" not in patterns:
+        raise ConfigError("say embeddings=<pattern of files>, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'")
+    counts = {"fold": protocol.num_folds, "repeat": protocol.num_repeats}
+    for key, pattern in patterns.items():
+        _check_pattern(key, pattern, counts)
+    coordinates = [(fold, repeat) for fold in range(counts["fold"]) for repeat in range(counts["repeat"])]
+    files = {at: {k: Path(p.format(fold=at[0], repeat=at[1])) for k, p in patterns.items()} for at in coordinates}
+    missing = [at for at in coordinates if not files[at]["embeddings"].is_file()]
+    if len(missing) == len(coordinates) or (missing and not cfg.allow_partial):
+        names = ", ".join(str(files[at]["embeddings"]) for at in missing[:3]) + (" ..." if len(missing) > 3 else "")
+        raise RunError(
+            f"{len(missing)} of the {len(coordinates)} files of protocol '{protocol.name}' are not there ({names}); "
+            "add them, correct the pattern, or take what there is with allow_partial=true"
+        )
+    table: ImageTable = component(cfg.dataset.table)
+    spec: EvaluationSpec = component(cfg.evaluation)
+    cell, scores, notes = _cell_of(cfg, protocol.name), {}, list[str]()
+    checked = {}
+    for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
+        split: Split = protocol.split(table, fold=fold)
+        if split.test is None:
+            raise ConfigError(f"protocol '{protocol.name}' does not look at the test half; import under another")
+        of = files[fold, repeat]
+        stored = read_embeddings(
+            of["embeddings"], of.get("labels"), gallery=of.get("gallery"), gallery_labels=of.get("gallery_labels")
+        )
+        checked[fold, repeat] = _of_table(stored, table, split.test, str(of["embeddings"]))
+    widths = {len(found.queries.rows[0]) for found, _ in checked.values()}
+    if len(widths) > 1:
+        raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a cell has one width")
+    for (fold, repeat), (found, is_by_order) in checked.items():
+        source = files[fold, repeat]["embeddings"]
+        if is_by_order:
+            notes.append("the files have no ids: images of one class are taken to stand in the data set's order")
+        run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
+        assert isinstance(run_cfg, DictConfig)
+        about = _about(cfg, source, is_by_order)
+        scores[fold, repeat] = _write(run_cfg, cell, protocol, table, split, found, about, spec)
+    return Imported(cell, scores, tuple(dict.fromkeys(notes)))
+
+
+def _check_pattern(key: str, pattern: str, counts: Mapping[str, int]) -> None:
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(pattern) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"{key}={pattern} is no pattern ({error}); write {{fold}} and {{repeat}}") from error
+    if unknown := sorted(set(fields) - set(counts)):
+        raise ConfigError(f"{key}={pattern} has the unknown place {{{unknown[0]}}}; known: {{fold}}, {{repeat}}")
+    for name, count in counts.items():
+        if count > 1 and name not in fields:
+            raise ConfigError(
+                f"{key}={pattern} lacks {{{name}}}, of which the protocol has {count}; one file cannot stand for all"
+                + ("; protocol.num_repeats=1 says that there is one" if name == "repeat" else "")
+            )
+
+
+def _of_table(
+    stored: StoredEmbeddings, table: ImageTable, test: RetrievalSet, source: str
+) -> tuple[StoredEmbeddings, bool]:
+    """The rows in the order of the test set with its labels and ids; and whether their order was taken on trust."""
+    if (stored.gallery is None) != (test.gallery is None):
+        needs = "has a gallery of its own; give gallery=<pattern>" if test.gallery is not None else "has no gallery"
+        raise RunError(f"{source}: the test half of {table.name} {needs}")
+    pairs = [("query", stored.queries, test.query)]
+    if stored.gallery is not None and test.gallery is not None:
+        pairs.append(("gallery", stored.gallery, test.gallery))
+    ids = torch.cat([part.ids for _, part, _ in pairs]).numpy()
+    # files without ids are numbered in the order of their rows
+    is_by_order = np.array_equal(ids, np.arange(len(ids))) and not np.array_equal(ids, test.rows)
+    found, theirs, ours = [], [], []
+    for what, part, rows in pairs:
+        if len(part) != len(rows):
+            raise RunError(f"{source} has {len(part)} {what} rows, the test half of {table.name} {len(rows)}")
+        order = np.arange(len(rows)) if is_by_order else _order_of(part.ids.numpy(), rows, table, source)
+        labels = part.labels.numpy()[order]
+        found.append(EmbeddingSet(part.rows[order], torch.from_numpy(table.labels[rows]), torch.from_numpy(rows)))
+        theirs.append(labels)
+        ours.append(rows)
+    _require_same_classes(np.concatenate(theirs), np.concatenate(ours), table, source)
+    return StoredEmbeddings(found[0], found[1] if len(found) > 1 else None, {}), is_by_order
+
+
+def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> IntArray:
+    """Where each of the table's rows stands among ``ids``."""
+    if len(strange := np.setdiff1d(ids, rows)):
+        raise RunError(
+            f"{source} has the id {strange[0]}, which is no test image of {table.name}; ids are rows of its table, "
+            f"from 0 in the published order: here {rows.min()} to {rows.max()}"
+        )
+    order = np.argsort(ids, kind="stable")
+    return np.asarray(order[np.searchsorted(ids[order], rows)])
+
+
+def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, source: str) -> None:
+    """Insist that numbers of classes stand one to one for those of the data set."""
+    ours = table.labels[rows]
+    for first, second, words in ((theirs, ours, "stands for both"), (ours, theirs, "has both")):
+        values, at = np.unique(first, return_index=True)
+        expected = second[at][np.searchsorted(values, first)]
+        if len(wrong := np.flatnonzero(expected != second)):
+            i = int(wrong[0])
+            j = int(at[np.searchsorted(values, first[i])])
+            if first is theirs:
+                what = f"label {first[i]} {words} '{table.class_names[second[j]]}' and '{table.class_names[second[i]]}'"
+            else:
+                what = f"class '{table.class_names[first[i]]}' {words} label {second[j]} and {second[i]}"
+            raise RunError(
+                f"{source} is not of the test images of {table.name} in this order: {what} ('{table.paths[rows[j]]}', "
+                f"'{table.paths[rows[i]]}'); give ids, or bring the rows into the data set's order"
+            )
+
+
+def _about(cfg: DictConfig, source: Path, is_by_order: bool) -> dict[str, Any]:
+    return {
+        "name": str(cfg.name),
+        **{key: UNKNOWN if cfg[key] is None else str(cfg[key]) for key in TOLD},
+        "file": source.name,
+        "file_sha256": file_sha256(source),
+        "ids": "by order" if is_by_order else "given",
+    }
+
+
+def _identity(cfg: DictConfig) -> DictConfig:
+    """What makes the cell of an imported model: its name, what it was tested on, and what is told of it."""
+    kept: Any = OmegaConf.to_container(cfg, resolve=False)  # so that a cell has its name wherever the data lie
+    identity = OmegaConf.create(
+        {
+            "imported": {"name": str(cfg.name), **{key: kept[key] for key in TOLD}},
+            **{key: kept[key] for key in ("dataset", "protocol", "paths")},
+            "fold": kept.get("fold", 0), "repeat": kept.get("repeat", 0), "base_seed": 0,
+            "runtime": {"choices": {IMPORTED: str(cfg.name)}},
+        }
+    )  # fmt: skip
+    assert isinstance(identity, DictConfig)
+    return identity
+
+
+def _cell_of(cfg: DictConfig, protocol: str) -> Path:
+    digest = cell_sha256(_identity(cfg))[:8]
+    return Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol / f"{cfg.name}-imported-{digest}"
+
+
+def _write(
+    cfg: DictConfig, cell: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
+    about: Mapping[str, Any], spec: EvaluationSpec,
+) -> Mapping[str, float]:  # fmt: skip
+    """One run; a complete one of the same file is left as it is."""
+    run_dir = cell / f"fold{cfg.fold}_rep{cfg.repeat}"
+    store.make_directory(run_dir)
+    identity = _identity(cfg)
+    with store.locked(run_dir):
+        if (run_dir / store.RESULT).exists():
+            result = store.read_result(run_dir)
+            if result.get("imported", {}).get("file_sha256") != about["file_sha256"]:
+                raise RunError(
+                    f"{run_dir} holds other embeddings of this name; choose another name, or remove it with `dmlbench "
+                    f"clean {cell.name!r}`"
+                )
+            if result["dataset_fingerprint"] == table.fingerprint:
+                log.info("%s is complete: nothing to do", run_dir)
+                tested: Mapping[str, float] = result["metrics"]["test"]
+                return tested
+        test = evaluate(found.queries, found.gallery, spec)
+        atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(identity, resolve=True).encode())
+        save_embeddings(
+            run_dir / store.EMBEDDINGS, found.queries, found.gallery,
+            {"dataset": table.name, "fingerprint": table.fingerprint, "cell_id": cell.name},
+        )  # fmt: skip
+        atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(found.queries, test)))
+        result = {
+            "cell_id": cell.name, "cell_sha256": cell_sha256(identity), "config_sha256": config_sha256(identity),
+            "imported": dict(about), "dataset": table.name, "dataset_fingerprint": table.fingerprint,
+            **({"data_notes": list(table.notes)} if table.notes else {}), "protocol": protocol.name,
+            "aggregation": protocol.aggregation, "num_folds": protocol.num_folds, "num_repeats": protocol.num_repeats,
+            "fold": cfg.fold, "repeat": cfg.repeat, "seed": derive_seed(0, cfg.fold, cfg.repeat), "base_seed": 0,
+            "choices": OmegaConf.to_container(identity.runtime.choices), "versions": package_versions(), "steps": 0,
+            "stop_reason": "imported", "monitor": spec.score_names[0], "val_is_test": split.val_is_test,
+            **({"facts": dict(split.facts)} if split.facts else {}), "search": test.search,
+            "metrics": {"test": test.scores}, "n_query": test.n_query, "n_gallery": test.n_gallery,
+            "n_skipped_queries": test.n_skipped_queries, **({"kmeans": test.kmeans} if test.kmeans else {}),
+            **store.hashes_of(run_dir), "wall_s": 0.0,
+            "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        store.write_result(run_dir, result)
+    return test.scores

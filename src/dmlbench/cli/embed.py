@@ -1,0 +1,24 @@
+"""``dmlbench embed``: embeddings of a folder of images by a trained model."""
+
+import sys
+
+from omegaconf import DictConfig
+
+
+def task(cfg: DictConfig) -> None:
+    from dmlbench.types import ConfigError
+
+    for key in ("model", "images", "output"):
+        if cfg[key] is None:
+            raise ConfigError(f"say {key}=...; see dmlbench embed --help")
+    from dmlbench.apps.embed_folder import embed_folder
+    from dmlbench.apps.loaded import load
+
+    model = load(cfg.model, device=cfg.device, modules=cfg.modules)
+    stored = embed_folder(
+        model, cfg.images, cfg.output, batch_size=cfg.batch_size, num_workers=cfg.num_workers,
+        progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
+    print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
+    print(f"written: {cfg.output}")

@@ -1,0 +1,18 @@
+"""``dmlbench import``: test embeddings of other code as a cell beside our own."""
+
+from omegaconf import DictConfig
+
+
+def task(cfg: DictConfig) -> None:
+    from dmlbench.apps.imported import import_cell
+    from dmlbench.evaluation.metrics.table import score_named
+
+    found = import_cell(cfg)
+    for (fold, repeat), scores in found.scores.items():
+        shown = ", ".join(
+            f"{score_named(name).label} {score_named(name).scale * value:.2f}" for name, value in scores.items()
+        )
+        print(f"fold{fold}_rep{repeat}: {shown}")
+    for note in found.notes:
+        print(f"  {note}")
+    print(f"written: {found.cell}; `dmlbench aggregate` and `dmlbench table` take it as any other cell")

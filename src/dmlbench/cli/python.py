@@ -1,0 +1,122 @@
+"""The commands as functions: ``import dmlbench as db; db.run(...)``, ``db.evaluate(...)``, ``db.table(...)``.
+
+Nothing here reads or changes Hydra's state of the process; relative paths are those of the working directory.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.reproduce import composed_run
+from dmlbench.config import compose, composing
+from dmlbench.evaluation.embeddings.arrays import Array
+from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.store import cells_of, find_runs
+from dmlbench.results.tables import to_csv
+
+
+def run(*overrides: str) -> Path:
+    """Train and test one cell at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
+
+    A complete run is left as it is, an interrupted one continues.
+
+    Args:
+        overrides: of ``dmlbench train``, such as ``"pooling=gsp"``, ``"fit.max_steps=100"``, ``"device=cpu"``,
+            ``"paths.output_dir=results"``.
+
+    Raises:
+        DmlbenchError: what a user can fix, in one line.
+    """
+    from dmlbench.run import run as run_cell
+
+    line = CommandLine((), None, (), tuple(overrides))
+    with composing():
+        cfg = composed_run(for_hydra("train", line))
+    return run_cell(cfg)
+
+
+def evaluate(
+    source: str | os.PathLike[str] | Array,
+    labels: str | os.PathLike[str] | Array | None = None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    recall_at: Sequence[int] = DEFAULT_RECALL_AT,
+) -> Evaluation:
+    """Exact scores of a run, of a file of embeddings, or of rows in memory, searched among themselves.
+
+    Args:
+        source: a run directory, a file of ``dmlbench evaluate``, or rows [N, D].
+        labels: of rows [N]; of a file without labels another file.
+        model: of a file whose rows have a distance of their own, the run or exported folder that made it.
+        metrics: names of ``dmlbench.evaluation.metrics.table``.
+        recall_at: K of metrics that take one.
+
+    Returns:
+        ``.scores`` are fractions by name, ``.per_query`` those of every query.
+
+    Raises:
+        DmlbenchError: what cannot be evaluated, in one line.
+    """
+    if not isinstance(source, str | os.PathLike):
+        if labels is None or isinstance(labels, str | os.PathLike):
+            raise TypeError("rows in memory need labels in memory: evaluate(rows, labels)")
+        return evaluate_arrays(source, labels, spec=EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)))
+    cfg = compose("evaluate", [])
+    cfg.metrics, cfg.recall_at = list(metrics), list(recall_at)
+    path = Path(source).expanduser()
+    cfg["run" if path.is_dir() else "embeddings"] = str(path)
+    cfg.labels = None if labels is None else str(labels)
+    cfg.model = None if model is None else str(model)
+    return evaluate_from(cfg).evaluation
+
+
+def table(
+    cells: str = "**",
+    *,
+    output_dir: str | os.PathLike[str] = "outputs",
+    metrics: Sequence[str] = ("p_at_1", "map_at_r"),
+    recall_at: Sequence[int] = DEFAULT_RECALL_AT,
+    allow_partial: bool = False,
+) -> pd.DataFrame:
+    """Cells side by side, as ``dmlbench aggregate`` and ``dmlbench table`` make them: a row a cell.
+
+    Args:
+        cells: pattern of ``<data set>/<protocol>/<cell>``.
+        output_dir: root of the run directories.
+        metrics: scores to show; what the runs lack is computed and kept.
+        recall_at: K of metrics that take one.
+        allow_partial: also cells of which runs are missing.
+
+    Returns:
+        Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
+        say what the scores are not: partial, selected on the test set, imported.
+
+    Raises:
+        DmlbenchError: no cell matches, runs are missing, or a metric is unknown.
+    """
+    spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
+    for runs in cells_of(find_runs(root, cells)).values():
+        if any(each.state == "done" for each in runs):
+            aggregate_cell(
+                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False
+            )  # fmt: skip
+    found: list[Any] = []
+    tables = build_tables(find_cells(root, cells, spec, allow_partial=allow_partial), spec)
+    for (dataset, protocol), one in tables.items():
+        frame = pd.read_csv(io.StringIO(to_csv(one)))
+        frame.insert(0, "protocol", protocol)
+        frame.insert(0, "dataset", dataset)
+        found.append(frame)
+    return pd.concat(found, ignore_index=True)

@@ -1,0 +1,155 @@
+"""Embeddings of other code as cells: checked against the data, scored by the same engine, marked where they stand."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmlbench.apps.imported import Imported, _of_table, import_cell
+from dmlbench.apps.loaded import load
+from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.build import component
+from dmlbench.config import compose
+from dmlbench.data.protocols import Mlrc
+from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.tables import cell_labels, to_text
+from dmlbench.types import ConfigError, ImageTable, RetrievalSet, RunError
+
+DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
+PATTERN = "fold{fold}_rep{repeat}.npz"
+
+
+@pytest.fixture
+def table(tmp_path):
+    return component(compose("import", [*DATA, f"paths.cache_dir={tmp_path}"]).dataset.table)
+
+
+def taken(place: Path, *more: str) -> Imported:
+    cfg = compose("import", ["name=theirs", *DATA, f"paths.cache_dir={place}", f"paths.output_dir={place}/out", *more])
+    cfg.embeddings = cfg.embeddings or str(place / PATTERN)
+    return import_cell(cfg)
+
+
+def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
+    """Twelve files whose rows stand in any order, with labels of their own; the rows in the data set's order."""
+    rng, found = np.random.default_rng(0), {}
+    for fold in range(4):
+        test = Mlrc().split(table, fold=fold).test.query
+        for repeat in range(3):
+            rows = rng.normal(size=(len(test), 6)).astype(np.float32) + np.eye(12, 6)[table.labels[test]].astype("f4")
+            order = rng.permutation(len(test))
+            arrays = {"rows": rows[order], "labels": 100 - table.labels[test][order], "ids": test[order], **changed}
+            np.savez(
+                place / PATTERN.format(fold=fold, repeat=repeat), **{k: v for k, v in arrays.items() if v is not None}
+            )
+            found[fold, repeat] = rows
+    return found
+
+
+def test_twelve_files_become_a_cell_of_81_collections_with_the_scores_of_the_engine(table, tmp_path) -> None:
+    rows = write(tmp_path, table)
+    imported = taken(tmp_path, "selected=last step")
+    test = Mlrc().split(table, fold=0).test.query
+    for at, found in rows.items():
+        assert imported.scores[at] == evaluate_arrays(found, table.labels[test], ids=test).scores
+    again = taken(tmp_path, "selected=last step")  # complete runs stay
+    assert again.scores == imported.scores and again.cell == imported.cell
+    (runs,) = cells_of(find_runs(tmp_path / "out")).values()
+    summary = aggregate_cell(runs, EvaluationSpec(), distance_of=distance_of_run, progress=False)
+    assert (summary["n_runs"], summary["n_collections"], summary["missing"]) == (12, 81, [])
+    mean = np.mean([scores["map_at_r"] for scores in imported.scores.values()])
+    assert summary["scores"]["separated"]["map_at_r"]["mean"] == pytest.approx(mean)
+    spec = EvaluationSpec(metrics=("map_at_r",))
+    text = to_text(next(iter(build_tables(find_cells(str(tmp_path / "out"), "**", spec), spec).values())))
+    assert "theirs (imported)" in text
+    assert "IMPORTED: embeddings of other code; trained: unknown; selected: last step" in text
+    with pytest.raises(RunError, match="was imported: it has embeddings, but no model"):
+        load(runs[0].path)
+    write(tmp_path, table, rows=np.ones((24, 6), np.float32))
+    with pytest.raises(RunError, match="holds other embeddings of this name; choose another name"):
+        taken(tmp_path, "selected=last step")
+
+
+def test_an_imported_row_leaves_the_labels_of_our_own_as_they_are() -> None:
+    ours = [({"pooling": name, "loss": "triplet"}, {"pooling._target_": name}) for name in ("gap", "gsp")]
+    theirs = ({"imported": "theirs"}, {"imported.name": "theirs"})
+    assert cell_labels(ours)[0] == ["gap", "gsp"]
+    assert cell_labels([*ours, theirs]) == (["gap", "gsp", "theirs (imported)"], [])
+
+
+def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> None:
+    test = Mlrc().split(table, fold=0).test.query
+    in_order = table.labels[test]
+    write(tmp_path, table, ids=None, labels=in_order)
+    notes = taken(tmp_path).notes
+    assert notes == ("the files have no ids: images of one class are taken to stand in the data set's order",)
+    run = next(iter(find_runs(tmp_path / "out"))).path
+    assert read_result(run)["imported"]["ids"] == "by order"
+    for changed, message in (
+        ({"ids": None, "labels": np.roll(in_order, 1)}, r"in this order: label \d+ stands for both"),
+        ({"ids": None, "labels": np.arange(24)}, r"in this order: class '.*' has both label 0 and 1"),
+        ({"ids": np.arange(24), "labels": np.zeros(24, int)}, "stands for both"),
+        ({"ids": np.arange(10, 34)}, r"has the id 10, which is no test image of .*: here 24 to 47"),
+        ({"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)}, "has 5 query rows, .* 24"),
+    ):
+        write(tmp_path, table, **changed)
+        with pytest.raises(RunError, match=message):
+            taken(tmp_path, "name=others")
+    assert {run.cell.split("-")[0] for run in find_runs(tmp_path / "out")} == {"theirs"}  # nothing of those came in
+
+
+def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None:
+    for pattern, message in (
+        ("x.npz", r"lacks \{fold\}, of which the protocol has 4"),
+        ("{fold}.npz", r"lacks \{repeat\}, .*protocol.num_repeats=1"),
+        ("{fold}_{seed}.npz", r"has the unknown place \{seed\}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            taken(tmp_path, f"embeddings='{pattern}'")
+    with pytest.raises(RunError, match="12 of the 12 files of protocol 'mlrc' are not there"):
+        taken(tmp_path)
+    write(tmp_path, table)
+    (tmp_path / PATTERN.format(fold=3, repeat=2)).unlink()
+    with pytest.raises(RunError, match="1 of the 12 files"):
+        taken(tmp_path)
+    assert len(taken(tmp_path, "allow_partial=true").scores) == 11
+
+
+def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> None:
+    labels = np.array([0, 0, 1, 1, 2, 2, 3, 3, 2, 3])
+    role = np.array([*["train"] * 4, *["query"] * 4, *["gallery"] * 2])
+    table = ImageTable(
+        name="shop", root="", paths=np.array([f"{i}.jpg" for i in range(10)]), labels=labels,
+        class_names=("a", "b", "c", "d"), role=role,
+    )  # fmt: skip
+    test = RetrievalSet(np.arange(4, 8), np.array([8, 9]))
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    for order, ids in (([0, 1, 2, 3], None), ([2, 0, 3, 1], [6, 4, 7, 5])):
+        with_ids = {} if ids is None else {"ids": np.array(ids)}
+        np.savez(tmp_path / "q.npz", rows=rows[order], labels=labels[4:8][order], **with_ids)
+        np.savez(
+            tmp_path / "g.npz", rows=rows[4:], labels=labels[8:], **({} if ids is None else {"ids": np.array([8, 9])})
+        )
+        stored = read_embeddings(tmp_path / "q.npz", gallery=tmp_path / "g.npz")
+        found, is_by_order = _of_table(stored, table, test, "files")
+        assert is_by_order == (ids is None) and found.gallery is not None
+        assert found.queries.rows.numpy().tolist() == rows[:4].tolist()
+        assert found.queries.ids.tolist() == [4, 5, 6, 7] and found.gallery.ids.tolist() == [8, 9]
+        assert found.gallery.labels.tolist() == [2, 3]
+    with pytest.raises(RunError, match=r"the test half of shop has a gallery of its own; give gallery="):
+        _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_docs_writes_files_that_are_imported(repository, tmp_path) -> None:
+    place = importlib.util.spec_from_file_location("pml_loop", repository / "docs" / "pml_loop.py")
+    loop = importlib.util.module_from_spec(place)
+    place.loader.exec_module(loop)
+    loop.main(tmp_path, steps=2, classes=24, images=4, size=32)
+    imported = taken(tmp_path, "dataset.table.num_classes=24")
+    assert len(imported.scores) == 12 and imported.notes == ()

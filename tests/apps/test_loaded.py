@@ -1,0 +1,221 @@
+"""Trained models without their data: the embeddings of the run again, from its folder or an exported one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from composed import composed
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.torch import load_file
+from small_data_sets import write_photo
+from torch import nn
+
+import dmlbench
+from dmlbench import build
+from dmlbench.apps import export
+from dmlbench.apps.embed_folder import embed_folder
+from dmlbench.apps.export import export_run
+from dmlbench.apps.loaded import MANIFEST, WEIGHTS
+from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.config import compose, load_config
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.run import run
+from dmlbench.runtime import read_json, write_json
+from dmlbench.types import ConfigError, DataError, RunError
+
+SHORT = (
+    *("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "device=cpu", "protocol=held_out"),
+    *("sampler.classes_per_batch=2", "sampler.images_per_class=2"),
+)
+LETTERS = (
+    *(f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")),
+    "transform.train.padding=2",
+)
+AVSL = (
+    *("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
+    *("head.level_size=8", "head.top_k=2"),
+)
+
+
+def trained(place: Path, *overrides: str) -> Path:
+    paths = (f"paths.output_dir={place}/out", f"paths.cache_dir={place}/cache", f"paths.data_dir={place}")
+    return run(composed(*SHORT, *overrides, *paths))
+
+
+@pytest.fixture(scope="module")
+def of_letters(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("letters"), *LETTERS)
+
+
+@pytest.fixture(scope="module")
+def of_avsl(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("avsl"), *LETTERS, *AVSL)
+
+
+@pytest.fixture(scope="module")
+def of_photos(tmp_path_factory) -> Path:
+    """A network of timm, whose images are resized and cut."""
+    place = tmp_path_factory.mktemp("photos")
+    for label in range(8):
+        for i in range(3):
+            write_photo(place / "folder" / f"class_{label}" / f"{i}.jpg", label)
+    cut = [f"transform.{part}.{key}" for part in ("train", "eval") for key in ("resize=40", "crop=32")]
+    network = ("backbone=timm", "backbone.name=test_vit.r160_in1k", "backbone.pretrained=false", "pooling=native")
+    return trained(place, "dataset=folder", *network, "backbone.image_size=32", *cut)
+
+
+def data_and_rows(run_dir: Path):
+    """The data of a run, and the embeddings that it kept of its test images."""
+    table = build.component(load_config(run_dir / CONFIG).dataset.table)
+    return table, load_embeddings(run_dir / EMBEDDINGS).queries
+
+
+@pytest.mark.parametrize("name", ["of_letters", "of_photos", "of_avsl"])
+def test_two_lines_give_the_embeddings_of_the_run_also_from_an_exported_folder(name, request, tmp_path) -> None:
+    run_dir = request.getfixturevalue(name)
+    table, kept = data_and_rows(run_dir)
+    if table.pixels is not None:
+        images = table.pixels[kept.ids.numpy()]
+    else:
+        images = [Path(table.root) / str(table.paths[i]) for i in kept.ids]
+    assert export_run(run_dir, tmp_path / "folder", formats=[], license="cc-by-4.0") == {}
+    for place in (run_dir, tmp_path / "folder"):
+        model = dmlbench.load(place, device="cpu")
+        rows = model.embed(images)
+        assert torch.equal(rows, kept.rows)
+        own = build.build_distance(load_config(run_dir / CONFIG))
+        if name == "of_avsl":
+            assert isinstance(own, AvslDistance)
+            own.load_state_dict(load_file(run_dir / "distance.safetensors"))
+            with torch.no_grad():
+                wanted = own(kept.rows[:3], kept.rows)
+        else:
+            unit = nn.functional.normalize(kept.rows)
+            wanted = torch.cdist(unit[:3].double(), unit.double()).float()
+        assert torch.allclose(model.distance(rows[:3].numpy(), rows), wanted, atol=2e-3)
+        assert model.distance(rows[0], rows[1]).shape == (1, 1)
+    text = "".join(path.read_text() for path in (tmp_path / "folder").iterdir() if path.suffix != ".safetensors")
+    assert str(run_dir.parents[3]) not in text  # nothing of this machine
+
+
+def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> None:
+    table, kept = data_and_rows(of_photos)
+    file = Path(table.root) / str(table.paths[kept.ids[0]])
+    model = dmlbench.load(of_photos, device="cpu")
+    array = np.asarray(Image.open(file).convert("RGB"))
+    for given in (
+        file,
+        str(file),
+        Image.open(file),
+        array,
+        array[None],
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+    ):
+        assert torch.allclose(model.embed(given), kept.rows[:1], atol=1e-5)
+    grey = array[..., 0]
+    assert torch.equal(model.embed(grey), model.embed(np.stack([grey] * 3, axis=2)))
+    with pytest.raises(DataError, match="number 1 is a ndarray of float32"):
+        model.embed([array, array.astype(np.float32)])
+    with pytest.raises(DataError, match=r"number 0 is a Tensor of torch.uint8"):
+        model.embed(torch.from_numpy(array.copy()))
+    with pytest.raises(RunError, match="no image to embed"):
+        model.embed([])
+    with pytest.raises(RunError, match=r"rows \(1, 3\) are no embeddings of .*, \[N, 128\]"):
+        model.distance(kept.rows, [0.0, 1.0, 2.0])
+
+
+def test_images_of_another_size_are_refused_where_the_run_resizes_none(of_letters) -> None:
+    with pytest.raises(ConfigError, match=r"number 0 has 20 x 32 pixels, those of .* have 32 x 32 and"):
+        dmlbench.load(of_letters, device="cpu").embed(np.zeros((20, 32), dtype=np.uint8))
+
+
+def test_embeddings_of_a_folder_are_evaluated_as_they_are_and_by_the_distance_of_their_own(
+    of_letters, of_avsl, tmp_path
+) -> None:
+    table, kept = data_and_rows(of_letters)
+    for place in ("classed", "flat"):
+        for i in kept.ids.tolist():
+            folder = tmp_path / place / (str(table.labels[i] + 10) if place == "classed" else "")
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.asarray(table.pixels[i])).save(folder / f"{i:03d}.png")
+    file = tmp_path / "x.safetensors"
+    stored = embed_folder(dmlbench.load(of_letters, device="cpu"), tmp_path / "classed", file)
+    names = json.loads(read_embeddings(file).metadata["paths"])
+    assert [int(Path(name).stem) for name in names] == kept.ids.tolist()
+    assert torch.allclose(stored.queries.rows, kept.rows, atol=1e-5)
+
+    def scores(embeddings: Path, *more: str) -> dict[str, float]:
+        return evaluate_from(compose("evaluate", [f"embeddings={embeddings}", *more])).evaluation.scores
+
+    assert scores(file) == pytest.approx(read_json(of_letters / "result.json")["metrics"]["test"])
+    embed_folder(dmlbench.load(of_avsl, device="cpu"), tmp_path / "classed", file)
+    with pytest.raises(RunError, match=r"is compared by AvslDistance of .*, not as unit vectors; name"):
+        scores(file)
+    assert scores(file, f"model={of_avsl}") == pytest.approx(read_json(of_avsl / "result.json")["metrics"]["test"])
+    with pytest.raises(RunError, match=r"has rows of 48 numbers, .* makes 128"):
+        scores(file, f"model={of_letters}")
+    assert len(set(embed_folder(dmlbench.load(of_letters), tmp_path / "flat", file).queries.labels.tolist())) == len(
+        kept
+    )
+    (tmp_path / "classed" / "lonely.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"lonely.png' lies beside folders of classes"):
+        embed_folder(dmlbench.load(of_letters), tmp_path / "classed", file)
+
+
+def test_an_exported_folder_runs_no_code_that_it_names_and_notices_what_was_changed(of_letters, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    export_run(of_letters, folder, formats=[])
+
+    def rewritten(key: str, target: str) -> None:
+        config = OmegaConf.load(folder / CONFIG)
+        OmegaConf.update(config, key, target)
+        OmegaConf.save(config, folder / CONFIG)
+        manifest = read_json(folder / MANIFEST)
+        manifest["files"][CONFIG] = export.file_sha256(folder / CONFIG)
+        write_json(folder / MANIFEST, manifest)
+
+    for target, message in (
+        ("os.system", r"pooling._target_ is os.system, which is no part of dmlbench's models; .*\[os\]"),
+        ("dmlbench.results.store.remove_run", "which is no part of dmlbench's models"),
+        ("dmlbench.models.weights.read_weights", "which is no pooling"),
+        ("dmlbench.models.weights.torch.load", "cannot be imported"),
+    ):
+        rewritten("pooling._target_", target)
+        with pytest.raises(ConfigError, match=message):
+            dmlbench.load(folder)
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4])
+    with pytest.raises(RunError, match=r"is not the file that dmlbench.json names"):
+        dmlbench.load(folder)
+    with pytest.raises(ConfigError, match="is there already; name a new folder"):
+        export_run(of_letters, folder)
+    with pytest.raises(RunError, match="is neither a run directory nor a folder"):
+        dmlbench.load(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_card_says_scores_selection_data_and_licences(of_letters, of_photos, tmp_path) -> None:
+    export_run(of_letters, tmp_path / "a", formats=[])
+    result, card = read_json(of_letters / "result.json"), (tmp_path / "a" / "README.md").read_text()
+    p_at_1 = [f"{100 * result['metrics'][part]['p_at_1']:.2f}" for part in ("test", "val")]
+    assert f"| P@1 | {' | '.join(p_at_1)} |" in card
+    assert "Protocol `held_out`" in card and "the best `map_at_r` on validation classes" in card
+    assert result["dataset_fingerprint"] in card and "license: unknown" in card and "drawn by dmlbench" in card
+    export_run(of_photos, tmp_path / "b", formats=[], license="cc-by-4.0")
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert "license: cc-by-4.0" in card and "short side to 40 pixels (bilinear with antialiasing (Pillow))" in card
+
+
+def test_graphs_that_compute_something_else_are_refused_by_name(of_letters, monkeypatch) -> None:
+    model = dmlbench.load(of_letters, device="cpu")
+    network = export.Embedder(model.network)
+    export._compare("onnx", model, network, network)
+    with pytest.raises(export.NoGraph, match=r"onnx of backbone=.* pooling=.* is off by 1.0e-02 of a row's length"):
+        export._compare("onnx", model, network, lambda images: 1.01 * network(images))
+    with pytest.raises(ConfigError, match="formats 'onxn' is unknown; did you mean 'onnx'"):
+        export_run(of_letters, "nowhere", formats=["onxn"])

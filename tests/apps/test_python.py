@@ -1,0 +1,51 @@
+"""The package's own functions do what the commands do, from anywhere, and cost nothing before they are used."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import dmlbench as db
+from dmlbench.cli.main import main
+from dmlbench.evaluation import evaluate_arrays
+from dmlbench.results.store import read_result
+from dmlbench.types import ConfigError, RunError
+
+SHORT = (
+    *("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "device=cpu", "protocol=held_out"),
+    *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "transform.train.padding=2"),
+    *(f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")),
+)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, dmlbench; dir(dmlbench); print([m for m in ('torch', 'hydra', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="module 'dmlbench' has no attribute 'lode'"):
+        db.lode  # noqa: B018
+
+
+def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = [f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache"]
+    run_dir = db.run(*SHORT, *place, "metrics=p_at_1,map_at_r")
+    with pytest.raises(SystemExit) as info:
+        main(["train", *SHORT, *place, "metrics=p_at_1,map_at_r"])
+    assert info.value.code == 0 and "is complete: nothing to do" in capsys.readouterr().err  # the same cell
+    scores = read_result(run_dir)["metrics"]["test"]
+    assert db.evaluate(run_dir, metrics=("p_at_1", "map_at_r")).scores == scores
+    assert (
+        db.evaluate(run_dir / "embeddings.safetensors", metrics=["map_at_r"]).scores["map_at_r"] == scores["map_at_r"]
+    )
+    with pytest.raises(RunError, match="2 of 3 runs are missing"):
+        db.table(output_dir=tmp_path / "out")
+    frame = db.table(output_dir=tmp_path / "out", allow_partial=True)
+    assert frame.loc[0, "mean MAP@R mean"] == pytest.approx(100 * scores["map_at_r"])
+    assert "PARTIAL: 1 of 3 runs" in frame.loc[0, "notes"]
+    with pytest.raises(ConfigError, match="did you mean 'pooling"):
+        db.run("poolin=gsp")
+    rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
+    assert db.evaluate(rows, labels).scores == evaluate_arrays(rows, labels).scores
+    with pytest.raises(TypeError, match="rows in memory need labels"):
+        db.evaluate(rows)
