@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 IMPORTED_BEFORE = (
-    *("dmlbench.cli.main", "dmlbench.cli.train", "dmlbench.run", "dmlbench.apps.reevaluate", "dmlbench.apps.compare"),
+    *(
+        "dmlbench.cli.main",
+        "dmlbench.cli.train",
+        "dmlbench.one_run",
+        "dmlbench.apps.reevaluate",
+        "dmlbench.apps.compare",
+    ),
     *("dmlbench.apps.report", "dmlbench.apps.explain", "dmlbench.data.getting.prepare", "torch._dynamo"),
     *("pytorch_metric_learning.losses", "pytorch_metric_learning.miners", "matplotlib.pyplot"),
 )

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmlbench.apps.loaded import load
-    from dmlbench.cli.python import evaluate, table
+    from dmlbench.cli.python import evaluate, run, table
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "load", "table"]
+__all__ = ["__version__", "evaluate", "load", "run", "table"]
 
-_PLACES = {"load": "apps.loaded", "evaluate": "cli.python", "table": "cli.python", "run": "run"}
-"""Modules by the names that come from them; ``run`` is a module that can be called."""
+_PLACES = {"load": "apps.loaded", "evaluate": "cli.python", "table": "cli.python", "run": "cli.python"}
+"""Modules by the names that come from them."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
-    module = import_module(f"dmlbench.{_PLACES[name]}")
-    value = globals()[name] = module if name == "run" else getattr(module, name)
+    value = globals()[name] = getattr(import_module(f"dmlbench.{_PLACES[name]}"), name)
     return value
 
 

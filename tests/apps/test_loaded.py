@@ -24,8 +24,8 @@ from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.one_run import run
 from dmlbench.results.store import CONFIG, EMBEDDINGS
-from dmlbench.run import run
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DataError, RunError
 

@@ -21,8 +21,8 @@ from dmlbench.config import cell_id
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.one_run import _published_queries, run
 from dmlbench.results.store import EMBEDDINGS, find_runs
-from dmlbench.run import _published_queries, run
 from dmlbench.types import ImageTable, RetrievalSet, Split
 
 OVERRIDES = [

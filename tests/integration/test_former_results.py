@@ -18,9 +18,9 @@ from dmlbench.cli.main import main
 from dmlbench.config import cell_id, config_sha256, load_config
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.one_run import directory_of, run
 from dmlbench.results.aggregate import aggregate_cell
 from dmlbench.results.store import find_runs, read_result
-from dmlbench.run import directory_of, run
 from dmlbench.signatures import imported
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

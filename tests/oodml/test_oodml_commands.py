@@ -11,10 +11,10 @@ from dmlbench.cli.main import main
 from dmlbench.config import cell_id
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.one_run import run
 from dmlbench.results.aggregate import aggregate_cell, read_aggregate
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.run import run
 from dmlbench.runtime import read_json
 
 DATA = ["dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=5", "device=cpu",

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dmlbench import __version__
 from dmlbench.build import component
 from dmlbench.config import cell_id, cell_sha256, config_folder
+from dmlbench.one_run import folders_of_cell, stored_identity
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
@@ -30,7 +31,6 @@ from dmlbench.results.store import (
     run_directory,
     run_state,
 )
-from dmlbench.run import folders_of_cell, stored_identity
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 

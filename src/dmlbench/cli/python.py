@@ -38,7 +38,7 @@ def run(*overrides: str) -> Path:
     Raises:
         DmlbenchError: what a user can fix, in one line.
     """
-    from dmlbench.run import run as run_cell
+    from dmlbench.one_run import run as run_cell
 
     line = CommandLine((), None, (), tuple(overrides))
     with composing():

@@ -31,7 +31,7 @@ def task(cfg: DictConfig) -> str:
     Raises:
         RunInUse: another process has the run; a sweep comes back to it.
     """
-    from dmlbench.run import run  # torch is imported only once the configuration is known to compose
+    from dmlbench.one_run import run  # torch is imported only once the configuration is known to compose
 
     hydra = HydraConfig.get()
     settle_choices(cfg, hydra)

@@ -2,12 +2,9 @@
 
 import contextlib
 import datetime
-import importlib
 import logging
-import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -328,14 +325,3 @@ def _tidy(run_dir: Path, keep: str) -> None:
     for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
         if keep not in kept:
             (run_dir / name).unlink(missing_ok=True)
-
-
-class _CallableModule(types.ModuleType):
-    """``dmlbench.run(*overrides)`` is what ``dmlbench train`` does, though a module has this name."""
-
-    def __call__(self, *overrides: str) -> Path:
-        found: Path = importlib.import_module("dmlbench.cli.python").run(*overrides)
-        return found
-
-
-sys.modules[__name__].__class__ = _CallableModule
