@@ -76,7 +76,9 @@ def data_and_rows(run_dir: Path):
     return table, load_embeddings(run_dir / EMBEDDINGS).queries
 
 
-@pytest.mark.parametrize("name", ["of_letters", "of_photos", "of_avsl"])
+@pytest.mark.parametrize(
+    "name", ["of_letters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("of_photos", "of_avsl"))]
+)
 def test_two_lines_give_the_embeddings_of_the_run_also_from_an_exported_folder(name, request, tmp_path) -> None:
     run_dir = request.getfixturevalue(name)
     table, kept = data_and_rows(run_dir)
@@ -104,6 +106,7 @@ def test_two_lines_give_the_embeddings_of_the_run_also_from_an_exported_folder(n
     assert str(run_dir.parents[3]) not in text  # nothing of this machine
 
 
+@pytest.mark.slow
 def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> None:
     table, kept = data_and_rows(of_photos)
     file = Path(table.root) / str(table.paths[kept.ids[0]])
@@ -135,6 +138,7 @@ def test_images_of_another_size_are_refused_where_the_run_resizes_none(of_letter
         dmlbench.load(of_letters, device="cpu").embed(np.zeros((20, 32), dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_folder_are_evaluated_as_they_are_and_by_the_distance_of_their_own(
     of_letters, of_avsl, tmp_path
 ) -> None:
@@ -199,6 +203,7 @@ def test_an_exported_folder_runs_no_code_that_it_names_and_notices_what_was_chan
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.slow
 def test_the_card_says_scores_selection_data_and_licences(of_letters, of_photos, tmp_path) -> None:
     export_run(of_letters, tmp_path / "a", formats=[])
     result, card = read_json(of_letters / "result.json"), (tmp_path / "a" / "README.md").read_text()

@@ -1,7 +1,9 @@
 """The package's own functions do what the commands do, from anywhere, and cost nothing before they are used."""
 
+import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,3 +51,16 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     assert db.evaluate(rows, labels).scores == evaluate_arrays(rows, labels).scores
     with pytest.raises(TypeError, match="rows in memory need labels"):
         db.evaluate(rows)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_docs_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch, repository) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    names: dict[str, Any] = {}
+    for cell in json.loads((repository / "docs" / "first_steps.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert list(names["table"]["row"]) == ["gap", "gsp_small"]
+    assert set(names["scores"].scores) == {"p_at_1", "map_at_r", "ndcg_at_10"}
+    assert names["rows"].shape == (4, 128)
