@@ -199,6 +199,7 @@ def test_what_was_given_by_hand_and_moves_a_number_is_told(tmp_path: Path) -> No
         "given by hand: fit.max_steps=2",
         "given by hand: ~schedule",
     ]
+    assert moving(["evaluation.device=cuda", "evaluation.tile_bytes=4096", "device=cuda"]) == []
     assert moving(["backbone.weights_file=gone/bn_inception-52deb4733.pth"]) == []
     other = tmp_path / "bn_inception-52deb4733.pth"
     other.write_bytes(b"other weights")

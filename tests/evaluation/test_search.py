@@ -130,7 +130,7 @@ def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypat
         raise torch.OutOfMemoryError("faked")
 
     monkeypatch.setattr(on_device, "entries_at_least", no_memory)
-    with pytest.raises(RunError, match="no memory left for a tile of one item; lower tile_bytes, or evaluate with"):
+    with pytest.raises(RunError, match="no memory left for a tile of one item; lower tile_bytes, or set evaluation.device"):
         nearest_columns(device, 60)
 
 
@@ -145,14 +145,42 @@ def test_a_shortlist_by_bf16_changes_no_neighbor(offset: float, k: int) -> None:
     assert np.array_equal(nearest_columns(short, k), nearest_columns(host, k))
 
 
-def test_products_of_bf16_numbers_err_by_less_than_is_taken_into_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three shares of the rounding of bf16 numbers, of which near the bound some must be left."""
+def test_rows_whose_every_number_is_rounded_the_wrong_way_are_found_by_a_shortlist_of_bf16() -> None:
+    """Two rows whose float32 order that of their bf16 products contradicts, three roundings of it apart."""
+    size, step = 252, 2.0**-8
+    x, a = np.zeros(size + 2), np.zeros(size + 2)
+    x[: size // 2], x[size // 2 : size] = (
+        (1 + step - 2e-5) / 16,
+        (1 + step + 2e-5) / 16,
+    )  # down to 1 and up to 1 + 2 step
+    a[: size // 2], a[size // 2 : size] = x[: size // 2], -x[size // 2 : size]
+    x[size], a[size] = np.sqrt(1 - (x**2).sum()), 2e-3
+    a[size + 1] = np.sqrt(1 - (a**2).sum())
+    others = np.random.default_rng(0).normal(size=(398, size + 2))
+    others -= (others @ x)[:, None] * x
+    others = np.sqrt(1 - 0.04**2) * others / np.linalg.norm(others, axis=1, keepdims=True) - 0.04 * x
+    gallery = np.concatenate([others[:200], [a, -a], others[200:]])
+    rounded = torch.from_numpy(gallery).bfloat16() @ torch.from_numpy(x).bfloat16()
+    assert rounded[201] - rounded[200] > 0.014 and gallery[200] @ x > gallery[201] @ x
+    host = unit_search(embedding_set(x[None]), embedding_set(gallery, start=1))
+    for in_bf16 in (False, True):
+        assert nearest_columns(dataclasses.replace(host, on_host=False, in_bf16=in_bf16), 1) == 200
+
+
+def test_products_of_bf16_numbers_err_by_less_than_is_taken_into_account() -> None:
     rng = np.random.default_rng(9)
     x = torch.nn.functional.normalize(torch.from_numpy(rng.normal(size=(300, 64))).abs().float())
     with strict_float32_products():
         error = (x.bfloat16() @ x.bfloat16().T).double() - x.double() @ x.double().T
     bound = 3 * on_device.BF16_ROUNDING
-    assert bound / 8 < error.abs().max() < bound
+    assert bound / 16 < error.abs().max() < bound
+
+
+def test_a_shortlist_by_bf16_does_not_grow_with_the_number_of_tiles() -> None:
+    rows = np.random.default_rng(12).normal(size=(3000, 128))
+    short = dataclasses.replace(unit_search(embedding_set(rows), None), on_host=False, in_bf16=True)
+    whole, parts = (short._by_bf16(np.arange(50), 12, columns).shape[1] for columns in (3000, 250))
+    assert parts < 2 * whole
 
 
 def test_a_shortlist_that_bf16_cannot_thin_out_is_computed_in_float32() -> None:

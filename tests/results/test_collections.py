@@ -139,6 +139,12 @@ def test_compiled_plain_and_tensor_ranking_give_the_same_bits(offset: float, mon
             assert compiled.per_query[name].tobytes() == values.tobytes() == tensors.per_query[name].tobytes(), name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is not there is asked for")
+def test_collections_are_ranked_on_the_device_that_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="device 'cuda' is not there"):
+        collections(runs(size=30, offset=0.0), device="cuda")
+
+
 def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     members = runs(size=90, offset=0.0)
     expected, _ = concatenated_scores(members, spec=EvaluationSpec())

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
     *(*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset.table.root", "hydra"),
-    *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "tile_bytes")),
+    *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"
 

@@ -67,7 +67,10 @@ class EvaluationSpec:
         Raises:
             ConfigError: ``device`` is unknown or not on this machine.
         """
-        return rows.device if self.device is None else select_device(self.device)
+        device = rows.device if self.device is None else select_device(self.device)
+        if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
 
     @property
     def search(self) -> str:

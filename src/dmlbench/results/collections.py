@@ -46,6 +46,7 @@ def collections(
     metrics: Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     tile_bytes: int = TILE_BYTES,
+    device: str | None = None,
     distances: ModelDistances | None = None,
     partial: Path | None = None,
     progress: bool = False,
@@ -63,6 +64,7 @@ def collections(
         metrics: what joined embeddings are scored by, metrics of rankings; none at all is allowed with ``scores``.
         recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
+        device: as in ``EvaluationSpec``.
         distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
             unit vectors. The concatenated ranking is then by the sum of the members' distances.
         partial: folder from which an interrupted call continues; removed at the end. The scores
@@ -93,7 +95,8 @@ def collections(
     own: list[list[Evaluation]] = []
     if names:
         joined, own = concatenated_scores(
-            members, galleries, spec=EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names),
+            members, galleries,
+            spec=EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names, device=device),
             distances=distances, own=scores is None, partial=partial, progress=progress,
         )  # fmt: skip
     scores = scores or [[evaluation.scores for evaluation in fold] for fold in own]

@@ -143,6 +143,7 @@ class Collections:
             scores=[[tested[key] for key in fold] for fold in keys],
             metrics=score_names(asked),
             tile_bytes=spec.tile_bytes,
+            device=spec.device,
             distances=[[cell.distance_of(cell.runs[key]) for key in fold] for fold in keys],
             partial=cell.path / PARTIAL,
             progress=cell.progress,

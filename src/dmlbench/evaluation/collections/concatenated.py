@@ -130,20 +130,29 @@ def _score(
     columns = -(-num_gallery // -(-num_gallery // _COLUMNS))  # blocks of one size
     free = spec.tile_bytes // 2 // threads
     per_query = (4 * len(models) + _BYTES_PER_ITEM) * columns + _BYTES_PER_PLACE * k * len(store.values)
-    rows = max(1, min(_TILE_ROWS if on_host else num_gallery, free // 3 // per_query))
+    left = relevance.valid[store.state.done :]
+    rows = max(1, min(_TILE_ROWS if on_host else len(left), free // 3 // per_query))
 
     def work(part: IntArray) -> IntArray:
-        halved_where_full(lambda first, last: score(part[first:last]), 0, len(part), device=device)
+        halved_where_full(lambda first, last: halved_where_crowded(part[first:last]), 0, len(part), device=device)
         return part
 
-    def score(part: IntArray) -> None:
+    def halved_where_crowded(part: IntArray) -> None:
+        if not score(part):
+            for half in np.array_split(part, 2):
+                halved_where_crowded(half)
+
+    def score(part: IntArray) -> bool:
+        """Whether there was memory for all that is near."""
         found: list[list[Near]] = [[] for _ in rankings]
         slack = np.zeros(len(rankings))
         for start in range(0, num_gallery, columns):
             stop = min(start + columns, num_gallery)
             shape = (len(models), len(part), stop - start)
             value: Tile = (
-                _workspace.array("similarity", shape, np.float32) if on_host else torch.empty(shape, device=device)
+                _workspace.array("similarity", shape, np.float32)
+                if on_host
+                else torch.empty(shape, dtype=torch.float32, device=device)
             )
             bounds = [model.similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)]
             for out in value:
@@ -159,9 +168,7 @@ def _score(
                 blocks.append(fastest.select(value[these], largest, start, reach, slack=distance))
             # exact similarities may take twice as much
             if sum(one.value.nbytes for blocks in found for one in blocks) > free // 6 and len(part) > 1:
-                for half in np.array_split(part, 2):  # too much is near
-                    score(half)
-                return
+                return False
         done = 0
         for sums, distance in zip(rankings, slack, strict=True):
             near = _joined(found.pop(0), ways.joined)
@@ -175,8 +182,8 @@ def _score(
                 for at, values in enumerate(scores.values()):
                     store.values[done : done + len(some), at, part] = values.reshape(len(some), -1)
                 done += len(some)
+        return True
 
-    left = relevance.valid[store.state.done :]
     tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
     bar = tqdm(
         total=len(relevance.valid),

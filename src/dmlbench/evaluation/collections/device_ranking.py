@@ -35,7 +35,7 @@ def largest_on_average(value: Tensor, sums: IntArray, count: int) -> tuple[Tenso
 def reached_by(some: Tensor, sums: IntArray, k: int) -> Tensor:
     """As ``plain_ranking.reached_by``: [T, S]."""
     height = some.shape[1]
-    bounds = [kth_bound(total.flatten(0, 1), k).view(-1, height) for total in _totals(some, sums)]
+    bounds = [kth_bound(total.flatten(0, 1), k).view(-1, height) for total in _totals(some, sums, at_once=len(some))]
     return torch.cat(bounds).T
 
 
@@ -66,14 +66,15 @@ def rank(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``plain_ranking.rank``, as many sums at a time as there are models: they take as much memory."""
+    """As ``plain_ranking.rank``, as many sums at a time as take the memory of the models' similarities."""
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
     place, shape = padded_place(near.counts)
     query = np.repeat(np.arange(len(part)), near.counts)
     device = near.value.device
     where, of_query, mark = to_device(device, place, query, relevant.astype(np.int32))
     done = 0
-    for total in _totals(near.value, sums):
+    at_once = len(models) * len(query) // max(1, shape[0] * shape[1])  # rankings are filled up to the longest
+    for total in _totals(near.value, sums, at_once=at_once):
         some = slice(done, done + len(total))
         done += len(total)
         kept = total >= floor_below(near.reach[:, some].T, slack)[:, of_query]  # [S', n]
@@ -99,9 +100,9 @@ def rank(
     return ranked
 
 
-def _totals(value: Tensor, sums: IntArray) -> Iterator[Tensor]:
-    """Sums [S', ..] of ``value`` [M, ..], fold by fold, of as many sums in turn as there are models."""
-    for some in np.array_split(sums, -(-len(sums) // len(value))):
+def _totals(value: Tensor, sums: IntArray, *, at_once: int) -> Iterator[Tensor]:
+    """Sums [S', ..] of ``value`` [M, ..], fold by fold, at most ``at_once`` (or one) of them in turn."""
+    for some in np.array_split(sums, -(-len(sums) // max(1, at_once))):
         (models,) = to_device(value.device, np.ascontiguousarray(some.T))
         total = value[models[0]]
         for fold in models[1:]:

@@ -21,7 +21,7 @@ Entries = tuple[IntArray, IntArray, NDArray[np.float32]]
 """Row [M], column [M] and value [M] of entries, on the host."""
 
 LOWEST = float(torch.finfo(torch.float32).min)
-BF16_ROUNDING = 2.0**-9  # of a number, relative, to the nearest
+BF16_ROUNDING = 2.0**-8  # of a number, relative, to the nearest: eight digits, the first of which is not stored
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *
     except torch.OutOfMemoryError as error:
         if stop - start <= 1:
             raise RunError(
-                f"{device} has no memory left for a tile of one item; lower tile_bytes, or evaluate with device=cpu"
+                f"{device} has no memory left for a tile of one item; lower tile_bytes, or set evaluation.device=cpu"
             ) from error
     # here, where nothing of the failed tile is held any more
     logger.warning("%s is out of memory for a tile of %d items; halving it", device, stop - start)
@@ -81,8 +81,9 @@ def kth_bound(similarity: Tensor, k: int) -> Tensor:
     width = similarity.shape[1]
     if k > width:
         return torch.full_like(similarity[:, :1], -torch.inf)
-    size = group_size(width, k)
-    maxima = similarity[:, : width // size * size].unflatten(1, (size, width // size)).amax(dim=1)
+    size, maxima = group_size(width, k), similarity
+    if size > 1:
+        maxima = similarity[:, : width // size * size].unflatten(1, (size, width // size)).amax(dim=1)
     return torch.topk(maxima, k, dim=1).values[:, -1:]
 
 

@@ -98,6 +98,7 @@ class PairwiseSimilarity:
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), gallery.rows.detach().to(queries.rows.device))
         state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
+        self._has_state = bool(state)
         lies = state[0].device if state else queries.rows.device
         self.relative = self.absolute = 0.0
         self._bounded = hasattr(distance, "float32_error")
@@ -200,13 +201,14 @@ class PairwiseSimilarity:
     def _by_rows(self, first: IntArray, second: IntArray) -> Tensor:
         """Values [M] of pairs of places, the first ones ascending, by matrices of one row."""
         dtype = self._queries.dtype
+        device = self.device if self._has_state else torch.device("cpu")  # sums there have an order of their own
         result = torch.empty(len(first), dtype=dtype)
         starts = np.flatnonzero(np.diff(first, prepend=-1))
         for start, stop in zip(starts, [*starts[1:], len(first)], strict=True):
-            left = self._rows_at(first[start : start + 1]).to(self.device, dtype)
+            left = self._rows_at(first[start : start + 1]).to(device, dtype)
             for at in range(start, stop, _COLUMNS):
                 chosen = second[at : min(at + _COLUMNS, stop)]
-                right = self._rows_at(_filled(chosen, _COLUMNS)).to(self.device, dtype)
+                right = self._rows_at(_filled(chosen, _COLUMNS)).to(device, dtype)
                 result[at : at + len(chosen)] = self._exact(left, right)[0, : len(chosen)].cpu()
         return result
 

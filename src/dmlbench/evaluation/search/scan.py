@@ -186,7 +186,7 @@ def _over_tiles(
         if source.on_host:
             tile = _workspace.array("similarity", shape, np.float32)
         else:
-            tile = torch.empty(shape, device=source.device)
+            tile = torch.empty(shape, dtype=torch.float32, device=source.device)
         source.similarities(part, start, stop, out=tile)
         exclude(tile, source.own_column[part] - start)
         take(tile, start)

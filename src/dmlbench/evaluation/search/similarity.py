@@ -241,7 +241,7 @@ def strict_float32_products() -> Iterator[None]:
     # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
     held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
     cublas, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
-    reduced, previous = getattr(cublas, name), None
+    reduced, split, previous = getattr(cublas, name), getattr(cublas, f"{name}_split_k", None), None
     setattr(cublas, name, False)
     try:
         previous = torch.get_float32_matmul_precision()
@@ -252,7 +252,7 @@ def strict_float32_products() -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(cublas, name, reduced)
+        setattr(cublas, name, reduced if split is None else (reduced, split))
         if previous is not None:
             torch.set_float32_matmul_precision(previous)
         for back_end, value in held:

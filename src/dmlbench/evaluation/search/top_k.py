@@ -174,6 +174,7 @@ class TopK:
 
     def add_found(self, found: Found) -> None:
         """Take what was found in a tile."""
+        self._narrow()
         self.keys = np.concatenate([self.keys, found.padded()], axis=1) if self.keys.size else found.padded()
 
     def _found_on_device(self, similarity: Tensor, first_column: int) -> Found:

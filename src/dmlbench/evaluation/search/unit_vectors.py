@@ -67,6 +67,7 @@ Result = TypeVar("Result")
 TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
 _TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones make numpy arrange the gallery more often
+_DEVICE_ENTRIES = 2**31 - 1  # that torch finds non-zero ones among
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
 _WIDE = 8192  # galleries up to here are one tile wide
@@ -172,7 +173,10 @@ class UnitSearch:
         num_gallery = len(self.gallery)
         free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
         entries = max(1, free // _BYTES_PER_ENTRY)
-        rows, columns = _tile_shape(num_queries, num_gallery, min(entries, _TILE_ENTRIES) if self.on_host else entries)
+        entries = min(entries, _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
+        rows, columns = _tile_shape(num_queries, num_gallery, entries)
+        if not self.on_host:  # where the queries go, too, in float32 and bf16
+            rows = min(rows, free // (8 * self.gallery.width))
         return max(1, min(rows, free // (BYTES_PER_CANDIDATE * min(num_gallery, k + k // 4 + 8)))), columns
 
     def _by_faiss(self, part: IntArray, k: int, columns: int) -> Keys:
@@ -193,25 +197,28 @@ class UnitSearch:
     def _by_bf16(self, part: IntArray, k: int, columns: int) -> Keys:
         """Candidates [T, C] of the queries ``part`` [T]: those of a product of bf16 numbers, with float32 values.
 
-        With numbers rounded by u = 2^-9 of them, a product x.y of rows errs by at most 2 u + u^2 of |x||y|, and by u
+        With numbers rounded by u = 2^-8 of them, a product x.y of rows errs by at most 2 u + u^2 of |x||y|, and by u
         where it is rounded itself; its sums are in float32. Tiles that this cannot thin out are computed in float32.
         """
         top = TopK(np.full((len(part), 1), LOWEST), k, slack=self.slack)
-        (query,) = to_device(self.device, self.product.query(self.query.take(part)))
+        assert self.factor is None  # ``unit_search`` sets it on a CPU alone
         error = 1.02 * 3 * BF16_ROUNDING * self.product.largest + 3 * self.product.error
 
         def work(start: int, stop: int) -> None:
             right = self._right(start, stop)
+            (query,) = to_device(self.device, self.product.query(self.query.take(part)))
             tile = query.bfloat16() @ right.bfloat16().T
             exclude(tile, self.own_column[part] - start)
             (known,) = to_device(self.device, top.floor)
-            floor = torch.maximum(floor_below(kth_bound(tile, k), 2 * error), known - error)
-            row, column = torch.nonzero(tile.float() >= floor, as_tuple=True)
-            if _THINNED * len(row) > tile.numel():
+            mask = tile.float() >= torch.maximum(floor_below(kth_bound(tile, k), 2 * error), known - error)
+            del tile
+            if _THINNED * int(mask.count_nonzero()) > mask.numel():
+                del mask
                 similarity = torch.mm(query, right.T)
                 exclude(similarity, self.own_column[part] - start)
                 top.add(similarity, first_column=start)
                 return
+            row, column = torch.nonzero(mask, as_tuple=True)
             step = max(1, self.free_bytes // (32 * query.shape[1]))
             parts = zip(row.split(step), column.split(step), strict=True)
             values = torch.cat([(query[rows] * right[columns]).sum(1) for rows, columns in parts])
@@ -245,7 +252,7 @@ class UnitSearch:
         else:
             there.copy_(query @ self._right(start, stop).T)
         if self.factor is not None:
-            there *= torch.from_numpy(self.factor[start:stop])
+            there *= torch.from_numpy(self.factor[start:stop]).to(there.device)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
         """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
