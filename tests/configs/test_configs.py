@@ -228,7 +228,8 @@ def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> No
         OmegaConf.update(cfg, key, value)
         return cell_id(cfg)
 
-    machine = {"device": "cpu", "num_workers": 4, "image_cache": False, "evaluation.tile_bytes": 2**20, "evaluation.device": "cpu"}
+    machine = {"device": "cpu", "num_workers": 4, "image_cache": False, "evaluation.tile_bytes": 2**20}
+    machine |= {"evaluation.device": "cpu"}
     coordinates = {"fold": 3, "repeat": 2, "base_seed": 5}
     files = {"paths.output_dir": "x", "paths.data_dir": "y", "paths.cache_dir": "z", "fit.keep": "both"}
     same = {**machine, **coordinates, **files, "fit.checkpoint_every": 7, "evaluation.back_end": "torch"}
