@@ -91,7 +91,9 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):
         if wrong := [each for each in listed if not (isinstance(each, str) and ("=" in each or each[:1] == "~"))]:
-            raise ConfigError(f"{key} has {wrong[0]!r}, which is no override of dmlbench train, such as fit.max_steps=100")
+            raise ConfigError(
+                f"{key} has {wrong[0]!r}, which is no override of dmlbench train, such as fit.max_steps=100"
+            )
     overrides = (*plain["train"], *given)
     output_dir = Path(plain["paths"]["output_dir"])
     return Search(

@@ -271,7 +271,9 @@ def fit(
     bar.close()
     history.close()
     if not goes_on:
-        raise NotFollowed(f"{run_dir} was stopped at step {state.step}; the same configuration continues it", state.step)
+        raise NotFollowed(
+            f"{run_dir} was stopped at step {state.step}; the same configuration continues it", state.step
+        )
     if not settings.max_steps:
         state.stop_reason = "untrained"
     elif state.best_step:

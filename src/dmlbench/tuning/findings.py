@@ -94,7 +94,9 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"{count} {state}: {means}")
     if (missing := search.trials - len(outcomes)) > 0:
         found.append(f"{missing} of {search.trials} trials not begun")
-    found.append(f"each trial: {len(search.runs)} run(s) under protocol=hpo, which sees no test image; seed {search.seed}")
+    found.append(
+        f"each trial: {len(search.runs)} run(s) under protocol=hpo, which sees no test image; seed {search.seed}"
+    )
     return found
 
 

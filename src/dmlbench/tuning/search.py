@@ -244,7 +244,9 @@ def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial
 
     # made with each trial, so that what it draws does not depend on where its process began
     study.sampler = optuna.samplers.TPESampler(
-        n_startup_trials=search.startup_trials, seed=derive_seed(search.seed, "trial", number), constant_liar=True
+        n_startup_trials=search.startup_trials,
+        seed=derive_seed(search.seed, "trial", number) % 2**32,
+        constant_liar=True,
     )
     trial = optuna.trial.Trial(study, trial_id)
     for dimension in search.space:
@@ -291,9 +293,7 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
         log.info("trial %d: %s %.4f", trial.number + 1, cfg.fit.monitor, sum(scores) / len(scores))
 
 
-def _run_of(
-    trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int
-) -> dict[str, Any]:
+def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int) -> dict[str, Any]:
     """The result of a trial's run, which is done if need be; its validations are told to the pruner as they come.
 
     Those of before an interruption are told again, and so are those of a run that others have made: a trial with the
@@ -362,7 +362,9 @@ def _stored_score(search: Search, trial: "FrozenTrial", runs: Sequence[str], dat
         try:
             result = read_result(run_dir)
         except RunError as error:
-            raise RunError(f"trial {trial.number + 1} of {search.folder}: {error}, or search under another name") from error
+            raise RunError(
+                f"trial {trial.number + 1} of {search.folder}: {error}, or search under another name"
+            ) from error
         require_own_place(run_dir, result)
         data.setdefault(result["dataset_fingerprint"], name)
         scores.append(_score_of(result))

@@ -107,7 +107,9 @@ def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tup
         raise ConfigError(f"space has nothing to search for what was chosen; name keys of a run, such as {example}")
     for key in found:
         if inner := next((other for other in found if other.startswith(f"{key}.")), None):
-            raise ConfigError(f"space searches {key} and {inner}, which not each of its options has; search one of them")
+            raise ConfigError(
+                f"space searches {key} and {inner}, which not each of its options has; search one of them"
+            )
     return tuple(found.values())
 
 
@@ -126,7 +128,9 @@ def _entries(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, An
             yield from ((key, entry) for entry in value)
             continue
         if not isinstance(value, Mapping):
-            raise ConfigError(f"space.{key} ({value}) must be bounds, such as {_BOUNDS}, or choices, such as {_CHOICES}")
+            raise ConfigError(
+                f"space.{key} ({value}) must be bounds, such as {_BOUNDS}, or choices, such as {_CHOICES}"
+            )
         if not value or set(value) & set(_WORDS) or not any(isinstance(v, Mapping) for v in value.values()):
             yield key, value
         else:
@@ -149,7 +153,9 @@ def _dimension(key: str, entry: Mapping[str, Any]) -> Dimension:
             raise ConfigError(f"space.{key}.{word} ({entry[word]}) must be true or false")
     low, high, log, step = entry["low"], entry["high"], entry.get("log", False), entry.get("step")
     if not low < high:
-        raise ConfigError(f"space.{key}: low ({low}) must be below high ({high}); exchange them, or give the run one value")
+        raise ConfigError(
+            f"space.{key}: low ({low}) must be below high ({high}); exchange them, or give the run one value"
+        )
     if log and low <= 0:
         raise ConfigError(f"space.{key}.low ({low}) must be positive with log: true; raise it, or leave log out")
     if step is not None and (not _is_number(step) or not 0 < step <= high - low):
