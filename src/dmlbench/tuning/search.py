@@ -285,7 +285,8 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
     except Diverged as error:
         trial.set_user_attr("note", str(error))
         trial.set_user_attr("steps", steps)
-        study.tell(trial.number, state=TrialState.FAIL)
+        # not as failed, of which the sampler learns nothing: it would draw there again and again
+        study.tell(trial.number, state=TrialState.PRUNED)
         log.warning("trial %d failed: %s", trial.number + 1, error)
     else:
         trial.set_user_attr("steps", steps)
@@ -339,7 +340,7 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
     found: list[Outcome] = []
     data: dict[str, str] = {}
     for trial in study.get_trials(deepcopy=False):
-        state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
+        state = "failed" if "note" in trial.user_attrs else trial.state.name.lower()
         runs = tuple(trial.user_attrs.get("runs", ()))
         values = search.values(trial.params) if len(trial.params) == len(search.space) else {}
         score = max(trial.intermediate_values.values(), default=None) if state == "pruned" else None
