@@ -60,11 +60,11 @@ class RunInUse(RunError):
 
 
 class Diverged(RunError):
-    """A training whose loss or gradient is not finite: its settings are at fault, and another start ends as this one."""
+    """A training whose loss or gradient is not finite: its settings are at fault, and another start ends alike."""
 
 
 class NotFollowed(RunError):
-    """Who follows a training has ended it at a validation. Its checkpoint is whole: the same configuration continues it.
+    """Who follows a training has ended it at a validation; its checkpoint is whole, and it can be continued.
 
     Attributes:
         step: optimizer steps that were done.

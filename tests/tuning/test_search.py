@@ -117,7 +117,9 @@ def test_values_that_were_tried_cost_nothing_and_what_diverges_is_a_failed_trial
     found = conducted(asked)
     assert sum(runs.trained.values()) == 2 * STEPS  # of 7 trials of three values, one of which diverges
     assert {outcome.state for outcome in found} == {"complete", "failed"}
-    assert all((o.state == "failed") == (o.values["lr"] == 0.1) and ("nan" in o.note) == (o.state == "failed") for o in found)
+    assert all(
+        (o.state == "failed") == (o.values["lr"] == 0.1) and ("nan" in o.note) == (o.state == "failed") for o in found
+    )
     assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=8))) == 8
 
 

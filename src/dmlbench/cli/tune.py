@@ -1,6 +1,5 @@
 """``dmlbench tune``: hyper-parameters searched under ``protocol=hpo``, and the best ones written as a recipe."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from dmlbench.types import ConfigError, RunError, is_file_name
 
 if TYPE_CHECKING:
     from dmlbench.tuning.search import Outcome, Search
-
-log = logging.getLogger(__name__)
 
 _OWN = (*TuneConfig.__dataclass_fields__, "search")
 
@@ -68,6 +65,8 @@ def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> No
     written = write_table(search, found, monitor)
     print(to_markdown(search, found, monitor))
     complete = [outcome for outcome in found if outcome.state == "complete"]
+    if not complete and any(outcome.state == "running" for outcome in found):
+        return  # whoever has them writes the recipe
     if not complete:
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
     best = max(complete, key=lambda outcome: (outcome.score, -outcome.number))

@@ -213,7 +213,7 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
 
 @contextlib.contextmanager
 def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
-    """A trial that is this process's for as long as this lasts: one that a process has left, or a new one; else None."""
+    """A trial that is this process's for as long as this lasts: one that a process has left, or a new one, or None."""
     from optuna.trial import TrialState
 
     with contextlib.ExitStack() as held:

@@ -80,8 +80,8 @@ def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tup
 
     Args:
         node: keys, nested or with dots, to what is known of them: ``low`` and ``high`` with ``log``, ``step`` and
-            ``integer``, or ``choices``; and ``when``, options by group for which alone the key is searched. A list has several of these,
-            and the last that applies is taken.
+            ``integer``, or ``choices``; and ``when``, options by group for which alone the key is searched. A list
+            has several of these, and the last that applies is taken.
         chosen: option of each group, of what all trials have in common.
 
     Raises:
