@@ -149,7 +149,7 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
     with pytest.raises(RunError, match=r"trial 1 of .* had 0\.\d+, but its runs .* have 0.9999"):
         conducted(asked)
     path.unlink()
-    with pytest.raises(RunError, match="holds no complete run: result.json is missing, or search under another name"):
+    with pytest.raises(RunError, match=r"holds no complete run: result\.json is missing, or search under another name"):
         conducted(asked)
     (asked.folder / search.STORAGE).write_bytes(b"no database")
     with pytest.raises(RunError, match=r"study.db cannot be read .*remove it, or choose another name"):
