@@ -31,21 +31,26 @@ from dmlbench.runtime import (
     select_device,
     set_strict_float32,
 )
-from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, fit
+from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import RunError, RunInUse
+from dmlbench.types import NotFollowed, RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig) -> Path:
+def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test the cell ``cfg`` at its coordinates; returns the run directory.
 
     A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint.
 
+    Args:
+        cfg: a composed configuration.
+        follow: is told of validations and may end the training (see ``fit``): the run is then an interrupted one.
+
     Raises:
+        NotFollowed: ``follow`` has ended the training.
         DmlbenchError: what a user can fix; ``error.txt`` in the run directory says it too.
         Preempted: asked to stop; start the same command again to continue.
     """
@@ -74,8 +79,8 @@ def run(cfg: DictConfig) -> Path:
         try:
             set_strict_float32()
             plan = _plan_for(cfg, run_dir)
-            _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop)
-        except RunInUse:
+            _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop, follow)
+        except (RunInUse, NotFollowed):
             raise
         except Exception as error:
             log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
@@ -200,7 +205,7 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     return True
 
 
-def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
+def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow | None) -> None:
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
@@ -223,7 +228,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal) -> None:
         progress = fit(
             model, experiment.objective, experiment.batches, setup.validate if data.split.val else None,
             experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
-            loggers=experiment.loggers, stop=stop, data_fingerprint=data.table.fingerprint,
+            loggers=experiment.loggers, stop=stop, data_fingerprint=data.table.fingerprint, follow=follow,
         )  # fmt: skip
     finally:
         experiment.batches.close()

@@ -204,6 +204,21 @@ class ReproduceConfig:
 
 
 @dataclass
+class TuneConfig:
+    """Top level of ``dmlbench tune``: hyper-parameters searched under ``protocol=hpo``."""
+
+    name: str = MISSING
+    train: tuple[str, ...] = ()
+    space: dict[str, Any] = field(default_factory=dict)
+    runs: Any = MISSING
+    trials: int = MISSING
+    startup_trials: int = MISSING
+    pruner: Any = None
+    seed: int = 0
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
 class StatusConfig:
     """Top level of ``dmlbench status``: what became of runs."""
 
@@ -522,6 +537,7 @@ SCHEMAS = {
     "table": TableConfig,
     "report": ReportConfig,
     "reproduce": ReproduceConfig,
+    "tune": TuneConfig,
     "status": StatusConfig,
     "clean": CleanConfig,
     "data": DataConfig,

@@ -59,6 +59,25 @@ class RunInUse(RunError):
         return str(self.args[0])
 
 
+class Diverged(RunError):
+    """A training whose loss or gradient is not finite: its settings are at fault, and another start ends alike."""
+
+
+class NotFollowed(RunError):
+    """Who follows a training has ended it at a validation; its checkpoint is whole, and it can be continued.
+
+    Attributes:
+        step: optimizer steps that were done.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(frozen=True)
 class Originals:
     """What is known of the photographs that a data set was published as, by which others are told from them.

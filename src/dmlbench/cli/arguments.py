@@ -30,7 +30,7 @@ _DASHED = {
     "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true", "--max-hours": "max_hours=", "--shard": "shard="}
 }
 """Options of a command that stand for one of its keys; those that end in = take a value."""
-_WORDS = {"reproduce": "table"}
+_WORDS = {"reproduce": "table", "tune": "search"}
 """The key that a bare word stands for, where it is not ``cells``."""
 _SHOWN = ("--help", "--config-dir <folder>", "--cfg job", "-m")
 _LISTS = (
@@ -162,7 +162,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     given = [_without_spaces(argument) for argument in line.overrides]
     if line.words:
         key = _WORDS.get(name, "cells")
-        if key not in _keys(name):
+        if key not in _keys(name) and not (config_folder() / key).is_dir():
             raise ConfigError(f"'{line.words[0]}' is no key=value; see dmlbench {name} --help")
         if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):
             what = "cells once, in one pattern" if key == "cells" else f"{key} once"

@@ -26,6 +26,7 @@ COMMANDS = {
     "import": "take test embeddings of other code into the tables",
     "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
     "reproduce": "run what is missing of a paper's table, and print ours beside the paper's numbers",
+    "tune": "search hyper-parameters under protocol=hpo, and write the best as a recipe",
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
     "oodml": "make train-test splits of growing distance, and score, adapt and measure runs over them",
     "study": "conduct a small experiment of a paper, with a picture and a table beside its claims",
@@ -35,7 +36,7 @@ COMMANDS = {
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
-_WITH_NETWORKS = ("train", "embed", "reproduce", "study")
+_WITH_NETWORKS = ("train", "embed", "reproduce", "tune", "study")
 
 
 def usage() -> str:

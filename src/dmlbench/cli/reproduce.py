@@ -56,7 +56,7 @@ def main(line: CommandLine) -> None:
     """
     if line.is_sweep:
         raise ConfigError("-m: reproduce runs all that is missing of a table by itself; leave -m out")
-    own, given, launching = _parts(line)
+    own, given, launching = parts_of(line, _OWN)
     if line.options:
         run_hydra("reproduce", lambda cfg: None, own)
         return
@@ -75,7 +75,7 @@ def main(line: CommandLine) -> None:
         _reproduce(cfg, folders, given, launching, line.config_dir)
 
 
-def _parts(line: CommandLine) -> tuple[CommandLine, list[str], list[str]]:
+def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
     """The command's own part of a command line, what is for the runs, and what is for Hydra's launchers.
 
     Raises:
@@ -87,13 +87,13 @@ def _parts(line: CommandLine) -> tuple[CommandLine, list[str], list[str]]:
     added = [path.name for path in line.config_dir.iterdir()] if line.config_dir else []
     for override in line.overrides:
         group = re.split("[./@]", key_of(override).strip())[0]
-        if group not in (*_OWN, *_OF_RUNS, *groups(), *added):
-            raise ConfigError(f"there is no key '{group}': {closest(group, [*_OWN, *_OF_RUNS])}")
+        if group not in (*keys, *_OF_RUNS, *groups(), *added):
+            raise ConfigError(f"there is no key '{group}': {closest(group, [*keys, *_OF_RUNS])}")
         if group in ("hydra", "paths"):
             launching.append(override)
-        if group in _OWN:
+        if group in keys:
             own.append(override)
-        if (group not in _OWN and group != "hydra") or group == "paths":
+        if (group not in keys and group != "hydra") or group == "paths":
             given.append(override)
     return CommandLine(line.options, line.config_dir, line.words, tuple(own)), given, launching
 
@@ -117,7 +117,7 @@ def _reproduce(
     log.info("planning %s", name)
     table = asked_table(cfg, name, folders, given, searching)
     cache = CellCache(Path(cfg.paths.cache_dir) / "plans", name, folders, compose)
-    with _quiet("dmlbench.recipes"):  # each run says what its recipe did, when it is run
+    with quiet("dmlbench.recipes"):  # each run says what its recipe did, when it is run
         cells = cache.cells(table.wanted)
         known = [cell for cell in cells.values() if not isinstance(cell, str)]
         failures = [cell for cell in cells.values() if isinstance(cell, str)]
@@ -169,7 +169,7 @@ def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def quiet(name: str) -> Iterator[None]:
     """A logger says no more than warnings."""
     logger = logging.getLogger(name)
     before = logger.level

@@ -36,11 +36,14 @@ from dmlbench.training.optim import (
 from dmlbench.training.readings import Readings
 from dmlbench.training.signals import StopSignal
 from dmlbench.transfers import batch_on
-from dmlbench.types import Batch, ConfigError, ModelOutput, RunError, closest
+from dmlbench.types import Batch, ConfigError, ModelOutput, NotFollowed, RunError, closest
 
 log = logging.getLogger(__name__)
 
 LAST, BEST, HISTORY = "last.ckpt", "best.ckpt", "history.csv"
+
+Follow = Callable[[int, float], bool]
+"""From the step of a validation and the best score so far to whether the training is to go on."""
 
 
 class Batches(Protocol):
@@ -153,6 +156,7 @@ def fit(
     loggers: Sequence[Logger] = (),
     data_fingerprint: str = "",
     stop: StopSignal | None = None,
+    follow: Follow | None = None,
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
@@ -161,10 +165,14 @@ def fit(
     Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
     the next step depends on).
 
+    ``follow`` is told of every validation but the last, once its checkpoint is written, and says whether to go on.
+
     Raises:
         ConfigError: the schedule waits for falling scores; the warm-up leaves nothing to train; a batch cannot be taken
             in parts.
-        RunError: a loss is not finite; a checkpoint cannot be read or written.
+        Diverged: a loss is not finite.
+        RunError: a checkpoint cannot be read or written.
+        NotFollowed: ``follow`` said no.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)
@@ -193,13 +201,14 @@ def fit(
             output: ModelOutput = network(images.contiguous(memory_format=memory_format))
         return output
 
+    goes_on = True
     started = time.monotonic() - state.wall_s
     bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
     if state.step:
         log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
 
     with stop:  # a signal waits until a step is done and saved
-        while not state.stop_reason and state.step < settings.max_steps:
+        while goes_on and not state.stop_reason and state.step < settings.max_steps:
             step = state.step + 1
             model.train()
             objective.train()
@@ -256,9 +265,15 @@ def fit(
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
+                if follow is not None and f"val/{settings.monitor}" in scalars and not state.stop_reason:
+                    goes_on = follow(step, state.best_score)
 
     bar.close()
     history.close()
+    if not goes_on:
+        raise NotFollowed(
+            f"{run_dir} was stopped at step {state.step}; the same configuration continues it", state.step
+        )
     if not settings.max_steps:
         state.stop_reason = "untrained"
     elif state.best_step:

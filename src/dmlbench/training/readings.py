@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmlbench.types import RunError
+from dmlbench.types import Diverged
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Readings:
         """Bring ``last`` up to date, by one copy from the device.
 
         Raises:
-            RunError: a part of an objective or a gradient norm is not finite; it names the first step with one.
+            Diverged: a part of an objective or a gradient norm is not finite; it names the first step with one.
         """
         if not self._waiting:
             return
@@ -71,7 +71,7 @@ def _means(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _require_finite(values: Mapping[str, float], step: int) -> None:
     if not all(math.isfinite(value) for value in values.values()):
         listing = ", ".join(f"{name} = {value}" for name, value in values.items())
-        raise RunError(
+        raise Diverged(
             f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
             "of history.csv"
         )

@@ -1,0 +1,133 @@
+"""``dmlbench tune``: hyper-parameters searched under ``protocol=hpo``, and the best ones written as a recipe."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.utils import configure_log
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.front import prepare_process, require_output_dir, run_hydra
+from dmlbench.cli.reproduce import composed_run, parts_of, quiet
+from dmlbench.config import composing
+from dmlbench.schemas import TuneConfig
+from dmlbench.types import ConfigError, RunError, is_file_name
+
+if TYPE_CHECKING:
+    from dmlbench.tuning.search import Outcome, Search
+
+_OWN = (*TuneConfig.__dataclass_fields__, "search")
+
+
+def main(line: CommandLine) -> None:
+    """Do the trials that are missing, print the table, write the recipe.
+
+    Raises:
+        ConfigError: the search or values of one's own are wrong.
+        RunError: the folder or its runs are of something else, or no trial is complete.
+    """
+    if line.is_sweep:
+        raise ConfigError("-m: tune chooses the values by itself; leave -m out, and name what is searched in space")
+    own, given, launching = parts_of(line, _OWN)
+    if line.options:
+        run_hydra("tune", lambda cfg: None, own)
+        return
+    if other := next((override for override in launching if override.startswith("hydra")), None):
+        raise ConfigError(f"{other}: tune has no launcher; start the same command in several shells instead")
+    prepare_process(line.config_dir)
+    with composing(line.config_dir):
+        searching = [f"hydra.searchpath=['file://{line.config_dir.resolve()}']"] if line.config_dir else []
+        cfg = hydra.compose("tune", [*for_hydra("tune", own), *searching], return_hydra_config=True)
+        configure_log(cfg.hydra.job_logging)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        require_output_dir(cfg)
+        _tune(cfg, given, searching)
+
+
+def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> None:
+    from dmlbench.tuning.findings import notes, to_markdown, write_table
+    from dmlbench.tuning.search import conduct
+
+    def compose(overrides: Sequence[str]) -> DictConfig:
+        with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
+            return composed_run([*_for_train(overrides), *searching])
+
+    def choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
+        composed = hydra.compose("train", [*_for_train(overrides), *searching], return_hydra_config=True)
+        return dict(composed.hydra.runtime.choices)
+
+    search = make_search(cfg, given, choices)
+    found = conduct(search, compose)
+    monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
+    written = write_table(search, found, monitor)
+    print(to_markdown(search, found, monitor))
+    complete = [outcome for outcome in found if outcome.state == "complete"]
+    if not complete and any(outcome.state == "running" for outcome in found):
+        return  # whoever has them writes the recipe
+    if not complete:
+        raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
+    best = max(complete, key=lambda outcome: (outcome.score, -outcome.number))
+    path, use = _write_recipe(search, best, compose, choices, searching)
+    print("\n".join(f"written: {each}" for each in [*written, path]))
+    print(f"\nto train by it: dmlbench train --config-dir {search.folder} recipe={search.name} {' '.join(use)}")
+
+
+def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search":
+    """The search that a configuration describes.
+
+    Raises:
+        ConfigError: a value of it is wrong.
+    """
+    from dmlbench.tuning.search import Search
+    from dmlbench.tuning.space import make_space
+
+    if not is_file_name(str(cfg.name)):
+        raise ConfigError(f"name ({cfg.name!r}) names a folder and a recipe: use letters, digits, '.', '_' and '-'")
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
+    for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):
+        if wrong := [each for each in listed if not (isinstance(each, str) and ("=" in each or each[:1] == "~"))]:
+            raise ConfigError(
+                f"{key} has {wrong[0]!r}, which is no override of dmlbench train, such as fit.max_steps=100"
+            )
+    overrides = (*plain["train"], *given)
+    output_dir = Path(plain["paths"]["output_dir"])
+    return Search(
+        name=plain["name"], folder=output_dir / "tuning" / plain["name"], output_dir=output_dir,
+        space=make_space(plain["space"], choices(["protocol=hpo", *overrides])),
+        overrides=overrides, runs=tuple(map(tuple, runs)), trials=plain["trials"], seed=plain["seed"],
+        startup_trials=plain["startup_trials"], pruner=plain["pruner"],
+    )  # fmt: skip
+
+
+def _for_train(overrides: Sequence[str]) -> list[str]:
+    return for_hydra("train", CommandLine((), None, (), tuple(overrides)))
+
+
+def _write_recipe(
+    search: "Search", best: "Outcome", compose: Any, choices: Any, searching: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """The recipe's file and how it is used, once it has been seen to make the winner's settings.
+
+    Raises:
+        RunError: it does not.
+    """
+    from dmlbench.runtime import atomic_write
+    from dmlbench.tuning.findings import make_recipe, settings
+
+    content, asked = make_recipe(search, best, compose, choices)
+    winner = settings(compose(search.of_run(best.values, 0)))
+    path = search.folder / "recipe" / f"{search.name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    atomic_write(path, content.encode())
+    with composing(search.folder), quiet("dmlbench.recipes"):
+        made = settings(composed_run([*_for_train([*asked, f"recipe={search.name}"]), *searching]))
+    if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:
+        raise RunError(
+            f"{path} cannot say all of the best trial's settings ({', '.join(lost)}); give these on the command line "
+            "beside the recipe"
+        )
+    return path, [each for each in asked if not each.startswith("protocol")]

@@ -1,0 +1,1 @@
+"""Searching hyper-parameters: trials are runs under ``protocol=hpo``, drawn by Optuna, and the best is a recipe."""

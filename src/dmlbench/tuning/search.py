@@ -1,0 +1,378 @@
+"""A search in a folder that processes share: trials are claimed, run, pruned and continued where they were.
+
+A trial belongs to the process that holds the lock of its folder. One whose process is gone is still "running" in the
+storage and not locked: the next process takes it over, with its number and its values, and its run continues from its
+checkpoint. What is drawn depends on the seed, the trial's number and the trials before it, and on no process.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+from omegaconf import DictConfig
+
+from dmlbench.build import check, component
+from dmlbench.config import config_sha256
+from dmlbench.one_run import directory_of, run
+from dmlbench.results.locks import locked
+from dmlbench.results.store import RESULT, make_directory, read_result, require_own_place
+from dmlbench.runtime import derive_seed
+from dmlbench.training.fit import HISTORY
+from dmlbench.training.log import read_history
+from dmlbench.tuning.space import Dimension, Value, corners, override
+from dmlbench.types import ConfigError, Diverged, NotFollowed, RunError, RunInUse, closest
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial, Trial
+
+log = logging.getLogger(__name__)
+
+STORAGE = "study.db"
+_TRIALS, _CLAIM = "trials", "claim.lock"
+_WAIT_S = 2.0
+_NEXT_RUN = 10**9
+"""Added to the steps of a trial's next run, so that validations of one and the same run are compared."""
+_PRUNER = {"startup_trials": 5, "warmup_steps": 0}
+
+Compose = Callable[[Sequence[str]], DictConfig]
+"""From overrides of ``dmlbench train`` to the configuration of a run."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched, and how.
+
+    Attributes:
+        name: of the search.
+        folder: of its storage.
+        output_dir: of its runs.
+        space: what is searched.
+        overrides: of every run, above ``protocol=hpo``.
+        runs: overrides of each run of a trial; the trial's score is the mean over them.
+        trials: how many, with those that were pruned or failed.
+        seed: of what is drawn.
+        startup_trials: drawn at random, before the sampler has anything to learn from.
+        pruner: ``startup_trials`` and ``warmup_steps`` of the median rule; None prunes nothing.
+    """
+
+    name: str
+    folder: Path
+    output_dir: Path
+    space: tuple[Dimension, ...]
+    overrides: tuple[str, ...]
+    runs: tuple[tuple[str, ...], ...]
+    trials: int
+    seed: int
+    startup_trials: int
+    pruner: Mapping[str, int] | None
+
+    def __post_init__(self) -> None:
+        for key, least in (("trials", 1), ("startup_trials", 1)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"{key} ({getattr(self, key)}) must be at least {least}")
+        if not self.runs:
+            raise ConfigError("runs is empty; list the overrides of each run of a trial, such as runs=[[repeat=0]]")
+        for key, value in (self.pruner or {}).items():
+            if key not in _PRUNER:
+                raise ConfigError(f"pruner has '{key}': {closest(key, list(_PRUNER))}; pruner=null prunes nothing")
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"pruner.{key} ({value}) must be a whole number of at least 0")
+
+    def of_run(self, values: Mapping[str, Value], which: int) -> list[str]:
+        """Overrides of one run of a trial."""
+        own = [override(key, value) for key, value in values.items()]
+        return ["protocol=hpo", "fit.keep=none", *self.overrides, *own, *self.runs[which]]
+
+    @property
+    def described(self) -> str:
+        """The overrides of all trials, for people."""
+        return " ".join(o for o in self.overrides if not o.startswith("paths.")) or "no overrides"
+
+    def values(self, drawn: Mapping[str, Value]) -> dict[str, Value]:
+        """What the runs of a trial get."""
+        return {dimension.key: dimension.value(drawn[dimension.key]) for dimension in self.space}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    Attributes:
+        number: of the trial, from 0.
+        state: "complete", "pruned", "failed" or "running".
+        values: what its runs got.
+        score: mean validation score of its runs, from their results; of a pruned trial the best that it had reached.
+        steps: optimizer steps that its runs have taken, those before an interruption once.
+        runs: their folders, relative to the output folder.
+        note: why it failed.
+    """
+
+    number: int
+    state: str
+    values: Mapping[str, Value]
+    score: float | None
+    steps: int
+    runs: tuple[str, ...]
+    note: str
+
+
+def conduct(search: Search, compose: Compose) -> list[Outcome]:
+    """Run what is missing of a search, beside other processes that do the same; returns what became of its trials.
+
+    Raises:
+        ConfigError: the space does not fit the runs, or there is no Optuna.
+        RunError: the folder holds another search, or a result is not the one that the search has seen.
+    """
+    identity = _checked(search, compose)
+    make_directory(search.folder)
+    study = _open(search, identity)
+    outcomes(search, study)  # what is continued must still be there
+    while True:
+        with _claimed(search, study) as trial:
+            if trial is None:
+                break
+            _perform(search, study, trial, compose)
+    return outcomes(search, study)
+
+
+def _checked(search: Search, compose: Compose) -> dict[str, str]:
+    """What the search is bound to, as text by name.
+
+    Raises:
+        ConfigError: a run at one of the corners of the space cannot be.
+    """
+    for point in corners(search.space):
+        cfg = compose(search.of_run(search.values(point), 0))
+        if (protocol := component(cfg.protocol).name) != "hpo":
+            raise ConfigError(
+                f"protocol={protocol} is for reporting, and values chosen under it have seen its data; leave protocol "
+                "out: tune searches under protocol=hpo"
+            )
+        check(cfg)
+    bases = [compose(search.of_run(search.values(corners(search.space)[0]), i)) for i in range(len(search.runs))]
+    return {
+        "space": json.dumps([asdict(dimension) for dimension in search.space]),
+        "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _settings_of(search.pruner)]),
+        "runs": json.dumps([config_sha256(cfg) for cfg in bases]),
+    }
+
+
+def _settings_of(pruner: Mapping[str, int] | None) -> dict[str, int] | None:
+    return None if pruner is None else {**_PRUNER, **pruner}
+
+
+def _open(search: Search, identity: Mapping[str, str]) -> "Study":
+    """The study in the folder, made if there is none.
+
+    Raises:
+        ConfigError: there is no Optuna.
+        RunError: it cannot be read, or is of other settings.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("dmlbench tune needs Optuna; install dmlbench[tune]") from error
+    from sqlalchemy import URL
+    from sqlalchemy.exc import SQLAlchemyError
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    path = search.folder / STORAGE
+    url = URL.create("sqlite", database=str(path.absolute())).render_as_string(hide_password=False)
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if (settings := _settings_of(search.pruner)) is not None:
+        pruner = optuna.pruners.MedianPruner(settings["startup_trials"], settings["warmup_steps"])
+    try:
+        with FileLock(search.folder / _CLAIM):
+            # other processes write for milliseconds: whoever waits for a minute waits for something broken
+            storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+            study = optuna.create_study(
+                storage=storage, study_name=search.name, direction="maximize", load_if_exists=True, pruner=pruner
+            )
+            held = study.user_attrs or {"overrides": search.described, **identity}
+            if not study.user_attrs:
+                for key, value in held.items():
+                    study.set_user_attr(key, value)
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{path} cannot be read ({reason:.200}); remove it, or choose another name=...") from error
+    if differing := [key for key, value in identity.items() if held.get(key) != value]:
+        was = f"; it was begun with {held['overrides']}" if "runs" in differing else ""
+        raise RunError(
+            f"{search.folder} holds a search with other settings (of {'; '.join(differing)}){was}; choose another "
+            "name=..., or remove that folder: its runs stay, and are not trained again"
+        )
+    return study
+
+
+@contextlib.contextmanager
+def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
+    """A trial that is this process's for as long as this lasts: one that a process has left, or a new one, or None."""
+    from optuna.trial import TrialState
+
+    with contextlib.ExitStack() as held:
+        found = None
+        with FileLock(search.folder / _CLAIM):
+            frozen = study.get_trials(deepcopy=False)
+            for left in (trial for trial in frozen if trial.state == TrialState.RUNNING):
+                with contextlib.suppress(RunInUse):  # by a living process
+                    held.enter_context(_lock_of(search, left.number))
+                    log.info("trial %d was left by its process, and goes on", left.number + 1)
+                    found = left._trial_id
+                    break
+            number = len(frozen) if found is None else left.number
+            if found is None and len(frozen) < search.trials:
+                held.enter_context(_lock_of(search, number))
+                found = study.ask()._trial_id
+            trial = None if found is None else _drawn(search, study, found, number)
+        yield trial
+        if trial is not None:
+            held.close()
+            with contextlib.suppress(OSError):
+                (search.folder / _TRIALS / str(number)).rmdir()
+
+
+def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial":
+    """A trial with all of its values: those that it has, and those that a process had no time to draw."""
+    import optuna
+
+    # made with each trial, so that what it draws does not depend on where its process began
+    study.sampler = optuna.samplers.TPESampler(
+        n_startup_trials=search.startup_trials,
+        seed=derive_seed(search.seed, "trial", number) % 2**32,
+        constant_liar=True,
+    )
+    trial = optuna.trial.Trial(study, trial_id)
+    for dimension in search.space:
+        dimension.draw(trial)
+    return trial
+
+
+def _lock_of(search: Search, number: int) -> contextlib.AbstractContextManager[None]:
+    folder = search.folder / _TRIALS / str(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    return locked(folder)
+
+
+def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -> None:
+    """Do the runs of a trial, and tell the study what came out."""
+    from optuna.trial import TrialState
+
+    values = search.values(trial.params)
+    log.info("trial %d of %d: %s", trial.number + 1, search.trials, ", ".join(f"{k}={v}" for k, v in values.items()))
+    scores: list[float] = []
+    folders: list[str] = []
+    steps = 0
+    try:
+        for i in range(len(search.runs)):
+            cfg = compose(search.of_run(values, i))
+            run_dir = directory_of(cfg)
+            folders.append(str(run_dir.relative_to(cfg.paths.output_dir)))
+            trial.set_user_attr("runs", folders)
+            result = _run_of(trial, cfg, run_dir, scores, i)
+            scores.append(_score_of(result))
+            steps += result["steps"]
+    except NotFollowed as stopped:
+        trial.set_user_attr("steps", steps + stopped.step)
+        study.tell(trial.number, state=TrialState.PRUNED)
+        log.info("trial %d is pruned at step %d: below the median", trial.number + 1, stopped.step)
+    except Diverged as error:
+        trial.set_user_attr("note", str(error))
+        trial.set_user_attr("steps", steps)
+        # not as failed, of which the sampler learns nothing: it would draw there again and again
+        study.tell(trial.number, state=TrialState.PRUNED)
+        log.warning("trial %d failed: %s", trial.number + 1, error)
+    else:
+        trial.set_user_attr("steps", steps)
+        study.tell(trial.number, sum(scores) / len(scores))
+        log.info("trial %d: %s %.4f", trial.number + 1, cfg.fit.monitor, sum(scores) / len(scores))
+
+
+def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int) -> dict[str, Any]:
+    """The result of a trial's run, which is done if need be; its validations are told to the pruner as they come.
+
+    Those of before an interruption are told again, and so are those of a run that others have made: a trial with the
+    values of a pruned one is pruned where that was.
+
+    Raises:
+        NotFollowed: the trial is pruned.
+    """
+
+    told = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+
+    def follow(step: int, best: float) -> bool:
+        if (place := which * _NEXT_RUN + step) not in told:
+            trial.report((sum(scores) + best) / (len(scores) + 1), place)
+        return not trial.should_prune()
+
+    is_complete = (run_dir / RESULT).exists()
+    last = read_result(run_dir)["steps"] if is_complete else None
+    best = float("-inf")
+    known = {step: value for step, name, value in read_history(run_dir / HISTORY) if name == f"val/{cfg.fit.monitor}"}
+    for step, score in known.items():
+        best = max(best, score)
+        if step != last and not follow(step, best) and not is_complete:
+            raise NotFollowed(f"{run_dir} was stopped at step {step}", step)
+    while True:
+        try:
+            return read_result(run(cfg, follow))
+        except RunInUse as error:  # another trial of these values has it
+            log.info("waiting for %s, which another process has", error.run_dir)
+            time.sleep(_WAIT_S)
+
+
+def _score_of(result: Mapping[str, Any]) -> float:
+    return float(result["metrics"]["val"][result["monitor"]])
+
+
+def outcomes(search: Search, study: "Study") -> list[Outcome]:
+    """What became of every trial, by its number; scores are those of the runs' results.
+
+    Raises:
+        RunError: a result is gone, is not the one that the search has seen, or is of other data than the rest.
+    """
+    found: list[Outcome] = []
+    data: dict[str, str] = {}
+    for trial in study.get_trials(deepcopy=False):
+        state = "failed" if "note" in trial.user_attrs else trial.state.name.lower()
+        runs = tuple(trial.user_attrs.get("runs", ()))
+        values = search.values(trial.params) if len(trial.params) == len(search.space) else {}
+        score = max(trial.intermediate_values.values(), default=None) if state == "pruned" else None
+        if state == "complete":
+            score = _stored_score(search, trial, runs, data)
+        steps, note = trial.user_attrs.get("steps", 0), trial.user_attrs.get("note", "")
+        found.append(Outcome(trial.number, state, values, score, steps, runs, note))
+    if len(data) > 1:
+        raise RunError(
+            f"trials of {search.folder} are of different data ({' and '.join(data.values())}); search again under "
+            "another name=..."
+        )
+    return found
+
+
+def _stored_score(search: Search, trial: "FrozenTrial", runs: Sequence[str], data: dict[str, str]) -> float:
+    scores = []
+    for name in runs:
+        run_dir = search.output_dir / name
+        try:
+            result = read_result(run_dir)
+        except RunError as error:
+            raise RunError(
+                f"trial {trial.number + 1} of {search.folder}: {error}, or search under another name"
+            ) from error
+        require_own_place(run_dir, result)
+        data.setdefault(result["dataset_fingerprint"], name)
+        scores.append(_score_of(result))
+    score = sum(scores) / len(scores)
+    if score != trial.value:
+        raise RunError(
+            f"trial {trial.number + 1} of {search.folder} had {trial.value}, but its runs ({', '.join(runs)}) have "
+            f"{score}: they were trained again elsewhere, or changed; search again under another name=..."
+        )
+    return score

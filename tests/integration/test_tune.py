@@ -1,0 +1,76 @@
+"""``dmlbench tune`` in real processes on the embedded glyphs: killed in a trial, resumed, and its recipe used."""
+
+import csv
+import os
+import time
+from pathlib import Path
+
+import hydra
+import pytest
+from forked import Process
+
+from dmlbench.cli.reproduce import composed_run
+from dmlbench.config import cell_sha256, compose, composing
+from dmlbench.results.store import read_result
+from dmlbench.types import ConfigError
+
+pytest.importorskip("optuna")
+
+TINY = (
+    "dataset=glyphs", "dataset.table.num_classes=20", "dataset.table.images_per_class=5", "dataset.table.image_size=24",
+    "transform.train.padding=2", "head.out_features=8", "sampler.classes_per_batch=4", "sampler.images_per_class=2",
+    "loss=contrastive", "fit.max_steps=8", "fit.validate_every=2", "optim=adamw",
+)  # fmt: skip
+PLACE = ("device=cpu", "num_workers=0")
+SPACE = ("space.pooling={choices: [gap, gmp]}", "name=tiny", "train=[]", "trials=4", "startup_trials=2")
+PRUNER = ("pruner.startup_trials=1", "pruner.warmup_steps=0")
+
+
+def start(folder: Path, *arguments: str) -> Process:
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "DMLBENCH_CACHE": str(folder / "cache"), "DMLBENCH_OUTPUT": str(folder / "out")}
+    return Process(("tune", "demo", *TINY, *PLACE, *SPACE, *PRUNER, *arguments), folder=folder, environment=environment)
+
+
+def trials(folder: Path) -> list[dict[str, str]]:
+    with (folder / "out" / "tuning" / "tiny" / "trials.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
+    ended = [process.wait() for process in [start(tmp_path, "trials=3"), start(tmp_path, "trials=3")]]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    begun = [line.split(": ")[0] for _, _, error in ended for line in error.splitlines() if "optim.lr=" in line]
+    assert sorted(line.split(" ", 1)[1] for line in begun) == [f"trial {i} of 3" for i in (1, 2, 3)]
+    assert start(tmp_path, "trials=3").wait()[0] == 0
+    assert {row["state"] for row in trials(tmp_path)} <= {"complete", "pruned"} and len(trials(tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_tune_is_killed_in_two_trials_and_resumed_to_the_same_trials_and_a_recipe_of_the_best_cell(
+    tmp_path: Path,
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait()[0] == 0
+    for validations in (2, 7):
+        process = start(killed)
+        while process.output().count(": loss ") < validations and not process.has_ended():
+            time.sleep(0.005)
+        process.kill()
+    assert start(killed).wait()[0] == 0
+    assert trials(killed) == trials(whole)
+    assert {row["state"] for row in trials(whole)} <= {"complete", "pruned"}
+
+    folder = killed / "out" / "tuning" / "tiny"
+    best = trials(killed)[0]
+    asked = ["dataset=glyphs", "loss=contrastive", "backbone=resnet20_small", f"pooling={best['pooling']}"]
+    with composing(folder):
+        made = composed_run([*asked, "protocol=hpo", "recipe=tiny"])
+        assert hydra.compose("train", [*asked, "recipe=tiny"]).protocol._target_.endswith("Mlrc")
+    result = read_result(killed / "out" / best["runs"])
+    assert cell_sha256(made) == result["cell_sha256"]
+    assert result["metrics"]["val"]["map_at_r"] == float(best["score"])
+    with composing(folder), pytest.raises(ConfigError, match="recipe=tiny has nothing for loss=triplet"):
+        composed_run([*asked[:1], "loss=triplet", *asked[2:], "recipe=tiny"])
+    assert compose("train", asked).optim.lr != made.optim.lr

@@ -1,0 +1,161 @@
+"""A search over runs that only pretend to train: who claims a trial, what goes on after a kill, what costs nothing."""
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dmlbench.results import store
+from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.tuning import findings, search
+from dmlbench.tuning.space import make_space
+from dmlbench.types import ConfigError, Diverged, NotFollowed, RunError
+
+optuna = pytest.importorskip("optuna")
+
+STEPS, EVERY = 40, 10
+LR = {"low": 1e-4, "high": 1e-1, "log": True}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+class Runs:
+    """Runs whose score is best at a rate of 0.01, with the files by which a search knows them.
+
+    Attributes:
+        trained: steps by run; one that is done twice counts twice.
+        kill_at: number of a step, over all runs, at which the process dies.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trained: Counter[str] = Counter()
+        self.kill_at = math.inf
+        monkeypatch.setattr(search, "run", self.run)
+        monkeypatch.setattr(search, "directory_of", lambda cfg: Path(cfg.paths.output_dir) / self.name(cfg))
+        monkeypatch.setattr(search, "_checked", lambda asked, compose: {"space": str(asked.space)})
+
+    @staticmethod
+    def name(cfg) -> str:
+        return f"glyphs/hpo/{'-'.join(f'{key}={cfg[key]}' for key in ('lr', 'part'))}/fold0_rep0"
+
+    @staticmethod
+    def score(cfg, step: int) -> float:
+        return (1 - abs(math.log10(cfg.lr) + 2) / 3) * step / STEPS * (0.9 if cfg.part else 1)
+
+    def run(self, cfg, follow) -> Path:
+        run_dir = Path(cfg.paths.output_dir) / self.name(cfg)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if (run_dir / store.RESULT).exists():
+            return run_dir
+        if cfg.lr > 0.08:
+            raise Diverged("loss = nan; lower optim.lr")
+        history = run_dir / "history.csv"
+        lines = history.read_text().splitlines() if history.exists() else ["step,name,value"]
+        for step in range(10 * len(lines), STEPS + 1, EVERY):  # from where the last checkpoint was
+            for _ in range(EVERY):
+                if sum(self.trained.values()) >= self.kill_at:
+                    raise Killed
+                self.trained[self.name(cfg)] += 1
+            lines.append(f"{step},val/map_at_r,{self.score(cfg, step)!r}")
+            history.write_text("\n".join([*lines, ""]))
+            if step < STEPS and not follow(step, self.score(cfg, step)):
+                raise NotFollowed("stopped", step)
+        result = dict.fromkeys(store._KEYS, "")
+        result |= dict.fromkeys(store._NUMBERS, 0) | {"seed": derive_seed(0, 0, 0), "steps": STEPS}
+        result |= {"monitor": "map_at_r", "metrics": {"val": {"map_at_r": self.score(cfg, STEPS)}}}
+        store.write_result(run_dir, result)
+        return run_dir
+
+
+def made(folder: Path, **given) -> search.Search:
+    space = make_space(given.pop("space", {"lr": LR}), {})
+    return search.Search(**{
+        "name": "s", "folder": folder / "tuning" / "s", "output_dir": folder, "space": space, "overrides": (),
+        "runs": (("part=0",),), "trials": 9, "seed": 3, "startup_trials": 3,
+        "pruner": {"startup_trials": 2, "warmup_steps": 0}, **given,
+    })  # fmt: skip
+
+
+def conducted(asked: search.Search) -> list[search.Outcome]:
+    def compose(overrides):
+        values = OmegaConf.from_dotlist([o for o in overrides if o.startswith(("lr=", "part="))])
+        return OmegaConf.merge(values, {"fit": {"monitor": "map_at_r"}, "paths": {"output_dir": str(asked.output_dir)}})
+
+    return search.conduct(asked, compose)
+
+
+def test_a_search_that_is_killed_anywhere_comes_to_the_trials_of_one_that_is_not(tmp_path, monkeypatch) -> None:
+    runs, two = Runs(monkeypatch), {"runs": (("part=0",), ("part=1",))}
+    whole = conducted(made(tmp_path / "whole", **two))
+    states = Counter(outcome.state for outcome in whole)
+    assert states["complete"] >= 2 and states["pruned"] >= 2 and states.total() == 9
+    steps = sum(runs.trained.values())
+    runs.trained.clear()
+    for runs.kill_at in (5, 95, math.inf):
+        with contextlib.suppress(Killed):
+            found = conducted(made(tmp_path / "killed", **two))
+    assert found == whole
+    assert steps <= sum(runs.trained.values()) <= steps + 2 * EVERY  # what is behind a checkpoint is not done again
+    best = findings.ranked(found)[0]
+    assert best.score == max(o.score for o in found if o.state == "complete")
+    assert all(o.steps < 2 * STEPS for o in found if o.state == "pruned")
+    lines = findings.to_csv(made(tmp_path, **two), found).splitlines()
+    assert lines[1].startswith(f"{best.number + 1},complete,{best.score},{2 * STEPS},{best.values['lr']},")
+    text = findings.to_markdown(made(tmp_path, **two), found, "map_at_r")
+    assert "points ahead of the next values" in text and f"{states['pruned']} of 9 trials were pruned" in text
+
+
+def test_values_that_were_tried_cost_nothing_and_what_diverges_is_a_failed_trial(tmp_path, monkeypatch) -> None:
+    runs = Runs(monkeypatch)
+    asked = made(tmp_path, space={"lr": {"choices": [0.001, 0.01, 0.1]}}, trials=7, pruner=None)
+    found = conducted(asked)
+    assert sum(runs.trained.values()) == 2 * STEPS  # of 7 trials of three values, one of which diverges
+    assert {outcome.state for outcome in found} == {"complete", "failed"}
+    assert all(
+        (o.state == "failed") == (o.values["lr"] == 0.1) and ("nan" in o.note) == (o.state == "failed") for o in found
+    )
+    assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=8))) == 8
+
+
+def test_a_trial_has_one_process_and_is_free_once_that_is_gone(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    asked = made(tmp_path, trials=2)
+    asked.folder.mkdir(parents=True)
+    first, second = (search._open(asked, {"space": ""}) for _ in range(2))
+    with pytest.raises(Killed), search._claimed(asked, first) as one:
+        with search._claimed(asked, second) as other, search._claimed(asked, second) as none:
+            assert (one.number, other.number, none) == (0, 1, None)
+            second.tell(1, 0.5)
+        raise Killed
+    with search._claimed(asked, second) as again:
+        assert (again.number, again.params) == (0, one.params)
+
+
+def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    asked = made(tmp_path, trials=2, pruner=None)
+    found = conducted(asked)
+    with pytest.raises(RunError, match=r"holds a search with other settings \(of space\); choose another name"):
+        conducted(made(tmp_path, space={"lr": {**LR, "high": 1}}))
+    path = tmp_path / found[0].runs[0] / store.RESULT
+    result = read_json(path)
+    write_json(path, {**result, "metrics": {"val": {"map_at_r": 0.9999}}})
+    with pytest.raises(RunError, match=r"trial 1 of .* had 0\.\d+, but its runs .* have 0.9999"):
+        conducted(asked)
+    path.unlink()
+    with pytest.raises(RunError, match=r"holds no complete run: result\.json is missing, or search under another name"):
+        conducted(asked)
+    (asked.folder / search.STORAGE).write_bytes(b"no database")
+    with pytest.raises(RunError, match=r"study.db cannot be read .*remove it, or choose another name"):
+        conducted(asked)
+    for wrong, message in (({"trials": 0}, r"trials \(0\) must"), ({"runs": ()}, "runs is empty"),
+                           ({"pruner": {"warmup": 1}}, "pruner has 'warmup': did you mean 'warmup_steps'"),
+                           ({"pruner": {"warmup_steps": -1}}, r"pruner.warmup_steps \(-1\)")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            made(tmp_path, **wrong)

@@ -1,0 +1,50 @@
+"""The searches of ``conf/search``: they compose, their bounds are values of runs, and their names are their files'."""
+
+import hydra
+import pytest
+
+from dmlbench.cli.reproduce import composed_run
+from dmlbench.cli.tune import make_search
+from dmlbench.config import composing, config_folder
+from dmlbench.tuning.search import _checked
+from dmlbench.types import ConfigError
+
+LOSSES = {
+    "contrastive": ["pos_margin", "neg_margin"], "triplet": ["margin"], "margin": ["margin", "beta"],
+    "multi_similarity": ["alpha", "beta", "base"], "proxy_nca": ["softmax_scale"], "norm_softmax": ["temperature"],
+    "arcface": ["margin", "scale"], "soft_triple": ["margin", "la", "gamma"],
+}  # fmt: skip
+
+
+def searched(name: str, *given: str, own: tuple[str, ...] = ()):
+    cfg = hydra.compose("tune", [f"search={name}", *own])
+
+    def choices(overrides):
+        return dict(hydra.compose("train", overrides, return_hydra_config=True).hydra.runtime.choices)
+
+    return make_search(cfg, given, choices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_reality_check_searches_each_of_its_losses_by_fifty_trials_of_four_folds(loss) -> None:
+    with composing():
+        search = searched("mlrc_musgrave", "dataset=cars196", f"loss={loss}")
+        _checked(search, composed_run)
+        parts = [composed_run(search.of_run({}, i)).protocol.held_out_part for i in range(4)]
+    assert {d.key for d in search.space} == {f"loss.{key}" for key in LOSSES[loss]}
+    assert (search.trials, search.pruner, parts) == (50, None, [0, 1, 2, 3])
+
+
+@pytest.mark.slow
+def test_searches_have_the_names_of_their_files_and_no_run_sees_the_test_set() -> None:
+    names = [path.stem for path in (config_folder() / "search").glob("*.yaml")]
+    with composing():
+        assert [searched(name).name for name in names] == names
+        _checked(searched("demo"), composed_run)
+        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* leave protocol out"):
+            _checked(searched("demo", "protocol=mlrc"), composed_run)
+        with pytest.raises(ConfigError, match="train has 'pooling', which is no override"):
+            searched("demo", own=("train=[pooling]",))
+        with pytest.raises(ConfigError, match=r"name \('a/b'\) names a folder"):
+            searched("demo", own=("name=a/b",))

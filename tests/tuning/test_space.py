@@ -1,0 +1,76 @@
+"""The search space: what YAML may say of a key, and what is answered where it makes no sense."""
+
+import pytest
+
+from dmlbench.tuning.space import Dimension, corners, make_space, override
+from dmlbench.types import ConfigError
+
+CHOSEN = {"loss": "triplet", "pooling": "gap", "miner": None}
+LR = {"low": 1e-6, "high": 1e-3, "log": True}
+
+
+def test_keys_are_dotted_or_nested_and_hold_for_the_options_that_they_name() -> None:
+    space = make_space(
+        {
+            "optim.lr": LR,
+            "loss": {"margin": [{"low": 0, "high": 60, "when": {"loss": "arcface"}},
+                                {"low": 0, "high": 1, "when": {"loss": ["triplet", "margin"]}}],
+                     "neg_margin": {"low": 0, "high": 1, "when": {"loss": "contrastive"}}},
+            "sampler.images_per_class": {"low": 2, "high": 9, "step": 3, "integer": True},
+            "pooling": {"choices": ["gap", "gsp"]},
+        },
+        CHOSEN,
+    )  # fmt: skip
+    assert space == (
+        Dimension("optim.lr", 1e-6, 1e-3, log=True),
+        Dimension("loss.margin", 0.0, 1.0),
+        Dimension("sampler.images_per_class", 2, 8, step=3, integer=True),
+        Dimension("pooling", choices=("gap", "gsp")),
+    )
+    assert corners(space)[0] == {"optim.lr": 1e-6, "loss.margin": 0.0, "sampler.images_per_class": 2, "pooling": "gap"}
+    assert corners(space)[1] == {"optim.lr": 1e-3, "loss.margin": 1.0, "sampler.images_per_class": 8, "pooling": "gsp"}
+
+
+def test_a_run_gets_four_digits_within_the_bounds() -> None:
+    dimension = Dimension("optim.lr", 1.23456e-6, 1.23456e-3, log=True)
+    assert dimension.value(3.141592e-4) == 3.142e-4
+    assert dimension.value(1.23456e-6) >= 1.23456e-6 and dimension.value(1.23456e-3) <= 1.23456e-3
+    assert [override("a", value) for value in (None, True, 1e-05, 3, "gap")] == [
+        "a=null", "a=true", "a=1e-05", "a=3", "a=gap"
+    ]  # fmt: skip
+    assert [Dimension("x", 1.0, 100.0, log=True).is_at_edge(value) for value in (1.2, 10.0, 99.0)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({}, "space has nothing to search for what was chosen; name keys of a run, such as space={optim.lr: "),
+        ({"loss.margin": {**LR, "when": {"loss": "margin"}}}, "space has nothing to search for what was chosen"),
+        ({"optim.lr": 0.1}, r"space.optim.lr \(0.1\) must be bounds, such as .* or choices, such as"),
+        ({"optim.lr": {"low": 1}}, r"space.optim.lr.high \(missing\) must be a number"),
+        ({"optim.lr": {"low": "1e-6", "high": 1}}, r"space.optim.lr.low \(1e-6\) must be a number"),
+        ({"optim.lr": {"low": 1, "hihg": 2}}, "space.optim.lr has 'hihg': did you mean 'high'"),
+        ({"optim.lr": {"low": 2, "high": 1}}, r"low \(2\) must be below high \(1\); exchange them"),
+        ({"optim.lr": {"low": 0, "high": 1, "log": True}}, r"space.optim.lr.low \(0\) must be positive with log: true"),
+        ({"optim.lr": {**LR, "log": "yes"}}, r"space.optim.lr.log \(yes\) must be true or false"),
+        ({"optim.lr": {**LR, "step": 1e-5}}, r"has step \(1e-05\) and log: true; leave one"),
+        ({"loss.margin": {"low": 0, "high": 1, "step": 2}}, r"step \(2\) must lie in \(0, 1\]"),
+        ({"loss.k": {"low": 0.5, "high": 3, "integer": True}}, r"low \(0.5\) must be a whole number"),
+        ({"pooling": {"choices": ["gap"]}}, "must be a list of at least two values"),
+        ({"pooling": {"choices": ["gap", "gap"]}}, "names gap twice"),
+        ({"pooling": {"choices": ["gap", ["gsp"]]}}, r"\['gsp'\] must be a number, a word"),
+        ({"pooling": {"choices": ["gap", "gsp"], "low": 1}}, "has choices and low; choices stand alone"),
+        ({"fold": {"choices": [0, 1]}}, "space.fold: fold must be the same in all trials"),
+        ({"fit.monitor": {"choices": ["p_at_1", "nmi"]}}, "fit.monitor must be the same in all trials"),
+        ({"dataset.table.seed": {"choices": [0, 1]}}, "dataset must be the same in all trials"),
+        ({"optim.lr": {**LR, "when": {"pool": "gap"}}}, "when names 'pool', .* did you mean 'pooling'"),
+        ({"loss": {"choices": ["margin", "avsl"]}, "loss.nu": {"low": 0, "high": 1}}, "searches loss and loss.nu"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_key_its_value_and_the_remedy(space, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_space(space, CHOSEN)
