@@ -1,5 +1,6 @@
 """Embeddings of other code as cells: checked against the data, scored by the same engine, marked where they stand."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_twelve_files_become_a_cell_of_81_collections_with_the_scores_of_the_eng
     write(tmp_path, table, rows=np.ones((24, 6), np.float32))
     with pytest.raises(RunError, match="holds other embeddings of this name; choose another name"):
         taken(tmp_path, "selected=last step")
+
+
+def test_every_run_has_the_facts_of_its_own_fold(table, tmp_path, monkeypatch) -> None:
+    split = Mlrc.split
+    monkeypatch.setattr(
+        Mlrc,
+        "split",
+        lambda self, table, *, fold: dataclasses.replace(split(self, table, fold=fold), facts={"n": fold}),
+    )
+    write(tmp_path, table)
+    taken(tmp_path)
+    runs = find_runs(tmp_path / "out")
+    assert len(runs) == 12
+    assert all(read_result(run.path)["facts"] == {"n": run.fold} for run in runs)
 
 
 def test_an_imported_row_leaves_the_labels_of_our_own_as_they_are() -> None:

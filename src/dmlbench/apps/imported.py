@@ -84,20 +84,20 @@ def import_cell(cfg: DictConfig) -> Imported:
     table: ImageTable = component(cfg.dataset.table)
     spec: EvaluationSpec = component(cfg.evaluation)
     cell, scores, notes = _cell_of(cfg, protocol.name), {}, list[str]()
-    checked = {}
+    checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
-        split: Split = protocol.split(table, fold=fold)
+        split = protocol.split(table, fold=fold)
         if split.test is None:
             raise ConfigError(f"protocol '{protocol.name}' does not look at the test half; import under another")
         of = files[fold, repeat]
         stored = read_embeddings(
             of["embeddings"], of.get("labels"), gallery=of.get("gallery"), gallery_labels=of.get("gallery_labels")
         )
-        checked[fold, repeat] = _of_table(stored, table, split.test, str(of["embeddings"]))
-    widths = {len(found.queries.rows[0]) for found, _ in checked.values()}
+        checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
+    widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a cell has one width")
-    for (fold, repeat), (found, is_by_order) in checked.items():
+    for (fold, repeat), (split, found, is_by_order) in checked.items():
         source = files[fold, repeat]["embeddings"]
         if is_by_order:
             notes.append("the files have no ids: images of one class are taken to stand in the data set's order")

@@ -48,7 +48,7 @@ def main(line: CommandLine) -> None:
 
 
 def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> None:
-    from dmlbench.tuning.findings import notes, to_markdown, write_table
+    from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
     from dmlbench.tuning.search import conduct
 
     def compose(overrides: Sequence[str]) -> DictConfig:
@@ -64,12 +64,11 @@ def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> No
     monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
     written = write_table(search, found, monitor)
     print(to_markdown(search, found, monitor))
-    complete = [outcome for outcome in found if outcome.state == "complete"]
-    if not complete and any(outcome.state == "running" for outcome in found):
-        return  # whoever has them writes the recipe
-    if not complete:
+    best = ranked(found)[0]
+    if best.state != "complete":
+        if any(outcome.state == "running" for outcome in found):
+            return  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
-    best = max(complete, key=lambda outcome: (outcome.score, -outcome.number))
     path, use = _write_recipe(search, best, compose, choices, searching)
     print("\n".join(f"written: {each}" for each in [*written, path]))
     print(f"\nto train by it: dmlbench train --config-dir {search.folder} recipe={search.name} {' '.join(use)}")

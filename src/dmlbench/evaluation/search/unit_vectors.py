@@ -203,10 +203,11 @@ class UnitSearch:
         top = TopK(np.full((len(part), 1), LOWEST), k, slack=self.slack)
         assert self.factor is None  # ``unit_search`` sets it on a CPU alone
         error = 1.02 * 3 * BF16_ROUNDING * self.product.largest + 3 * self.product.error
+        left = self.product.query(self.query.take(part))  # once for all tiles; on the device only as long as a tile
 
         def work(start: int, stop: int) -> None:
             right = self._right(start, stop)
-            (query,) = to_device(self.device, self.product.query(self.query.take(part)))
+            (query,) = to_device(self.device, left)
             tile = query.bfloat16() @ right.bfloat16().T
             exclude(tile, self.own_column[part] - start)
             (known,) = to_device(self.device, top.floor)
