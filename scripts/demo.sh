@@ -4,5 +4,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
 dmlbench reproduce demo
+dmlbench report --picture 'glyphs_collage/mlrc/*'
 dmlbench report 'glyphs_collage/mlrc/*'
-echo "demo: $((SECONDS - started)) seconds; look at the picture that was written last"
+echo "demo: $((SECONDS - started)) seconds; open the page that was written last in a browser"

@@ -179,9 +179,15 @@ class TableConfig(CellsConfig):
 
 @dataclass
 class ReportConfig(CellsConfig):
-    """Top level of ``dmlbench report``: aggregated cells as a picture."""
+    """Top level of ``dmlbench report``: aggregated cells as a page to look through, or as a picture."""
 
-    queries: int = 5
+    picture: bool = False
+    queries: int = 6
+    nearest: int = 5
+    classes: int = 200
+    overlays: bool = True
+    output: str | None = None
+    device: str = "auto"
 
 
 @dataclass

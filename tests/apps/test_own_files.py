@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmlbench.apps.compare import compare_cells
-from dmlbench.apps.report import draw_report
+from dmlbench.apps.report.picture import draw_report
 from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import load_run
 from dmlbench.cli.evaluate import task as evaluate_task

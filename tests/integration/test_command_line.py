@@ -107,6 +107,8 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
     dmlbench("report", "queries=2", "allow_partial=true")
+    assert "glyphs_collage under mlrc" in (tmp_path / "outputs" / "tables" / "report.html").read_text()
+    dmlbench("report", "--picture", "queries=2", "allow_partial=true")
     assert (tmp_path / "outputs" / "tables" / "glyphs_collage-mlrc.png").stat().st_size > 10_000
     assert f"{runs + 2} runs: {runs + 2} done" in dmlbench("status")
 

@@ -12,7 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dmlbench.apps import explain, report
+from dmlbench.apps import explain
+from dmlbench.apps.report import picture
 from dmlbench.apps.tables import find_cells
 from dmlbench.build import Data
 from dmlbench.cli.front import compose
@@ -108,9 +109,17 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
-    keep = report.save_figure
-    monkeypatch.setattr(report, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
-    printed(capsys, "report", "paths.output_dir=out", "allow_partial=true", "queries=4", "evaluation.metrics=[p_at_1]")
+    keep = picture.save_figure
+    monkeypatch.setattr(picture, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
+    printed(
+        capsys,
+        "report",
+        "--picture",
+        "paths.output_dir=out",
+        "allow_partial=true",
+        "queries=4",
+        "evaluation.metrics=[p_at_1]",
+    )
     (figure,) = figures
     label = figure.get_supxlabel().replace("\n", " ")
     assert SAID in label
@@ -146,11 +155,11 @@ def test_a_cell_tested_on_other_images_shows_none_of_these(
     inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     figures: list[Figure] = []
-    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     spec = EvaluationSpec(metrics=("p_at_1",))
     ((_, cells),) = find_cells("out", "**", spec, allow_partial=True).items()
     other = dataclasses.replace(cells[1], summary={**cells[1].summary, "dataset_fingerprint": "elsewhere"})
-    report.draw_report([cells[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
+    picture.draw_report([cells[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
     (figure,) = figures
     assert len(np.ravel(figure.subfigs[1].subfigs)) == 1
     assert "gmp: PARTIAL: 1 of 2 runs; OTHER DATA than other rows: fingerprint elsewhere" in figure.get_supxlabel()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
@@ -66,7 +65,7 @@ def explain_runs(
     rows = _rows(runs[0], images, num_images)
     if any(run.model.explains_pairs for run in runs):
         raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
-    explained = [_explain(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
+    explained = [explain_run(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
     labels = [one.label for one in explained]
     explained = [
         replace(one, label=f"{run_dir.resolve().parent.name}\n{run_dir.name}") if labels.count(one.label) > 1 else one
@@ -87,7 +86,12 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
     return np.asarray(part.query[np.sort(chosen)])
 
 
-def _explain(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
+def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
+    """What the pooling of a loaded run looks at in images of its data set.
+
+    Raises:
+        RunError: its pooling does not say how much each place counts.
+    """
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)
@@ -109,35 +113,58 @@ def _enlarged(maps: torch.Tensor, size: tuple[int, ...], mode: str) -> NDArray[n
     return np.asarray(F.interpolate(maps[:, None], size=tuple(size), mode=mode, **options)[:, 0].cpu())
 
 
-def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
-    """Write the picture: a row an image, a column for the image and one or two for each run.
+Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8] | None]
 
-    Places that count as in average pooling are white, those that count more are red and those that count less blue;
-    one scale holds for all. Prototypes are told apart by colors, those of no weight fade. ``notes`` say how the data
-    differ from the published ones.
+
+def overlay(one: Explained, most: float) -> Pictures:
+    """Images [B, H, W, 3], these with the weights laid over them, and with the prototypes or None.
+
+    Places that count as in average pooling are white, those that count more are red, up to ``most`` times as much, and
+    those that count less blue. Prototypes are told apart by colors, those of no weight fade.
+    """
+    grey = one.images.mean(axis=1)[..., None] / 255
+    colors = colormaps["RdBu_r"](_scale(most)(one.weights))[..., :3]
+    weights = 0.35 * (0.35 + 0.65 * grey) + 0.65 * colors
+    prototypes = None
+    if one.prototypes is not None:
+        colors = colormaps["tab20"](one.prototypes % _NUM_COLORS)[..., :3]
+        strength = np.clip(one.weights / most, 0.0, 1.0)[..., None]
+        prototypes = _bytes((1 - strength) * grey * 0.6 + strength * colors)
+    return np.moveaxis(one.images, 1, -1), _bytes(weights), prototypes
+
+
+def greatest_weight(explained: Sequence[Explained]) -> float:
+    """The end of a scale that all of them share."""
+    return max(2.0, float(np.percentile(np.concatenate([one.weights.ravel() for one in explained]), 99.5)))
+
+
+def _scale(most: float) -> matplotlib.colors.TwoSlopeNorm:
+    return matplotlib.colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+
+
+def _bytes(fractions: NDArray[np.floating]) -> NDArray[np.uint8]:
+    return np.asarray((255 * fractions).round(), dtype=np.uint8)
+
+
+def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
+    """Write the picture: a row an image, a column for the image and one or two for each run, on one scale.
+
+    ``notes`` say how the data differ from the published ones.
     """
     columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
     rows = len(captions)
     figure, axes = plt.subplots(
         rows, columns, figsize=(_INCHES * columns + 1.3, _INCHES * rows + 0.5), squeeze=False, layout="constrained"
     )
-    most = max(2.0, float(np.percentile(np.concatenate([one.weights.ravel() for one in explained]), 99.5)))
-    scale = matplotlib.colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    most = greatest_weight(explained)
+    for column, (title, pictures) in enumerate(_columns(explained, most)):
+        for row, axis in enumerate(axes[:, column]):
+            axis.set(xticks=[], yticks=[])
+            axis.imshow(pictures[row])
+        axes[0, column].set_title(title, fontsize=8)
     for row, caption in enumerate(captions):
-        remaining = iter(axes[row])
-        _axis(remaining, "image", row).imshow(np.moveaxis(explained[0].images[row], 0, -1))
         axes[row, 0].set_ylabel(_short(caption), fontsize=7)
-        for one in explained:
-            grey = one.images[row].mean(axis=0) / 255
-            axis = _axis(remaining, one.label, row)
-            axis.imshow(0.35 + 0.65 * grey, cmap="gray", vmin=0, vmax=1)
-            axis.imshow(one.weights[row], cmap="RdBu_r", norm=scale, alpha=0.65)
-            if one.prototypes is not None:
-                colors = colormaps["tab20"](one.prototypes[row] % _NUM_COLORS)[..., :3]
-                strength = np.clip(one.weights[row] / most, 0.0, 1.0)[..., None]
-                faded = (1 - strength) * grey[..., None] * 0.6 + strength * colors
-                _axis(remaining, "prototypes", row).imshow(faded)
-    mappable = matplotlib.cm.ScalarMappable(scale, "RdBu_r")
+    mappable = matplotlib.cm.ScalarMappable(_scale(most), "RdBu_r")
     bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
     bar.set_label("weight over that of average pooling", fontsize=8)
     bar.ax.tick_params(labelsize=7)
@@ -146,12 +173,14 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, no
     save_figure(figure, path)
 
 
-def _axis(remaining: Iterator[Axes], title: str, row: int) -> Axes:
-    """The next of a row's axes, without ticks; the first row has titles."""
-    axis = next(remaining)
-    axis.set(xticks=[], yticks=[])
-    axis.set_title(title if row == 0 else "", fontsize=8)
-    return axis
+def _columns(explained: Sequence[Explained], most: float) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """Titles and pictures [B, H, W, 3]."""
+    yield "image", overlay(explained[0], most)[0]
+    for one in explained:
+        _, weights, prototypes = overlay(one, most)
+        yield one.label, weights
+        if prototypes is not None:
+            yield "prototypes", prototypes
 
 
 def _short(text: str, limit: int = 20) -> str:

@@ -27,7 +27,8 @@ _ALONE = (
     *("--shell-completion", "-sc", "--version"),
 )
 _DASHED = {
-    "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true", "--max-hours": "max_hours=", "--shard": "shard="}
+    "report": {"--picture": "picture=true"},
+    "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true", "--max-hours": "max_hours=", "--shard": "shard="},
 }
 """Options of a command that stand for one of its keys; those that end in = take a value."""
 _WORDS = {"reproduce": "table", "tune": "search"}

@@ -30,13 +30,13 @@ COMMANDS = {
     "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
     "oodml": "make train-test splits of growing distance, and score, adapt and measure runs over them",
     "study": "conduct a small experiment of a paper, with a picture and a table beside its claims",
-    "report": "draw aggregated cells: bars with deviations, and retrieved images",
+    "report": "write a page of aggregated cells to look through, or draw them (--picture)",
     "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",
     "data": "list, verify and prepare data sets, and count what one holds",
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
-_WITH_NETWORKS = ("train", "embed", "reproduce", "tune", "study")
+_WITH_NETWORKS = ("train", "embed", "report", "reproduce", "tune", "study")
 
 
 def usage() -> str:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.report import COLORS
+from dmlbench.apps.report.picture import COLORS
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.few_shot import Compared
 from dmlbench.oodml.split_runs import SplitRun, notes_of

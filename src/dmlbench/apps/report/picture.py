@@ -9,24 +9,23 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
-from dmlbench import build
 from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.report.retrievals import (
+    drawn_queries,
+    failing,
+    first_run,
+    image,
+    nearest,
+    table_of,
+    that_can_be_shown,
+)
 from dmlbench.apps.tables import Cell
-from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import load_config
-from dmlbench.data.images.pixels import read_image
-from dmlbench.evaluation.by_distance import nearest_by_distance
-from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.results.tables import KINDS
-from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
+from dmlbench.types import ConfigError, ImageTable, IntArray
 
-_DRAWN_FOR_EACH = 8  # queries from which those with wrong neighbors are chosen
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _MOST_NAMES = 4  # cells whose names fit under their bars
@@ -56,11 +55,7 @@ def draw_report(
     known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
-    shown = [cell for cell in cells if "(untrained)" not in cell.label and (_first_run(cell) / EMBEDDINGS).exists()]
-    for run_dir in map(_first_run, shown):
-        require_own_files(run_dir, read_result(run_dir))
-    # The same queries of every cell: those that were tested on other images cannot show them.
-    shown = [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
+    shown = that_can_be_shown(cells)
     kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
     row_height = 0.82
     long = any(len(_name(cell)) > _LONGEST_NAME for cell in cells)
@@ -82,7 +77,7 @@ def draw_report(
         named = [Patch(color=COLORS[i % len(COLORS)], label=_name(cell)) for i, cell in enumerate(cells)]
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
     if shown:
-        table = _table(shown[0])
+        table = table_of(shown[0])
         chosen = _queries(shown[0], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, cell in zip(panels, shown, strict=False):
@@ -123,32 +118,17 @@ def _name(cell: Cell) -> str:
     return cell.label + (" PARTIAL" if cell.summary["missing"] else "")
 
 
-def _tested_on(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
-
-
 def _queries(cell: Cell, count: int) -> IntArray:
     """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``cell`` if there are enough."""
-    total = cell.summary["n_query"]
-    drawn = generator("report", total).permutation(total)[: _DRAWN_FOR_EACH * count]
-    queries, searched, neighbors = _nearest(cell, drawn, 1)
-    fails = (searched.labels[neighbors.index[:, 0]] != queries.labels).numpy()
+    drawn = drawn_queries(cell, count)
+    fails = failing(cell, drawn)
     wrong = drawn[fails][: max(count // 2, count - int((~fails).sum()))]
     return np.sort(np.concatenate([wrong, drawn[~fails][: count - len(wrong)]]))
 
 
-def _nearest(cell: Cell, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
-    """The queries ``rows`` of a cell's first run, what is searched, and the nearest of it."""
-    stored = load_embeddings(_first_run(cell) / EMBEDDINGS)
-    queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
-    some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
-    count = min(count, len(searched) - 1)
-    return some, searched, nearest_by_distance(some, searched, count, distance=distance_of_run(_first_run(cell)))
-
-
 def _retrievals(panel: Any, cell: Cell, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
-    some, searched, neighbors = _nearest(cell, chosen, num_nearest)
-    title = f"{cell.label}: query and its {num_nearest} nearest ({_first_run(cell).name})"
+    some, searched, neighbors = nearest(cell, chosen, num_nearest)
+    title = f"{cell.label}: query and its {num_nearest} nearest ({first_run(cell).name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
     for row, line in enumerate(axes):
@@ -158,27 +138,8 @@ def _retrievals(panel: Any, cell: Cell, table: ImageTable, chosen: IntArray, num
         name = table.class_names[table.labels[ids[0]]].replace("_", " ")
         line[0].set_ylabel(textwrap.fill(name, 14), fontsize=6, rotation=0, ha="right", va="center")
         for axis, image_id, is_right in zip(line, ids, right, strict=True):
-            pixels = _pixels(table, image_id)
+            pixels = image(table, image_id)
             axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)
             axis.set(xticks=[], yticks=[])
             color, linewidth, linestyle = _FRAMES[is_right]
             axis.spines[:].set(color=color, linewidth=linewidth, linestyle=linestyle)
-
-
-def _pixels(table: ImageTable, row: int) -> NDArray[np.uint8]:
-    """One image, [H, W] or [H, W, 3]."""
-    if table.pixels is not None:
-        return np.asarray(table.pixels[row])
-    return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
-
-
-def _first_run(cell: Cell) -> Path:
-    return next(run.path for run in cell.runs if run.state == "done")
-
-
-def _table(cell: Cell) -> ImageTable:
-    config = load_config(_first_run(cell) / CONFIG)
-    table: ImageTable = build.component(config.dataset.table)
-    if table.fingerprint != cell.summary["dataset_fingerprint"]:
-        raise RunError(f"{table.name} on disk is not the data of {cell.path}; its images cannot be shown")
-    return table

@@ -1,0 +1,245 @@
+"""What a page says of cells in numbers: scores, paired differences, curves, classes, settings, where they come from.
+
+Everything is made of what JSON knows; scores are percent (class distances as they are).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dmlbench.apps.tables import Cell
+from dmlbench.config import read_settings, settings_of_cell
+from dmlbench.evaluation.metrics.table import METRICS, score_named
+from dmlbench.results.paired import paired_difference
+from dmlbench.results.store import CONFIG, read_result
+from dmlbench.results.tables import Entry, Table
+from dmlbench.training.fit import HISTORY
+from dmlbench.training.log import read_history
+from dmlbench.types import RunError
+
+PER_QUERY = "per_query.csv"
+_LEVEL = 0.95
+_MOST_STEPS = 250  # points of a curve
+_SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "scored_on")
+"""In what two cells must agree for their runs to be pairs."""
+
+
+def leaderboard(table: Table, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The table of the cells; what holds for one row alone stands with it."""
+    rows = zip(cells, table.rows, table.competes, table.row_notes, strict=True)
+    return {
+        "columns": [
+            {"kind": kind, "metric": metric, "best": best}
+            for (kind, metric), best in zip(table.columns, table.best(), strict=True)
+        ],
+        "rows": [
+            {"label": label + " PARTIAL" * bool(cell.summary["missing"]), "competes": competes,
+             "scores": [_entry(entry) for entry in entries], "notes": [note for note in notes if note not in table.notes]}
+            for cell, (label, entries), competes, notes in rows
+        ],
+        "notes": [note for note in table.notes if not note.startswith(tuple(f"{label}: " for label, _ in table.rows))],
+    }  # fmt: skip
+
+
+def _entry(entry: Entry | str | None) -> Any:
+    if not isinstance(entry, Entry):
+        return entry
+    return {"mean": _short(entry.mean), "std": None if entry.std is None else _short(entry.std)}
+
+
+def metrics_of_runs(cells: Sequence[Cell], asked: Sequence[str]) -> list[dict[str, Any]]:
+    """Those of the asked scores that single runs have."""
+    known = {name for cell in cells for scores in cell.summary["raw"].values() for name in scores}
+    return [{"name": name, "label": score_named(name).label} for name in asked if name in known]
+
+
+def differences(cells: Sequence[Cell], metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """Of each two cells a < b and each metric the difference b - a over the runs that both have.
+
+    ``interval`` is that of one pair at 95 %; ``joint`` is wider, so that all comparisons of one cell hold together with
+    95 % (Bonferroni). ``why`` says why there is none.
+    """
+    found = []
+    together = 1 - (1 - _LEVEL) / max(1, len(cells) - 1)
+    for b, second in enumerate(cells):
+        for a, first in enumerate(cells[:b]):
+            one: dict[str, Any] = {"a": a, "b": b}
+            if differing := [key for key in _SAME if first.summary[key] != second.summary[key]]:
+                found.append({**one, "why": f"they differ in {', '.join(differing)}, so that runs are no pairs"})
+                continue
+            common = sorted(set(first.summary["raw"]) & set(second.summary["raw"]))
+            if not common:
+                found.append({**one, "why": "they have no run in common"})
+                continue
+            total = len(set(first.summary["raw"]) | set(second.summary["raw"]))
+            for name in metrics:
+                pairs = [
+                    {_coordinates(run): cell.summary["raw"][run][name] for run in common
+                     if name in cell.summary["raw"][run]} for cell in (first, second)
+                ]  # fmt: skip
+                if pairs[0].keys() != pairs[1].keys() or not pairs[0]:
+                    continue
+                scale = score_named(name).scale
+                at = [paired_difference(*pairs, level=level) for level in (_LEVEL, together)]
+                intervals = [None if d.interval is None else [_short(scale * x) for x in d.interval] for d in at]
+                found.append({
+                    **one, "metric": name, "difference": _short(scale * at[0].difference), "over": at[0].over,
+                    "interval": intervals[0], "joint": intervals[1], "pairs": len(common), "of": total,
+                })  # fmt: skip
+    return found
+
+
+def _coordinates(run: str) -> tuple[int, int]:
+    fold, _, repeat = run.removeprefix("fold").partition("_rep")
+    return int(fold), int(repeat)
+
+
+def curves(cells: Sequence[Cell]) -> dict[str, list[Any]]:
+    """By the name of what was logged: of each cell steps, and mean, least and greatest value over its complete runs.
+
+    A step counts that every run has logged; longer curves are thinned out evenly.
+    """
+    of_cells = [_curves(cell) for cell in cells]
+    names = dict.fromkeys(name for own in of_cells for name in own)
+    order = sorted(names, key=lambda name: (name != "train/loss", not name.startswith("val/"), name))
+    return {name: [own.get(name) for own in of_cells] for name in order}
+
+
+def _curves(cell: Cell) -> dict[str, Any]:
+    runs = [run.path for run in cell.runs if run.state == "done"]
+    logged = [pd.DataFrame(read_history(path / HISTORY), columns=["step", "name", "value"]) for path in runs]
+    logged = [one for one in logged if len(one)]
+    if not logged:
+        return {}
+    found = {}
+    for name, rows in pd.concat(logged).groupby("name"):
+        by_step = rows.groupby("step")["value"].agg(["mean", "min", "max", "size"])
+        most = by_step["size"].max()
+        kept = by_step[by_step["size"] == most]
+        if len(kept) > _MOST_STEPS:
+            kept = kept.iloc[np.unique(np.linspace(0, len(kept) - 1, _MOST_STEPS).round().astype(int))]
+        scale = score_named(_metric_of(str(name))).scale if _metric_of(str(name)) else 1.0
+        values = {part: [_short(scale * value) for value in kept[part]] for part in ("mean", "min", "max")}
+        found[str(name)] = {"steps": kept.index.tolist(), "runs": int(most), **values}
+    return found
+
+
+def _metric_of(name: str) -> str:
+    """The score that is logged as ``val/<score>``; empty for anything else."""
+    what, _, score = name.partition("/")
+    return score if what == "val" and (score in METRICS or score.rpartition("_")[0] + "_k" in METRICS) else ""
+
+
+def classes(
+    cells: Sequence[Cell], metrics: Sequence[str], names: Sequence[str] | None, most: int
+) -> dict[str, Any]:  # fmt: skip
+    """Scores by class of the queries, a cell's being means over its complete runs.
+
+    Args:
+        cells: of one data set.
+        metrics: scores to show; what belongs to whole sets has no classes.
+        names: by label, or None where they are not known.
+        most: classes to keep, those of the lowest first score, averaged over the cells.
+    """
+    frames = [_by_class(cell) for cell in cells]
+    shown = [name for name in metrics if any(frame is not None and name in frame for frame in frames)]
+    if not shown:
+        return {"metrics": [], "rows": [], "of": 0}
+    labels = sorted({int(label) for frame in frames if frame is not None for label in frame.index})
+    table = {
+        name: np.array([
+            [np.nan] * len(labels) if frame is None or name not in frame
+            else score_named(name).scale * frame[name].reindex(labels).to_numpy() for frame in frames
+        ]) for name in shown
+    }  # fmt: skip
+    filled = ~np.isnan(table[shown[0]])
+    hardness = np.where(filled, table[shown[0]], 0).sum(0) / np.maximum(filled.sum(0), 1)
+    kept = sorted(np.argsort(hardness, kind="stable")[:most].tolist())
+    queries = [
+        max(int(frame["queries"].get(labels[i], 0)) for frame in frames if frame is not None) for i in kept
+    ]  # fmt: skip
+    return {
+        "metrics": [{"name": name, "label": score_named(name).label} for name in shown],
+        "of": len(labels),
+        "rows": [
+            {"name": names[labels[i]] if names is not None and labels[i] < len(names) else str(labels[i]),
+             "queries": count,
+             "scores": [[None if np.isnan(x) else _short(x) for x in table[name][:, i]] for name in shown]}
+            for i, count in zip(kept, queries, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _by_class(cell: Cell) -> pd.DataFrame | None:
+    """Means by label over the queries of a run, then over runs; None where no run has kept its queries' scores."""
+    runs = [run.path / PER_QUERY for run in cell.runs if run.state == "done"]
+    found = []
+    for path in (path for path in runs if path.exists()):
+        try:
+            grouped = pd.read_csv(path).drop(columns="id").groupby("label")
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(
+                f"{path} is damaged ({error}); remove the run with `dmlbench clean` and run it again"
+            ) from error
+        found.append(grouped.mean().assign(queries=grouped.size()))
+    return pd.concat(found).groupby(level=0).mean() if found else None
+
+
+def settings(cell: Cell) -> dict[str, str]:
+    """What the cell is made of, by key."""
+    stored = read_settings(_complete(cell)[0] / CONFIG)
+    return {key: "null" if value is None else str(value) for key, value in settings_of_cell(stored).items()}
+
+
+def provenance(cell: Cell) -> list[tuple[str, str]]:
+    """Where a cell's numbers come from, as names and values; what differs between its runs is listed."""
+    runs = [read_result(path) for path in _complete(cell)]
+    first, summary = runs[0], cell.summary
+    told = summary.get("imported")
+    selected = "on the test set" if summary["val_is_test"] else "on validation classes"
+    # fmt: off
+    found: list[tuple[str, str]] = [
+        ("folder", "/".join(cell.path.parts[-3:])),
+        ("runs", f"{summary['n_runs']} of {summary['n_runs_expected']}, base seed {first['base_seed']}"),
+        ("selected by", f"{told['selected']} (imported)" if told else f"{first['monitor']}, {selected}"),
+        ("data", f"{summary['dataset']}, fingerprint {summary['dataset_fingerprint'][:16]}"),
+        ("recipe", _listed(_recipe(run) for run in runs)),
+        ("initial weights (SHA-256)", _listed(str(run.get("weights_sha256", ""))[:16] for run in runs)),
+        ("steps", _listed(str(run["steps"]) for run in runs)),
+        ("best step", _listed(str(run.get("best_step", "")) for run in runs)),
+        ("code", _listed(str(run.get("git_commit") or "")[:12] for run in runs)),
+        ("hardware", _listed(str(run.get("device", "")) for run in runs)),
+        ("versions", _listed(", ".join(f"{k} {v}" for k, v in run.get("versions", {}).items()) for run in runs)),
+        ("hours, all runs", f"{sum(run['wall_s'] for run in runs) / 3600:.2f}"),
+        ("memory, at most", f"{max(run.get('peak_memory_bytes', 0) for run in runs) / 2**30:.1f} GiB"),
+        ("finished", " to ".join(dict.fromkeys([min(_finished(runs)), max(_finished(runs))]))),
+    ]
+    # fmt: on
+    return [(name, value) for name, value in found if value]
+
+
+def _recipe(run: dict[str, Any]) -> str:
+    recipe = run.get("recipe")
+    if not recipe:
+        return ""
+    other = f"; other values: {', '.join(map(str, recipe['overridden']))}" if recipe.get("overridden") else ""
+    return f"{recipe['name']} ({recipe['side']}){other}"
+
+
+def _finished(runs: Sequence[dict[str, Any]]) -> list[str]:
+    return [str(run.get("finished", "")) for run in runs]
+
+
+def _listed(values: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(value for value in values if value))
+
+
+def _complete(cell: Cell) -> list[Any]:
+    return [run.path for run in cell.runs if run.state == "done"]
+
+
+def _short(value: float) -> float:
+    """Six digits, which is more than a page shows."""
+    return float(f"{value:.6g}")

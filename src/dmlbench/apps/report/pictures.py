@@ -1,0 +1,112 @@
+"""Images of a page: retrieved ones, and what poolings look at, as data within the page."""
+
+import base64
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tqdm import tqdm
+
+from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
+from dmlbench.apps.report.retrievals import (
+    drawn_queries,
+    failing,
+    first_run,
+    image,
+    nearest,
+    that_can_be_shown,
+)
+from dmlbench.apps.tables import Cell
+from dmlbench.apps.trained import load_run
+from dmlbench.types import DmlbenchError, ImageTable
+
+_SIDE = 96  # pixels of a longer side in the page
+_QUALITY = 80
+
+
+def galleries(
+    cells: Sequence[Cell], table: ImageTable, *, num_queries: int, num_nearest: int
+) -> tuple[dict[str, Any], list[int]]:
+    """The same queries of every trained cell and what is nearest to them, in its first run.
+
+    Half of the queries are those that most cells answer wrongly among some drawn with a fixed seed, half the next of
+    these which most answer rightly; queries without another image of their class are left out.
+
+    Returns:
+        By cell the nearest images' rows, images and names of classes by row; and the queries' rows in the table.
+    """
+    shown = that_can_be_shown(cells)
+    if not shown:
+        return {"cells": {}, "why": "no trained cell has kept its embeddings"}, []
+    drawn = drawn_queries(shown[0], num_queries)
+    some, searched, _ = nearest(shown[0], drawn, 1)
+    positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
+    drawn = drawn[positive.any(1).numpy()]
+    wrong = np.sum([failing(cell, drawn) for cell in shown], axis=0)
+    order = np.argsort(-wrong, kind="stable")
+    half = min(num_queries // 2, int((wrong > 0).sum()))
+    rest = order[half:][::-1][: num_queries - half]
+    chosen = drawn[np.concatenate([order[:half], rest])]
+    found: dict[str, Any] = {}
+    used: dict[int, None] = {}
+    rows: list[int] = []
+    for i, cell in enumerate(cells):
+        if cell not in shown:
+            continue
+        queries, searched, neighbors = nearest(cell, chosen, num_nearest)
+        rows = [int(row) for row in queries.ids]
+        near = [
+            [[int(searched.ids[j]), bool(searched.labels[j] == label)] for j in line]
+            for line, label in zip(neighbors.index.tolist(), queries.labels, strict=True)
+        ]
+        found[str(i)] = {"run": first_run(cell).name, "nearest": near}
+        used |= dict.fromkeys([*rows, *(row for line in near for row, _ in line)])
+    return {
+        "cells": found,
+        "queries": rows,
+        "drawn": len(drawn),
+        "images": {str(row): _thumbnail(image(table, row)) for row in used},
+        "names": {str(row): table.class_names[table.labels[row]].replace("_", " ") for row in used},
+    }, rows
+
+
+def overlays(cells: Sequence[Cell], rows: Sequence[int], *, device: str) -> dict[str, Any]:
+    """What the pooling of each cell's first run looks at in images of the data set; by cell, or why it does not say.
+
+    One scale holds for all: white is the weight of average pooling.
+    """
+    explained: dict[int, Explained] = {}
+    why: dict[str, str] = {}
+    for i, cell in enumerate(tqdm(cells, "overlays", unit="cell", disable=not sys.stderr.isatty())):
+        run_dir = first_run(cell)
+        try:
+            run = load_run(run_dir, {"num_workers": 0}, device=device)
+            if run.model.explains_pairs:
+                why[str(i)] = "AVSL explains pairs of images: see `dmlbench explain`"
+                continue
+            explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
+        except DmlbenchError as error:
+            why[str(i)] = str(error)
+    if not explained:
+        return {"cells": {}, "why": why}
+    most = greatest_weight(list(explained.values()))
+    found = {}
+    for i, one in explained.items():
+        pictures = overlay(one, most)
+        found[str(i)] = [
+            [None if part is None else _thumbnail(part[row]) for part in pictures] for row in range(len(rows))
+        ]
+    return {"cells": found, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
+
+
+def _thumbnail(pixels: NDArray[np.uint8]) -> str:
+    """A data URI of an image [H, W] or [H, W, 3], made smaller where it is large."""
+    picture = Image.fromarray(pixels).convert("RGB")
+    picture.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", quality=_QUALITY)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

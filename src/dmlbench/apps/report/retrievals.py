@@ -1,0 +1,86 @@
+"""Queries of a cell's first run, what is nearest to them, and the images of both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmlbench import build
+from dmlbench.apps.tables import Cell
+from dmlbench.apps.trained import distance_of_run
+from dmlbench.config import load_config
+from dmlbench.data.images.pixels import read_image
+from dmlbench.evaluation.by_distance import nearest_by_distance
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.runtime import generator
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
+
+DRAWN_FOR_EACH = 8
+"""Queries from which each one that is shown is chosen."""
+
+
+def first_run(cell: Cell) -> Path:
+    """The first complete run."""
+    return next(run.path for run in cell.runs if run.state == "done")
+
+
+def that_can_be_shown(cells: Sequence[Cell]) -> list[Cell]:
+    """Trained cells with the embeddings of their first run, tested on the same images as the first of them.
+
+    Raises:
+        RunError: embeddings that are not those of their run.
+    """
+    shown = [cell for cell in cells if "(untrained)" not in cell.label and (first_run(cell) / EMBEDDINGS).exists()]
+    for run_dir in map(first_run, shown):
+        require_own_files(run_dir, read_result(run_dir))
+    # The same queries of every cell: those that were tested on other images cannot show them.
+    return [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
+
+
+def _tested_on(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
+
+
+def drawn_queries(cell: Cell, count: int) -> IntArray:
+    """``DRAWN_FOR_EACH`` times ``count`` queries, or all there are, drawn with a fixed seed."""
+    total = cell.summary["n_query"]
+    return np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
+
+
+def failing(cell: Cell, rows: IntArray) -> NDArray[np.bool_]:
+    """Whether what is nearest to each of the queries ``rows`` is of another class."""
+    queries, searched, neighbors = nearest(cell, rows, 1)
+    return np.asarray((searched.labels[neighbors.index[:, 0]] != queries.labels).numpy())
+
+
+def nearest(cell: Cell, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
+    """The queries ``rows`` of a cell's first run, what is searched, and the nearest of it."""
+    stored = load_embeddings(first_run(cell) / EMBEDDINGS)
+    queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
+    some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
+    count = min(count, len(searched) - 1)
+    return some, searched, nearest_by_distance(some, searched, count, distance=distance_of_run(first_run(cell)))
+
+
+def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
+    """One image, [H, W] or [H, W, 3]."""
+    if table.pixels is not None:
+        return np.asarray(table.pixels[row])
+    return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
+
+
+def table_of(cell: Cell) -> ImageTable:
+    """The data set of a cell.
+
+    Raises:
+        RunError: what is on disk is not the data of the cell.
+        DataError: there is nothing.
+    """
+    config = load_config(first_run(cell) / CONFIG)
+    table: ImageTable = build.component(config.dataset.table)
+    if table.fingerprint != cell.summary["dataset_fingerprint"]:
+        raise RunError(f"{table.name} on disk is not the data of {cell.path}; its images cannot be shown")
+    return table

@@ -1,0 +1,362 @@
+"""The page of a report: its numbers by other ways, and what a person does with it in a real browser."""
+
+import base64
+import copy
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+
+from dmlbench.apps.compare import compare_cells
+from dmlbench.apps.report import numbers, page
+from dmlbench.apps.report.paper_scores import paper_scores
+from dmlbench.apps.report.pictures import _thumbnail
+from dmlbench.apps.tables import Cell, build_tables, find_cells
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.one_run import run
+from dmlbench.papers import load_table
+from dmlbench.results.store import EMBEDDINGS
+from dmlbench.training.log import read_history
+from dmlbench.types import RunError
+
+SMALL = [
+    *("dataset=glyphs_collage", "dataset.table.num_classes=16", "dataset.table.images_per_class=6"),
+    *("dataset.table.image_size=32", "transform=shift", "transform.train.padding=2", "backbone=resnet20_small"),
+    *("loss=contrastive", "sampler.classes_per_batch=4", "sampler.images_per_class=2", "head.out_features=8"),
+    *("device=cpu", "num_workers=0", "fit.max_steps=6", "fit.validate_every=3", "fit.log_every=2", "fit.keep=best"),
+    *("protocol.num_folds=2", "protocol.num_repeats=2", "paths.output_dir=out", "paths.cache_dir=cache"),
+]
+SPEC = EvaluationSpec(metrics=("p_at_1", "map_at_r"))
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs of three poolings and of the untrained network, and a page of them; one pooling lacks a run."""
+    root = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        rows = [
+            ("gap", "", 4),
+            ("gsp_small", "pooling.memory_rows=16 pooling.num_prototypes=8", 4),
+            ("gmp", "", 3),
+            ("gap", "fit.max_steps=0", 4),
+        ]
+        for pooling, more, count in rows:
+            cfg = compose("train", [*SMALL, f"pooling={pooling}", *more.split()])
+            cfg.runtime.choices = {"pooling": pooling, "loss": "contrastive", "backbone": "resnet20_small"}
+            for i in range(count):
+                cfg.fold, cfg.repeat = divmod(i, 2)
+                run(copy.deepcopy(cfg))
+        for command in (["aggregate"], ["report", "queries=4", "nearest=3", "device=cpu"]):
+            with pytest.raises(SystemExit) as exited:
+                main([*command, "paths.output_dir=out", "allow_partial=true"])
+            assert exited.value.code == 0
+        yield root
+
+
+@pytest.fixture(scope="module")
+def cells(folder: Path) -> list[Cell]:
+    ((_, found),) = find_cells("out", "**", SPEC, allow_partial=True).items()
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def content(folder: Path) -> dict[str, Any]:
+    text = (folder / "out/tables/report.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    return json.loads(data)
+
+
+def _decoded(picture: str) -> Image.Image:
+    assert picture.startswith("data:image/webp;base64,")
+    return Image.open(io.BytesIO(base64.b64decode(picture.partition(",")[2])))
+
+
+def test_scores_are_those_of_the_table(cells: list[Cell], content: dict[str, Any]) -> None:
+    (table,) = build_tables({("a", "b"): cells}, SPEC).values()
+    found = content["groups"][0]["leaderboard"]
+    assert [column["metric"] for column in found["columns"]] == [metric for _, metric in table.columns]
+    for (label, entries), row in zip(table.rows, found["rows"], strict=True):
+        assert row["label"].removesuffix(" PARTIAL") == label
+        for entry, score in zip(entries, row["scores"], strict=True):
+            assert score["mean"] == pytest.approx(entry.mean, rel=1e-5)
+            assert score["std"] == (None if entry.std is None else pytest.approx(entry.std, rel=1e-5, abs=1e-9))
+    partial = [row for row in found["rows"] if row["label"].endswith("PARTIAL")]
+    assert [row["label"] for row in partial] == ["gmp PARTIAL"]
+    assert "without fold1_rep1" in " ".join(partial[0]["notes"])
+    assert not partial[0]["competes"]
+
+
+def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
+    cells: list[Cell], content: dict[str, Any]
+) -> None:
+    found = content["groups"][0]["differences"]
+    assert len(found) == 6 * 2  # pairs of four cells, two scores
+    of = {cell.label: i for i, cell in enumerate(cells)}
+    first, second = sorted((of["gap"], of["gsp_small"]))
+    one = next(d for d in found if (d["a"], d["b"], d["metric"]) == (first, second, "map_at_r"))
+    patterns = [str(cells[i].path.relative_to("out")) for i in (first, second)]
+    told = compare_cells("out", patterns, SPEC).differences["map_at_r"]
+    assert one["difference"] == pytest.approx(100 * told.difference, rel=1e-4, abs=1e-9)
+    assert one["interval"] == pytest.approx([100 * x for x in told.interval or ()], rel=1e-4)
+    assert (one["pairs"], one["of"], one["over"]) == (4, 4, "repeats within folds")
+    width, joint = (one[key][1] - one[key][0] for key in ("interval", "joint"))
+    # three comparisons of a cell, two degrees of freedom: t of 1 - 0.05/6 over t of 0.975
+    assert joint / width == pytest.approx(7.6488 / 4.3027, rel=1e-3)
+    with_gmp = next(d for d in found if of["gmp"] in (d["a"], d["b"]))
+    assert (with_gmp["pairs"], with_gmp["of"]) == (3, 4)
+
+
+def test_cells_of_other_data_are_not_subtracted(cells: list[Cell]) -> None:
+    other = Cell(cells[0].path, cells[0].runs, {**cells[0].summary, "dataset_fingerprint": "x"}, "other")
+    (found,) = numbers.differences([cells[0], other], ["p_at_1"])
+    assert "dataset_fingerprint" in found["why"]
+
+
+def test_curves_are_means_over_runs(cells: list[Cell], content: dict[str, Any]) -> None:
+    place = next(i for i, cell in enumerate(cells) if cell.label == "gap")
+    own = content["groups"][0]["curves"]["val/map_at_r"][place]
+    logged = [
+        {step: value for step, name, value in read_history(run.path / "history.csv") if name == "val/map_at_r"}
+        for run in cells[place].runs
+    ]
+    assert own["steps"] == [3, 6]
+    assert own["runs"] == 4
+    for part, function in (("mean", np.mean), ("min", min), ("max", max)):
+        assert own[part] == pytest.approx([100 * function([h[s] for h in logged]) for s in (3, 6)], rel=1e-4)
+
+
+def test_classes_are_means_over_their_queries(cells: list[Cell], content: dict[str, Any]) -> None:
+    found = content["groups"][0]["classes"]
+    assert (found["of"], len(found["rows"])) == (8, 8)
+    place = next(i for i, cell in enumerate(cells) if cell.label == "gmp")
+    frames = [pd.read_csv(run.path / "per_query.csv") for run in cells[place].runs if run.state == "done"]
+    label = frames[0]["label"].min()
+    expected = np.mean([100 * frame[frame["label"] == label]["p_at_1"].mean() for frame in frames])
+    assert found["rows"][0]["scores"][0][place] == pytest.approx(expected, rel=1e-4)
+    assert found["rows"][0]["queries"] == 6
+    hardest = numbers.classes(cells, ["p_at_1"], None, 3)["rows"]
+    mean = [np.mean(row["scores"][0]) for row in found["rows"]]
+    assert sorted(np.mean(row["scores"][0]) for row in hardest) == pytest.approx(sorted(mean)[:3])
+
+
+def test_galleries_show_what_is_nearest_and_half_failures(cells: list[Cell], content: dict[str, Any]) -> None:
+    gallery = content["groups"][0]["gallery"]
+    assert len(gallery["queries"]) == 4
+    fails = []
+    for i, own in gallery["cells"].items():
+        stored = load_embeddings(next(r.path for r in cells[int(i)].runs if r.state == "done") / EMBEDDINGS).queries
+        rows, ids = stored.rows.double().numpy(), stored.ids.tolist()
+        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        for query, near in zip(gallery["queries"], own["nearest"], strict=True):
+            alike = rows @ rows[ids.index(query)]
+            alike[ids.index(query)] = -np.inf
+            best = np.argsort(-alike)[:3]
+            assert [row for row, _ in near] == [ids[j] for j in best]
+            right = stored.labels.numpy()[best] == stored.labels.numpy()[ids.index(query)]
+            assert [is_right for _, is_right in near] == right.tolist()
+            fails.append((query, not right[0]))
+    wrong = {query: sum(fail for q, fail in fails if q == query) for query in gallery["queries"]}
+    assert sum(count > 0 for count in wrong.values()) >= 2
+    assert set(gallery["images"]) == set(gallery["names"])
+    assert "(untrained)" not in [cells[int(i)].label for i in gallery["cells"]]
+
+
+def test_average_pooling_counts_all_places_alike(cells: list[Cell], content: dict[str, Any]) -> None:
+    overlays = content["groups"][0]["overlays"]
+    places = {cell.label: str(i) for i, cell in enumerate(cells)}
+    assert "has no best.ckpt" in overlays["why"][places["gap (untrained)"]]
+    _, weights, prototypes = overlays["cells"][places["gap"]][0]
+    assert prototypes is None
+    colors = np.asarray(_decoded(weights), dtype=int)
+    assert np.ptp(colors, axis=2).max() <= 8  # white over grey
+    of_gsp = overlays["cells"][places["gsp_small"]]
+    assert all(parts[2] is not None for parts in of_gsp)
+    assert max(np.ptp(np.asarray(_decoded(parts[1]), dtype=int), axis=2).max() for parts in of_gsp) > 30
+
+
+def test_settings_and_provenance_are_those_of_the_runs(cells: list[Cell], content: dict[str, Any]) -> None:
+    group, places = content["groups"][0], {cell.label: i for i, cell in enumerate(cells)}
+    settings = group["settings"]
+    a, b = settings[places["gap"]], settings[places["gap (untrained)"]]
+    assert {key for key in a if a[key] != b.get(key)} == {"fit.max_steps"}
+    assert (a["fit.max_steps"], b["fit.max_steps"]) == ("6", "0")
+    told = dict(group["provenance"][places["gmp"]])
+    assert told["runs"] == "3 of 4, base seed 0"
+    assert told["selected by"] == "map_at_r, on validation classes"
+
+
+def test_large_images_become_small_and_keep_their_shape() -> None:
+    assert _decoded(_thumbnail(np.zeros((50, 400, 3), dtype=np.uint8))).size == (96, 12)
+
+
+def test_a_paper_stands_beside_a_cell_of_its_recipe_and_choices(cells: list[Cell]) -> None:
+    choices = {"recipe": "gsp", "pooling": "gsp", "loss": "contrastive", "head": "linear", "backbone": "resnet20_small"}
+    choices |= {"regularizer": "zsr", "miner": "None"}
+    summary = {**cells[1].summary, "dataset": "cub200", "choices": choices}
+    found = paper_scores([Cell(cells[1].path, cells[1].runs, summary, "x")])
+    printed = {
+        (s.metric, s.kind): str(s.mean) for s in load_table("gsp/table2") if (s.row, s.dataset) == ("C2+GSP", "cub200")
+    }
+    ours = [one for one in found if one["table"] == "gsp/table2"]
+    assert {one["row"] for one in ours} == {"C2+GSP"}
+    assert {one["paper"] for one in ours} == set(printed.values())
+    assert all(one["verdict"] == "not comparable" and "resnet20_small instead of" in one["note"] for one in ours)
+    assert paper_scores(cells) == []  # no recipe
+
+
+def test_a_page_without_its_images_has_all_else(
+    cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(cell: Cell) -> None:
+        raise RunError("moved away")
+
+    monkeypatch.setattr(page, "table_of", gone)
+    page.write_page(
+        {("glyphs_collage", "mlrc"): cells}, tmp_path / "x.html", spec=SPEC, num_queries=2, num_nearest=2,
+        num_classes=5, with_overlays=True, device="cpu",
+    )  # fmt: skip
+    text = (tmp_path / "x.html").read_text()
+    assert "the images are not there: moved away" in text
+    assert '"leaderboard"' in text
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no Chromium with its driver on PATH; on Debian: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--disable-gpu", "--window-size=1300,1000", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # root has none
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser: webdriver.Chrome, folder: Path) -> webdriver.Chrome:
+    browser.get((folder / "out/tables/report.html").resolve().as_uri())
+    return browser
+
+
+def _labels(browser: webdriver.Chrome, table: str = "leaderboard", column: int = 1) -> list[str]:
+    cells = browser.find_elements(By.CSS_SELECTOR, f"#{table} tbody tr td:nth-child({column})")
+    return [cell.text for cell in cells]
+
+
+def _numbers(texts: list[str]) -> list[float]:
+    return [float(text.split(" ")[0]) for text in texts]
+
+
+def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
+    assert _numbers(_labels(opened, column=2)) == sorted(_numbers(_labels(opened, column=2)), reverse=True)
+    head = opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[2]
+    head.click()
+    assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)), reverse=True)
+    opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[2].click()
+    assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)))
+    by = opened.find_elements(By.CSS_SELECTOR, "#leaderboard th")[2]
+    assert by.get_attribute("aria-sort") == "ascending"
+    box = opened.find_element(By.ID, "filter")
+    box.send_keys("gap un")
+    assert _labels(opened) == ["gap (untrained)"]
+    assert opened.find_element(By.ID, "count").text == "1 of 4 rows"
+    assert len(opened.find_elements(By.CSS_SELECTOR, "#bars-chart .bars .point")) == 1
+    box.clear()
+    box.send_keys(Keys.SPACE)
+    assert len(_labels(opened)) == 4
+
+
+def test_the_keyboard_does_it_all(opened: webdriver.Chrome) -> None:
+    box = opened.find_element(By.ID, "filter")
+    box.send_keys(Keys.TAB)  # into the region that scrolls
+    assert opened.switch_to.active_element.get_attribute("aria-label") == "Scores"
+    opened.switch_to.active_element.send_keys(Keys.TAB)
+    assert opened.switch_to.active_element.text == "cell"
+    opened.switch_to.active_element.send_keys(Keys.ENTER)
+    first = _labels(opened)
+    assert opened.switch_to.active_element.text == "cell"  # the focus stays
+    opened.switch_to.active_element.send_keys(Keys.SPACE)
+    assert _labels(opened) == first[::-1]
+
+
+def test_choosing_cells_and_scores_changes_what_is_shown(opened: webdriver.Chrome, content: dict[str, Any]) -> None:
+    labels = [row["label"] for row in content["groups"][0]["leaderboard"]["rows"]]
+    Select(opened.find_element(By.ID, "cell-a")).select_by_visible_text("gap")
+    Select(opened.find_element(By.ID, "cell-b")).select_by_visible_text("gap (untrained)")
+    keys = _labels(opened, "settings-table")
+    assert keys == ["fit.max_steps"]
+    assert _labels(opened, "settings-table", 2) + _labels(opened, "settings-table", 3) == ["6", "0"]
+    for other in labels:
+        if other == "gap":
+            continue
+        row = _labels(opened, "differences-table").index(other)
+        a, b = sorted((labels.index("gap"), labels.index(other)))
+        one = next(d for d in content["groups"][0]["differences"] if (d["a"], d["b"], d["metric"]) == (a, b, "p_at_1"))
+        sign = 1 if b == labels.index(other) else -1
+        told = float(_labels(opened, "differences-table", 2)[row])
+        assert told == pytest.approx(sign * one["difference"], abs=0.0051)
+    Select(opened.find_element(By.ID, "score")).select_by_index(3)
+    assert "MAP@R" in opened.find_element(By.CSS_SELECTOR, "#bars-chart .xtitle").text
+    frames = opened.find_elements(By.CSS_SELECTOR, "#gallery-body .sides > div:first-child .retrieved")
+    first_is_right = ["right" in f.find_elements(By.TAG_NAME, "li")[1].get_attribute("class") for f in frames]
+    assert first_is_right == sorted(first_is_right)  # failures come first
+
+
+def test_light_and_dark_without_errors_or_network(opened: webdriver.Chrome) -> None:
+    back = []
+    for _ in range(2):
+        back.append(opened.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
+        opened.find_element(By.ID, "theme").click()
+    assert len(set(back)) == 2
+    assert opened.get_log("browser") == []
+    loaded = opened.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert [name for name in loaded if not name.startswith("data:")] == []
+    broken = "return [...document.images].filter((one) => one.complete && !one.naturalWidth).length"
+    assert opened.execute_script(broken) == 0
+    width = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert width[0] <= width[1]
+
+
+def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[str, Any], tmp_path: Path) -> None:
+    hostile = "</script><script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"
+    copy = json.loads(json.dumps(content))
+    group = copy["groups"][0]
+    group["title"] = hostile
+    group["leaderboard"]["rows"][0]["label"] = hostile
+    group["gallery"]["names"] = dict.fromkeys(group["gallery"]["names"], hostile)
+    (tmp_path / "x.html").write_text(page._filled(copy))
+    browser.get((tmp_path / "x.html").as_uri())
+    assert browser.find_element(By.ID, "title").text == hostile
+    assert browser.execute_script("return window.taken") is None
+    assert browser.get_log("browser") == []
+
+
+def test_twenty_cells_stay_below_twenty_megabytes(folder: Path, content: dict[str, Any]) -> None:
+    """By parts: what a cell adds is at most 24 photographs of 96 x 96 pixels, and its overlays."""
+    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)  # no photograph is larger
+    per_cell = len(_thumbnail(noise)) * (6 * 5 + 6 * 3) + 60_000
+    assert (folder / "out/tables/report.html").stat().st_size < 6_000_000
+    assert 5_000_000 + 20 * per_cell < 20_000_000
