@@ -21,10 +21,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from dmlbench.apps.compare import compare_cells
+from dmlbench.apps.imported import import_cell
 from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import _thumbnail
 from dmlbench.apps.tables import Cell, build_tables, find_cells
+from dmlbench.build import component
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
 from dmlbench.evaluation.embeddings.embed import load_embeddings
@@ -65,11 +67,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             for i in range(count):
                 cfg.fold, cfg.repeat = divmod(i, 2)
                 run(copy.deepcopy(cfg))
+        _import_rows(root)
         for command in (["aggregate"], ["report", "queries=4", "nearest=3", "device=cpu"]):
             with pytest.raises(SystemExit) as exited:
                 main([*command, "paths.output_dir=out", "allow_partial=true"])
             assert exited.value.code == 0
         yield root
+
+
+def _import_rows(root: Path) -> None:
+    """Test rows of other code, which has no model, no history and no curves."""
+    data = [override for override in SMALL if override.startswith(("dataset", "protocol.num", "paths"))]
+    names = "embeddings=rows/fold{fold}_rep{repeat}.npz"
+    cfg = compose("import", ["name=theirs", *data])
+    cfg.embeddings = names.partition("=")[2]
+    table, rng = component(cfg.dataset.table), np.random.default_rng(0)
+    (root / "rows").mkdir()
+    for fold, repeat in np.ndindex(2, 2):
+        test = component(cfg.protocol).split(table, fold=fold).test.query
+        rows = rng.normal(size=(len(test), 4)).astype(np.float32)
+        np.savez(root / f"rows/fold{fold}_rep{repeat}.npz", rows=rows, labels=table.labels[test], ids=test)
+    import_cell(cfg)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +127,7 @@ def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
     cells: list[Cell], content: dict[str, Any]
 ) -> None:
     found = content["groups"][0]["differences"]
-    assert len(found) == 6 * 2  # pairs of four cells, two scores
+    assert len(found) == 10 * 2  # pairs of five cells, two scores
     of = {cell.label: i for i, cell in enumerate(cells)}
     first, second = sorted((of["gap"], of["gsp_small"]))
     one = next(d for d in found if (d["a"], d["b"], d["metric"]) == (first, second, "map_at_r"))
@@ -119,8 +137,8 @@ def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
     assert one["interval"] == pytest.approx([100 * x for x in told.interval or ()], rel=1e-4)
     assert (one["pairs"], one["of"], one["over"]) == (4, 4, "repeats within folds")
     width, joint = (one[key][1] - one[key][0] for key in ("interval", "joint"))
-    # three comparisons of a cell, two degrees of freedom: t of 1 - 0.05/6 over t of 0.975
-    assert joint / width == pytest.approx(7.6488 / 4.3027, rel=1e-3)
+    # four comparisons of a cell, two degrees of freedom: t of 1 - 0.05/8 over t of 0.975
+    assert joint / width == pytest.approx(8.8602 / 4.3027, rel=1e-3)
     with_gmp = next(d for d in found if of["gmp"] in (d["a"], d["b"]))
     assert (with_gmp["pairs"], with_gmp["of"]) == (3, 4)
 
@@ -202,6 +220,11 @@ def test_settings_and_provenance_are_those_of_the_runs(cells: list[Cell], conten
     told = dict(group["provenance"][places["gmp"]])
     assert told["runs"] == "3 of 4, base seed 0"
     assert told["selected by"] == "map_at_r, on validation classes"
+    theirs = places["theirs (imported)"]
+    assert dict(group["provenance"][theirs])["selected by"] == "unknown (imported)"
+    assert all(own[theirs] is None for own in group["curves"].values())
+    assert "imported" in group["overlays"]["why"][str(theirs)]
+    assert str(theirs) in group["gallery"]["cells"]
 
 
 def test_large_images_become_small_and_keep_their_shape() -> None:
@@ -282,11 +305,11 @@ def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
     box = opened.find_element(By.ID, "filter")
     box.send_keys("gap un")
     assert _labels(opened) == ["gap (untrained)"]
-    assert opened.find_element(By.ID, "count").text == "1 of 4 rows"
+    assert opened.find_element(By.ID, "count").text == "1 of 5 rows"
     assert len(opened.find_elements(By.CSS_SELECTOR, "#bars-chart .bars .point")) == 1
     box.clear()
     box.send_keys(Keys.SPACE)
-    assert len(_labels(opened)) == 4
+    assert len(_labels(opened)) == 5
 
 
 def test_the_keyboard_does_it_all(opened: webdriver.Chrome) -> None:

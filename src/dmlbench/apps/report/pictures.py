@@ -90,7 +90,7 @@ def overlays(cells: Sequence[Cell], rows: Sequence[int], *, device: str) -> dict
                 continue
             explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
         except DmlbenchError as error:
-            why[str(i)] = str(error)
+            why[str(i)] = str(error).replace(str(run_dir), "/".join(run_dir.parts[-2:]))
     if not explained:
         return {"cells": {}, "why": why}
     most = greatest_weight(list(explained.values()))
