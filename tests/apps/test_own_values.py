@@ -40,8 +40,10 @@ def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         ("pooling=gsp_zsr", "loss=xbm", "loss@loss.loss=triplet", "dataset=glyphs", "fit.warmup_steps=${epochs:2}"),
         ("head=avsl", "pooling=null", "backbone=resnet20_levels", "loss=layered_proxy_anchor"),
         ("backbone=timm", "backbone.name=resnet10t.c3_in1k", "miner=semihard"),
+        ("pooling=gsp", "regularizer=zsr"),
+        ("pooling=gsp", "regularizer=[zsr,xml]"),
     ],
-    ids=["built_on_another", "wrapped", "levels", "timm"],
+    ids=["built_on_another", "wrapped", "levels", "timm", "regularizer", "two_regularizers"],
 )
 def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
     assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
@@ -67,6 +69,8 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
     assert by_hand["pooling"]["smoothing"] == 0.5
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
+    weighed = stored("pooling=gsp", "regularizer=zsr", "regularizer.zsr.weight=0.7")
+    assert given_otherwise(weighed, NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
     (tmp_path / "my_conf" / "pooling").mkdir(parents=True)
     (tmp_path / "my_conf/pooling/mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
     own = ("--config-dir=my_conf", "pooling=mine")

@@ -12,7 +12,7 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError, escape_latex
 
-NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule")
+NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule")
 """Groups whose chosen options name a cell."""
 IMPORTED = "imported"
 """The one choice of an imported cell: what its row is called."""
