@@ -31,7 +31,7 @@ _OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$
 
 
 def head(file: Path) -> dict[str, str]:
-    """The comment on top of an option's file: its prose under "", and its lines ``Key: text`` by their keys."""
+    """The comment on top of an option's file: its prose under "", and lines ``Key: text`` of its folder's keys by these."""
     found: dict[str, str] = {"": ""}
     last = ""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -40,7 +40,7 @@ def head(file: Path) -> dict[str, str]:
         text = line.removeprefix("#")
         if text.startswith(" @package"):
             continue
-        if match := _KEY.fullmatch(text.strip()):
+        if (match := _KEY.fullmatch(text.strip())) and match[1] in COLUMNS.get(file.parent.name, ()):
             last = match[1]
             found[last] = match[2]
         else:
