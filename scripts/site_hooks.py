@@ -1,9 +1,9 @@
 """What the site has besides the pages of docs/: tables made when it is built, the published results, CONTRIBUTING.md.
 
-A line ``<!-- table: conf/loss -->`` of a page becomes the table of that folder's options, from the heads of their files;
-``metrics`` and ``measured`` name the other two. A head is the comment on top of an option's file: what it is, then lines
-``Key: text`` of its own columns. Links of pages to ``../outputs/published`` and ``../CONTRIBUTING.md`` hold in the
-repository and, rewritten, on the site.
+A line ``<!-- table: conf/loss -->`` of a page becomes the table of that folder's options, made of the heads of their
+files; ``metrics`` and ``measured`` name the other two. A head is the comment on top of an option's file: what it is,
+then lines ``Key: text``, a key for each further column. Links of pages to ``../outputs/published`` and to
+``../CONTRIBUTING.md`` hold in the repository and, rewritten, on the site.
 """
 
 import re
@@ -31,7 +31,7 @@ _OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$
 
 
 def head(file: Path) -> dict[str, str]:
-    """The comment on top of an option's file: its prose under "", and lines ``Key: text`` of its folder's keys by these."""
+    """The comment on top of an option's file: its prose under "", its lines ``Key: text`` by the keys of COLUMNS."""
     found: dict[str, str] = {"": ""}
     last = ""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -95,7 +95,9 @@ def _made(what: str) -> str:
     if what == "metrics":
         return metrics_table()
     if what == "measured":
-        return measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/")
+        return (
+            measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/").replace(" ± ", "\u00a0±\u00a0")
+        )
     raise PluginError(f"there is no table '{what}'; name conf/<folder>, metrics or measured")
 
 
@@ -112,4 +114,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Tables in place of their markers, and links to what lies beside docs/ in the repository."""
     markdown = _MARKER.sub(lambda match: _made(match[1]), markdown)
-    return markdown.replace("](../outputs/published", "](published").replace("](../CONTRIBUTING.md", "](contributing.md")
+    return markdown.replace("](../outputs/published", "](published").replace(
+        "](../CONTRIBUTING.md", "](contributing.md"
+    )
