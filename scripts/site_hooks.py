@@ -25,9 +25,11 @@ COLUMNS = {
 }
 """Keys that heads of a folder have, and what the columns are called."""
 
+_STYLED = {"Formula": '<span class="formula">{}</span>'}
 _MARKER = re.compile(r"^<!-- table: (\S+) -->$", flags=re.MULTILINE)
 _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
-_OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/-]*[\w\]'}])")
+_OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
+_CODE = re.compile("(`[^`]*`)")
 
 
 def head(file: Path) -> dict[str, str]:
@@ -65,7 +67,9 @@ def options(group: str) -> dict[str, dict[str, str]]:
 
 
 def _cell(text: str) -> str:
-    return _OPTION_SET.sub(r"`\1`", text).replace("|", "\\|")
+    """Markdown of a head's text: what sets an option as code, and all else as it stands."""
+    parts = _CODE.split(_OPTION_SET.sub(r"`\1`", text))
+    return "".join(p if p.startswith("`") else p.replace("<", "&lt;") for p in parts).replace("|", "\\|")
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
@@ -77,7 +81,7 @@ def options_table(group: str) -> str:
     """Markdown of a folder's options: a row each, from their heads."""
     columns = COLUMNS.get(group, {})
     rows = [
-        [f"`{name}`", _cell(texts[""]), *(_cell(texts.get(key, "-")) for key in columns)]
+        [f"`{name}`", _cell(texts[""]), *(_STYLED.get(key, "{}").format(_cell(texts.get(key, "-"))) for key in columns)]
         for name, texts in options(group).items()
     ]
     return _table([f"`{group}=`", "what it is", *columns.values()], rows)

@@ -268,15 +268,12 @@ def test_an_option_without_a_column_of_its_table_is_refused(hooks, tmp_path, mon
     (tmp_path / "conf" / "loss").mkdir(parents=True)
     file = tmp_path / "conf" / "loss" / "mine.yaml"
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
-    file.write_text(
-        "# Mine: with\n# miner=hard | two lines.\n# Formula: a\n#   + b\n# Source: me\n_target_: x  # no head\n"
-    )
+    file.write_text("# Mine: with\n# miner=<m> | b < c.\n# Formula: a\n#   + b\n# Source: me\n_target_: x  # no head\n")
     with pytest.raises(PluginError, match=r"conf/loss/mine\.yaml: its head lacks Reduction"):
         hooks.options("loss")
     file.write_text(file.read_text().replace("# Source", "# Reduction: mean\n# Source"))
-    assert hooks.options_table("loss").splitlines()[2:] == [
-        "| `mine` | Mine: with `miner=hard` \\| two lines. | a + b | mean | me |"
-    ]
+    row = '| `mine` | Mine: with `miner=<m>` \\| b &lt; c. | <span class="formula">a + b</span> | mean | me |'
+    assert hooks.options_table("loss").splitlines()[2:] == [row]
     with pytest.raises(PluginError, match="conf/nothing holds no option"):
         hooks.options("nothing")
 
