@@ -99,9 +99,8 @@ def _made(what: str) -> str:
     if what == "metrics":
         return metrics_table()
     if what == "measured":
-        return (
-            measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/").replace(" ± ", "\u00a0±\u00a0")
-        )
+        text = measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/")
+        return text.replace(" ± ", "\u00a0±\u00a0")  # a score and its deviation on one line
     raise PluginError(f"there is no table '{what}'; name conf/<folder>, metrics or measured")
 
 
@@ -117,7 +116,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Tables in place of their markers, and links to what lies beside docs/ in the repository."""
-    markdown = _MARKER.sub(lambda match: _made(match[1]), markdown)
-    return markdown.replace("](../outputs/published", "](published").replace(
-        "](../CONTRIBUTING.md", "](contributing.md"
-    )
+    if set(_MARKER.findall(markdown)) & {f"conf/{group}" for group in COLUMNS}:
+        page.meta["hide"] = ["toc"]  # a wide table takes its place
+    for place, on_the_site in (("../outputs/published", "published"), ("../CONTRIBUTING.md", "contributing.md")):
+        markdown = markdown.replace(f"]({place}", f"]({on_the_site}")
+    return _MARKER.sub(lambda match: _made(match[1]), markdown)
