@@ -12,7 +12,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench
+.PHONY: help setup demo test test-all lint format docs bench
 
 help: ## show this overview
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## the main job: GAP against GSP on the embedded data set, 81 collections, table and picture
 	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
 
-test: setup lint ## what every change must pass
+test: setup lint ## what every change must pass, the site of the documentation without a warning included
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal
 
 test-all: setup lint ## also the slow tests, and those for a GPU where there is one
@@ -45,6 +45,9 @@ lint: setup ## style, types and import directions
 format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: setup ## the documentation as a site, site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup ## every benchmark: side by side in one run, ratios printed
 	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -14,7 +14,7 @@ from dmlbench.data.batches.transforms import identity
 CONF = Path(__file__).resolve().parents[2] / "conf" / "pooling"
 POOLINGS = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "none")
 WITHOUT_ONNX = ("gemax",)
-"""What the README says: poolings that the converter refuses."""
+"""What docs/models.md says: poolings that the converter refuses."""
 SMALLER = {"num_prototypes": 8, "memory_rows": 32, "start_step": 1}
 """So that prototypes start within a few batches."""
 

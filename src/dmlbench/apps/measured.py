@@ -1,4 +1,4 @@
-"""Whole published tables in short: what README says has been measured."""
+"""Whole published tables in short: what the documentation says has been measured."""
 
 import csv
 import re

@@ -78,7 +78,8 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     than columns have covariances of lower rank, which is no obstacle.
 
     Args:
-        a, b: [n, d] and [m, d] features, two rows or more each. Rows may be images, or means of classes.
+        a: features [n, d], two rows or more; rows may be images, or means of classes.
+        b: features [m, d], likewise.
         variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under
             the root alone, as the public code of the ooDML study does (equal sets come out slightly below 0);
             "pytorch_fid" takes scipy's matrix root of the product, with 1e-6 on the diagonals where that fails.

@@ -57,16 +57,17 @@ def collections(
     (see ``dmlbench.evaluation.search.similarity``), ties by gallery index; tiles and threads cannot change it.
 
     Args:
-        members: query rows [Q, D] of every run, [fold][repeat]; D may differ, ids and labels may not. Folds may have
-            different numbers of repeats.
+        members: query rows [Q, D] of every run, ``[fold][repeat]``; D may differ, ids and labels may not. Folds may
+            have different numbers of repeats.
         galleries: gallery rows of the same runs, or None: the queries are searched among themselves.
-        scores: the members' own scores as fractions, [fold][repeat][name], where they are known; computed otherwise.
+        scores: the members' own scores as fractions, ``[fold][repeat][name]``, where they are known; computed
+            otherwise.
         metrics: what joined embeddings are scored by, metrics of rankings; none at all is allowed with ``scores``.
         recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
         device: as in ``EvaluationSpec``.
-        distances: the runs' own distances, [fold][repeat]; None, as a whole or of a run, is the Euclidean distance of
-            unit vectors. The concatenated ranking is then by the sum of the members' distances.
+        distances: the runs' own distances, ``[fold][repeat]``; None, as a whole or of a run, is the Euclidean distance
+            of unit vectors. The concatenated ranking is then by the sum of the members' distances.
         partial: folder from which an interrupted call continues; removed at the end. The scores
             of single queries (8 bytes each) lie there instead of in memory. For one process at a time.
         progress: whether to show a bar.
@@ -141,7 +142,7 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     F (n - 1) degrees of freedom and sqrt(sum_f s_f^2) / (F sqrt(n)). It speaks of other seeds, not of other folds.
 
     Args:
-        scores: [fold][repeat].
+        scores: ``[fold][repeat]``.
         level: coverage in (0, 1).
 
     Returns:

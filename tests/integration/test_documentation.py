@@ -1,0 +1,351 @@
+"""README and docs/: their commands and their Python run, their links hold, the site is built without a warning."""
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import module_from_spec, spec_from_file_location
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from mkdocs.exceptions import PluginError
+from omegaconf import OmegaConf
+from PIL import Image
+from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, write_photo, write_sop
+
+import dmlbench
+from dmlbench import build
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
+from dmlbench.data.readers.cifar import CLASSES_100
+from dmlbench.evaluation.metrics.table import METRICS
+from dmlbench.models.bninception import BNInception
+
+SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "fit.patience=null", "device=cpu")
+GLYPHS = {
+    "glyphs": [f"dataset.table.{a}" for a in ("num_classes=16", "images_per_class=8", "image_size=32")],
+    "omniglot": [f"dataset.table.{a}" for a in ("image_size=32", "check_counts=false")],
+}
+BATCHES = ("sampler.classes_per_batch=4", "sampler.images_per_class=4")
+PHOTOS = (
+    *("transform.train.resize=40", "transform.train.crop=32"),
+    *("transform.eval.resize=40", "transform.eval.crop=32"),
+    *("sampler.classes_per_batch=2", "sampler.images_per_class=2"),
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its language, the file that its title names, and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    fenced = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.DOTALL | re.MULTILINE)
+    return [Block(*each) for each in fenced.findall(page.read_text(encoding="utf-8"))]
+
+
+def pages(repository: Path) -> list[Path]:
+    return [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+
+
+def _drawings(file: Path) -> None:
+    """Characters in the layout of Omniglot's archives."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(file, "w") as archive:
+        for character in range(16):
+            for drawing in range(4):
+                buffer = BytesIO()
+                pixels = np.random.default_rng([character, drawing]).random((105, 105)) < 0.5
+                Image.fromarray(pixels).save(buffer, "PNG")
+                name = f"{file.stem}/{file.stem}/character{character + 1:02d}/{character:04d}_{drawing + 1:02d}.png"
+                archive.writestr(name, buffer.getvalue())
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Sixteen classes of four images in the published layout of every data set that the pages name."""
+    root = tmp_path / "data"
+    for part in ("background", "evaluation"):
+        _drawings(root / "omniglot" / f"images_{part}.zip")
+    write_cars196(root / "cars196")
+    write_cub200(root / "CUB_200_2011")
+    write_sop(root / "Stanford_Online_Products")
+    write_inshop(root / "In-shop")
+    for label in range(16):
+        for i in range(4):
+            write_photo(root / "mine" / f"class_{label:02d}" / f"{i}.jpg", label)
+            write_photo(root / "shop" / f"{label}_{i}.jpg", label)
+    for name, labels in (("to_train.txt", range(8)), ("to_test.txt", range(8, 16))):
+        (root / "mine" / name).write_text("".join(f"class_{label:02d}\n" for label in labels))
+    lines = [f"{label}_{i}.jpg,{label},{role_of(label, i)}\n" for label in range(16) for i in range(4)]
+    (root / "shop" / "list.csv").write_text("path,label,role\n" + "".join(lines))
+    for label, name in enumerate(CLASSES_100[::6]):
+        for i in range(4):
+            write_photo(root / "cifar100" / ("train", "test")[i % 2] / name / f"{i}.png", label, side=32)
+    for part in ("train", "test"):  # by these folders the data set is recognized
+        (root / "cifar100" / part / CLASSES_100[0]).mkdir(exist_ok=True)
+
+    (tmp_path / "weights").mkdir()
+    torch.save(BNInception(pretrained=False).state_dict(), tmp_path / "weights" / "bn_inception-52deb4733.pth")
+    return root
+
+
+def _with_run_directories(line: str, outputs: Path) -> str:
+    """``<run directory>`` and ``<another>`` stand for runs with a pooling, ``<AVSL run directory>`` for one of AVSL."""
+    runs = sorted(checkpoint.parent for checkpoint in outputs.glob("*/*/*/best.ckpt"))
+    of_avsl = [run for run in runs if "-avsl-" in run.parent.name]
+    pooled = [run for run in runs if run not in of_avsl]
+    for place, run in (*zip(("<run directory>", "<another>"), pooled, strict=False),
+                       *zip(("<AVSL run directory>",), of_avsl, strict=False)):  # fmt: skip
+        line = line.replace(place, str(run))
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(3))
+def test_every_command_and_all_python_of_readme_and_docs_runs(
+    repository, data, tmp_path, monkeypatch, capsys, group
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DMLBENCH_DATA", str(data))
+    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "outputs"))
+    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    train = dmlbench.run
+    monkeypatch.setattr(dmlbench, "run", lambda *overrides: train(*overrides, *SMALLER, *BATCHES, *GLYPHS["glyphs"]))
+    rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
+    for name in ("x.npz", "query.npz", "gallery.npz"):
+        np.savez(tmp_path / name, rows=rows, labels=labels)
+    np.save(tmp_path / "x.npy", rows)
+    np.save(tmp_path / "y.npy", labels)
+    for name in ("a.jpg", "b.jpg"):
+        write_photo(tmp_path / name, 0, side=32)
+    glyphs, trained, count = tmp_path / "outputs" / "glyphs_collage", set(), 0
+    # These pages use no other ones' runs, so that processes can share the work.
+    apart = {"avsl": 1, "data": 2, "reproducing": 2}
+    for page in (page for page in pages(repository) if apart.get(page.stem, 0) == group):
+        names: dict[str, Any] = {}
+        for block in blocks(page):
+            if block.title:
+                (tmp_path / block.title).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / block.title).write_text(block.text)
+            elif block.language == "python":
+                exec(_with_run_directories(block.text, glyphs), names)
+                count += 1
+            elif block.language == "bash":
+                for line in filter(str.strip, block.text.splitlines()):
+                    if line.startswith("dmlbench train") and tuple(shlex.split(line, comments=True)) in trained:
+                        continue  # several pages begin with the same run
+                    trained.add(tuple(shlex.split(line, comments=True)))
+                    arguments = _smaller(line, tmp_path, data)
+                    with pytest.raises(SystemExit) as info:
+                        main(arguments)
+                    captured = capsys.readouterr()
+                    assert info.value.code == 0, f"{page.name}: {line}\n{captured.err[-2000:]}"
+                    count += 1
+            else:
+                assert block.language in ("", "yaml"), f"{page.name}: a block of {block.language} that nothing runs"
+    assert count >= (25, 4, 20)[group]
+
+
+def _smaller(line: str, tmp_path: Path, data: Path) -> list[str]:
+    """Arguments of a line of a page, for small data and with fewer steps."""
+    # One repeat stands for three, and mostly a small network for ResNet50, whose checkpoints take seconds.
+    line = line.replace("repeat=0,1,2", "repeat=0")
+    if "cub200" not in line and "pretrained" not in line:
+        line = line.replace("backbone=resnet50", "backbone=resnet20_small")
+    line = line.replace("$DMLBENCH_DATA", str(data)).replace("$DMLBENCH_WEIGHTS", str(tmp_path / "weights"))
+    line = _with_run_directories(line, tmp_path / "outputs" / "glyphs_collage")
+    program, command, *arguments = shlex.split(line, comments=True)
+    assert program == "dmlbench"
+    smaller: list[str] = []  # before the line's own arguments, which overrule them
+    if command == "train":
+        smaller += SMALLER
+        name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
+        if name in ("cub200", "cars196", "gsp_fair", "gsp/table2", "sop", "inshop", "folder"):
+            smaller += PHOTOS
+            if not any("weights_file" in a or "pretrained" in a or "resnet20" in a for a in arguments):
+                smaller += ["backbone.pretrained=false"]
+            if name.startswith("gsp"):
+                smaller += ["fold=0", "repeat=0"]
+        else:
+            smaller += BATCHES
+        if name in ("glyphs", "omniglot"):
+            smaller += GLYPHS[name]
+        elif name.startswith("avsl/glyphs"):
+            smaller += [*GLYPHS["glyphs"], "fold=0", "repeat=0"]
+        elif name != "folder" and "dataset" in line:
+            smaller += ["dataset.table.check_counts=false"]
+    elif command == "data" and arguments[0] == "verify":
+        arguments.append("dataset.table.check_counts=false")
+    elif command == "data" and arguments[0] == "prepare":
+        arguments += ["accept_other_checksum=true", "dataset.table.check_counts=false"]
+    elif command == "report":
+        smaller += ["queries=2"]
+    flags = [arguments.pop(0)] if arguments[:1] == ["-m"] else []
+    return [command, *flags, *smaller, *arguments]
+
+
+@pytest.fixture(scope="module")
+def hooks(repository) -> ModuleType:
+    spec = spec_from_file_location("site_hooks", repository / "scripts" / "site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Page(HTMLParser):
+    """What a page of the site links to, what can be linked to in it, and the code in its tables."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.first_cells: set[str] = set()
+        self._row: list[str] | None = None
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.links += [value for key in ("href", "src") if (value := values.get(key))]
+        self.anchors |= {value for key in ("id", "name") if (value := values.get(key))}
+        if tag == "tr":
+            self._row = []
+
+    def handle_data(self, text: str) -> None:
+        if self._row is not None and text.strip():
+            self._row.append(text)
+            self.first_cells.add(self._row[0])
+
+
+def test_the_site_is_built_without_a_warning_and_all_its_links_hold(repository, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)], cwd=repository, text=True,
+        capture_output=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    site = {file: Page(file) for file in tmp_path.rglob("*.html")}
+    for file, page in site.items():
+        for link in page.links:
+            place, _, anchor = link.partition("#")
+            if re.match("https?:|data:|mailto:", place):
+                continue
+            target = (file.parent / place).resolve() if place else file
+            if file.name == "404.html" and place.startswith("/"):
+                continue  # this page alone does not know where it lies
+            assert target.exists(), f"{file.relative_to(tmp_path)}: {link}"
+            if anchor and target.suffix == ".html" and anchor != "__skip":
+                assert anchor in site[target].anchors, f"{file.relative_to(tmp_path)}: {link}"
+        parts = r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]+)"'
+        loaded = re.findall(parts, file.read_text(encoding="utf-8"))
+        assert not loaded, f"{file.name} loads {loaded} from elsewhere"
+    tables = {"loss": "losses", "pooling": "poolings", "regularizer": "losses", "protocol": "protocols"}
+    for group, name in tables.items():
+        options = {file.stem for file in (repository / "conf" / group).glob("*.yaml")}
+        assert options <= site[tmp_path / f"{name}.html"].first_cells, group
+    assert set(METRICS) <= site[tmp_path / "evaluation.html"].first_cells
+    assert "glyphs_collage" in site[tmp_path / "measured.html"].first_cells
+    assert {"dmlbench.cli.python.run", "dmlbench.evaluation.evaluate.evaluate_arrays"} <= site[
+        tmp_path / "python.html"
+    ].anchors
+
+
+def test_an_option_without_a_column_of_its_table_is_refused(hooks, tmp_path, monkeypatch) -> None:
+    (tmp_path / "conf" / "loss").mkdir(parents=True)
+    file = tmp_path / "conf" / "loss" / "mine.yaml"
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    file.write_text("# Mine: with\n# miner=<m> | b < c.\n# Formula: a\n#   + b\n# Source: me\n_target_: x  # no head\n")
+    with pytest.raises(PluginError, match=r"conf/loss/mine\.yaml: its head lacks Reduction"):
+        hooks.options("loss")
+    file.write_text(file.read_text().replace("# Source", "# Reduction: mean\n# Source"))
+    row = '| `mine` | Mine: with `miner=<m>` \\| b &lt; c. | <span class="formula">a + b</span> | mean | me |'
+    assert hooks.options_table("loss").splitlines()[2:] == [row]
+    with pytest.raises(PluginError, match="conf/nothing holds no option"):
+        hooks.options("nothing")
+
+
+def _links(page: Path) -> Iterator[tuple[str, str]]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith(("http:", "https:")):
+            place, _, anchor = link.partition("#")
+            yield place, anchor
+
+
+def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
+    for page in pages(repository):
+        for place, anchor in _links(page):
+            target = page.parent / place if place else page
+            assert target.is_file(), f"{page.name}: {place}"
+            if anchor:
+                titles = re.findall("^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, anchor
+
+
+def test_readme_is_short_names_the_two_commands_and_shows_a_picture(repository) -> None:
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    assert "make demo" in text and "make test" in text
+    assert re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) == ["outputs/published/cub200_2010/cub200_2010-mlrc.png"]
+
+
+README_ROWS = {
+    "average, untrained": "gap (untrained)", "maximum": "gmp", "average + maximum": "gap_gmp", "average": "gap",
+    "GeM": "gem", "GSP": "gsp", "GSP with zero-shot loss": "gsp_zsr",
+}  # fmt: skip
+
+
+def test_readme_has_the_numbers_of_the_published_tables_and_says_what_they_are_not(repository) -> None:
+    def cells(dataset: str) -> dict[str, str]:
+        with (repository / f"outputs/published/{dataset}/{dataset}-mlrc.csv").open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if "proxy_anchor" not in row["row"]]
+        assert all("NOT THE PUBLISHED DATA" in row["notes"] for row in rows)
+        columns = ("separated (128-D) P@1", "concatenated (512-D) P@1")
+        best = [max(float(row[f"{column} mean"]) for row in rows) for column in columns]
+        found = {}
+        for row in rows:
+            texts = []
+            for column, highest in zip(columns, best, strict=True):
+                mean, std = float(row[f"{column} mean"]), row[f"{column} std"]
+                text = f"{mean:.1f}" + (f" ± {float(std):.1f}" if std else "")
+                texts.append(f"**{text}**" if mean == highest else text)
+            found[row["row"].replace(" contrastive", "")] = " / ".join(texts)
+        return found
+
+    birds, cars = cells("cub200_2010"), cells("cars196")
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    assert "**not the published ones**" in text
+    table = text.split("## What has been measured")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, flags=re.MULTILINE)
+    assert rows[1:] == [(label, birds[row], cars[row]) for label, row in README_ROWS.items()]
+    assert set(README_ROWS.values()) == set(birds) == set(cars)
+
+
+@pytest.mark.slow
+def test_heads_of_poolings_tell_their_parameters(repository, hooks) -> None:
+    heads = hooks.options("pooling")
+    cfg = compose("train", ["head.out_features=128"])
+    OmegaConf.update(cfg, "runtime.num_channels", 1024)
+    OmegaConf.update(cfg, "runtime.map_size", [7, 7])
+    for option in sorted(set(heads) - {"none"}):
+        node = OmegaConf.load(repository / "conf" / "pooling" / f"{option}.yaml")
+        if "_target_" not in node:  # it stands on another option; composing takes half a second
+            node = compose("train", [f"pooling={option}"]).pooling
+        pooling = build.component(
+            OmegaConf.merge(OmegaConf.masked_copy(cfg, ["runtime", "head", "fit"]), {"pooling": node}).pooling
+        )
+        count = sum(p.numel() for p in pooling.parameters() if p.requires_grad)
+        assert heads[option]["Parameters"] == f"{count:,}", option
