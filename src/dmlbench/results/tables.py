@@ -12,8 +12,8 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError, escape_latex
 
-NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule")
-"""Groups whose chosen options name a cell."""
+NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
+"""Groups whose chosen options name a cell; the last only where the others do not tell it apart."""
 IMPORTED = "imported"
 """The one choice of an imported cell: what its row is called."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
@@ -273,8 +273,16 @@ def cell_labels(
         and on those for which the name of an option does not stand.
     """
     made_here = [choices for choices, _ in cells if IMPORTED not in choices]
-    groups = [g for g in NAMING_GROUPS if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
+    *usual, last = NAMING_GROUPS
+    groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in cells]
+    options = {word: {c.get(last) for name, (c, _) in zip(words, cells, strict=True) if name == word} for word in words}
+    if any(len(several) > 1 for several in options.values()):
+        groups.append(last)
+        words = [
+            " ".join(_words(choices, groups)) if len(options[word]) > 1 else word
+            for word, (choices, _) in zip(words, cells, strict=True)
+        ]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
     labels = []

@@ -36,7 +36,8 @@ def leaderboard(table: Table, cells: Sequence[Cell]) -> dict[str, Any]:
         ],
         "rows": [
             {"label": label + " PARTIAL" * bool(cell.summary["missing"]), "competes": competes,
-             "scores": [_entry(entry) for entry in entries], "notes": [note for note in notes if note not in table.notes]}
+             "scores": [_entry(entry) for entry in entries],
+             "notes": [note for note in notes if note not in table.notes]}
             for cell, (label, entries), competes, notes in rows
         ],
         "notes": [note for note in table.notes if not note.startswith(tuple(f"{label}: " for label, _ in table.rows))],
