@@ -3,7 +3,7 @@
 import csv
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -156,6 +156,9 @@ class WandbLogger:
     the same values: the axis of the curves is ``step`` and not the number of the call, so it falls on the same points.
     Offline, each start has a folder of its own, ``wandb/offline-run-<time>-<id>``; ``wandb sync`` joins them by the id.
 
+    Scalars are written by a process of W&B, which does not say whether it could; where the disk is full, the history
+    and the checkpoints beside them are what fails.
+
     Args:
         run_dir: run directory; its path names run and group, and W&B's files go into its folder ``wandb``.
         run_id: of the run, the same at each start.
@@ -213,14 +216,17 @@ class WandbLogger:
     def _written(self) -> Iterator[None]:
         """
         Raises:
-            RunError: W&B cannot write its files, or has no account or connection.
+            RunError: a file cannot be written, or there is no account or connection.
         """
         import wandb
 
         try:
             yield
         except (OSError, wandb.errors.Error) as error:
-            self._run = None
+            failed, self._run = self._run, None
+            with suppress(OSError, wandb.errors.Error):
+                if failed is not None:
+                    failed.finish(exit_code=1)
             raise RunError(
                 f"Weights & Biases has failed in {self._run_dir / 'wandb'}: {error}; fix it, or go on with "
                 "logger.wandb.mode=offline or logger=null, and start the same command again to continue"
