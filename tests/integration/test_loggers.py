@@ -56,8 +56,10 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without loggers."""
-    return run_module.run(config(tmp_path_factory.mktemp("plain")))
+    """A run without loggers, for which nothing is drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Setup, "nearest_picture")
+        return run_module.run(config(tmp_path_factory.mktemp("plain")))
 
 
 def shown(run_dir: Path) -> Any:
@@ -163,12 +165,9 @@ def test_tensorboard_has_the_history_the_result_and_pictures_of_an_interrupted_r
         assert len(set(found)) == 5
 
 
-def test_nothing_is_drawn_without_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Setup, "nearest_picture")
-    run_module.run(config(tmp_path, "fit.max_steps=2"))
-
-
-@pytest.mark.parametrize("at", ["start", "log", "image", "summary"])
+@pytest.mark.parametrize(
+    "at", ["start", *(pytest.param(x, marks=pytest.mark.slow) for x in ("log", "image", "summary"))]
+)
 def test_a_logger_that_fails_ends_the_run_and_the_others_are_closed(
     plain: Path, tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

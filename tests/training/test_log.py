@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,6 @@ from PIL import Image
 from dmlbench.runtime import random_state
 from dmlbench.training.log import History, TensorBoardLogger, WandbLogger, read_history
 from dmlbench.types import RunError
-
-# Where a disk is full, a thread of TensorBoard says so too.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def test_history_is_cut_back_to_the_checkpoint_on_a_resume(tmp_path) -> None:
@@ -108,7 +106,8 @@ def test_tensorboard_drops_what_a_killed_process_wrote_after_its_checkpoint(tmp_
     killed.close()
 
 
-def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path) -> None:
+def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)  # TensorBoard's thread prints it too
     logger = tensorboard(tmp_path)
     logger.start(0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
