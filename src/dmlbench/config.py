@@ -94,8 +94,8 @@ def composing(folder: Path | None = None) -> Iterator[None]:
 def register_schemas(folder: Path | None = None, name: str | None = None) -> None:
     """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
 
-    Each primary YAML names its schema (``schema/train``) first in its defaults; ``name`` is the one that is composed, None
-    stands for any. Recipes of the user's own configuration ``folder`` come before others of their name.
+    Each primary YAML names its schema (``schema/train``) first in its defaults; ``name`` is the one that is composed,
+    None stands for any. Recipes of the user's own configuration ``folder`` come before others of their name.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])

@@ -379,6 +379,20 @@ finally:
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
+def test_the_overview_is_printed_before_anything_large_is_imported(tmp_path) -> None:
+    code = """
+import sys
+from dmlbench.cli.main import main
+try:
+    main(["--help"])
+finally:
+    print([name for name in ("torch", "hydra", "omegaconf", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n[]\n")
+
+
 def test_backbone_without_weights_says_how_to_place_the_file() -> None:
     with pytest.raises(ConfigError, match=r"bn_inception-52deb4733\.pth"):
         build.build_model(compose("train", ["backbone=bn_inception"]))

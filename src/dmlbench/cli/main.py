@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__version__)
         sys.exit(0)
 
-    # Imported by now, the overview would wait ten times as long for what it does not need: Hydra and numpy.
+    # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
     from dmlbench.cli.arguments import parse
     from dmlbench.cli.front import guarded, run_hydra
     from dmlbench.types import ConfigError, closest
