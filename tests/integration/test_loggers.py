@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, cfg: DictConfig) -
         patch.setattr(build_module, "build_train_batches", dying)
         with pytest.raises(Killed):
             run_module.run(cfg)
+    time.sleep(1.1)  # files of TensorBoard and folders of W&B are named by the second
 
 
 def assert_same_numbers(ours: Path, theirs: Path) -> None:

@@ -96,13 +96,13 @@ def test_tensorboard_drops_what_a_killed_process_wrote_after_its_checkpoint(tmp_
         killed.log(step, {"train/loss": step / 2})
     # never closed; its checkpoint was that of step 3
     for first in (3, 0):  # continued, then begun anew
+        time.sleep(1.1)  # TensorBoard reads its files by the second in their names
         again = tensorboard(tmp_path)
         again.start(first)
         again.log(first + 1, {"train/loss": 100.0})
         again.close()
         shown = [(e.step, e.value) for e in events(tmp_path).Scalars("train/loss")]
         assert shown == [*((step, step / 2) for step in range(1, first + 1)), (first + 1, 100.0)]
-        time.sleep(1.1 if first else 0)  # TensorBoard reads its files by the second in their names
     killed.close()
 
 
