@@ -86,7 +86,8 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 
 
 DERIVED = {
-    *("in_features", "in_channels", "map_sizes", "distance", "run_dir", "mean", "std", "out_levels", "out_indices"),
+    *("in_features", "in_channels", "map_sizes", "distance", "mean", "std", "out_levels", "out_indices"),
+    *("run_dir", "run_id", "configuration"),
     *("num_channels", "labels", "seed", "optimizer"),
 }
 MADE = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
