@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ def check_values(cfg: DictConfig) -> None:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
     check_components(container)
+    if "_target_" in (container["logger"] or {}):
+        raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
     sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
     for key, value in sizes.items():
         if value < 1:
@@ -426,9 +429,18 @@ def build_train_batches(
     )
 
 
-def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
-    logger = component(cfg.logger, run_dir=run_dir) if cfg.logger is not None else None
-    return [] if logger is None else [logger]
+def build_loggers(cfg: DictConfig, run_dir: Path, identity: str, configuration: str) -> list[Logger]:
+    """The loggers of a run, none of them started.
+
+    Args:
+        cfg: the configuration.
+        run_dir: the run directory, whose last folders name the run.
+        identity: of the run's settings and coordinates.
+        configuration: all settings, as YAML.
+    """
+    run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
+    given = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
+    return [component(node, **given) for node in (cfg.logger or {}).values()]
 
 
 def move(model: MetricModel, device: torch.device, *, channels_last: bool) -> None:

@@ -91,20 +91,20 @@ def composing(folder: Path | None = None) -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def register_schemas(folder: Path | None = None) -> None:
+def register_schemas(folder: Path | None = None, name: str | None = None) -> None:
     """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
 
-    Each primary YAML names its schema (``schema/train``) first in its defaults. Recipes of the user's own configuration
-    ``folder`` come before others of their name.
+    Each primary YAML names its schema (``schema/train``) first in its defaults; ``name`` is the one that is composed,
+    None stands for any. Recipes of the user's own configuration ``folder`` come before others of their name.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     # Hydra copies the whole store at each look at a group, though load() hands out copies: 5 s of every --help.
     setattr(ConfigStore, "__deepcopy__", lambda itself, memo: itself)  # noqa: B010 -- mypy knows no such method
     store = ConfigStore.instance()
-    if "schema" not in store.repo:  # making them takes a tenth of composing a configuration
-        for name, schema in SCHEMAS.items():
-            store.store(group="schema", name=name, node=schema, package="_global_")
+    for each in SCHEMAS if name is None else [name]:  # making all takes as long as importing numpy
+        if f"{each}.yaml" not in store.repo.get("schema", {}):
+            store.store(group="schema", name=each, node=SCHEMAS[each], package="_global_")
 
 
 def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:

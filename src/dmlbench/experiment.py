@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
@@ -26,6 +28,7 @@ from dmlbench.models.head import MetricModel
 from dmlbench.runtime import autocast, derive_seed, file_sha256, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
+from dmlbench.training.nearest_images import draw_nearest, nearest_images
 from dmlbench.training.stage_plan import Plan
 from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet
 
@@ -82,14 +85,28 @@ class Setup:
             progress=sys.stderr.isatty(),
         )  # fmt: skip
 
-    def validate(self) -> dict[str, float]:
-        """Scores of the weights of now on the validation set.
+    def validate(
+        self, watch: Callable[[EmbeddingSet, EmbeddingSet | None], None] = lambda queries, gallery: None
+    ) -> dict[str, float]:
+        """Scores of the weights of now on the validation set, whose embeddings ``watch`` is shown.
 
         Clustering costs more than a ranking: it is left out unless the run is selected by it.
         """
         assert self.data.split.val is not None
         kept = [s.name for s in self.spec.scores if s.metric.is_of_queries or s.name == self.settings.monitor]
-        return self.score(*self.embed(self.data.split.val), self.spec.replaced(metrics=tuple(kept))).scores
+        queries, gallery = self.embed(self.data.split.val)
+        watch(queries, gallery)
+        return self.score(queries, gallery, self.spec.replaced(metrics=tuple(kept))).scores
+
+    def nearest_picture(self, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> NDArray[np.uint8]:
+        """A few queries of the sets and the images nearest to them, as evaluation sees them: [H, W, 3]."""
+
+        def images(rows: IntArray) -> NDArray[np.uint8]:
+            batches = replace(self, num_workers=0).batches(rows)
+            return torch.cat([batch.images.cpu() for batch in batches]).permute(0, 2, 3, 1).numpy()
+
+        found = nearest_images(queries, gallery, distance=self.model.distance, tile_bytes=self.spec.tile_bytes)
+        return draw_nearest(*found, images)
 
     def _embed_rows(self, rows: IntArray, describe: str) -> EmbeddingSet:
         self.model.eval()
@@ -212,6 +229,7 @@ def make_experiment(
     setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
     optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
+    identity, configuration = config_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
     weights_file = cfg.backbone.get("weights_file")
     return Experiment(
         setup=setup,
@@ -221,16 +239,16 @@ def make_experiment(
         base_seed=cfg.base_seed,
         seed=seed,
         cell_sha256=cell_sha256(cfg),
-        config_sha256=config_sha256(cfg),
+        config_sha256=identity,
         plan=plan,
         batches=build.build_train_batches(cfg, setup.data, opened[0], seed=seed, device=device),
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,
-        loggers=build.build_loggers(cfg, run_dir),
+        loggers=build.build_loggers(cfg, run_dir, identity, configuration),
         num_classes=cfg.runtime.num_classes,
         steps_per_epoch=cfg.runtime.steps_per_epoch,
         weights_sha256=None if weights_file is None else file_sha256(weights_file),
         recipe=recipe,
-        configuration=OmegaConf.to_yaml(cfg, resolve=True),
+        configuration=configuration,
     )

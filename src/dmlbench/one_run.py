@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -61,11 +62,11 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
         stored = load_config(run_dir / store.CONFIG)
-        if cfg.logger is not None and OmegaConf.select(stored, "logger._target_") != cfg.logger._target_:
+        if late := (cfg.logger or {}).keys() - (stored.logger or {}).keys():
             log.warning(
-                "%s gets nothing of this run: a logger follows a training, and this one has ended without it; its "
-                "losses and scores are in %s; to log them, remove the run with `dmlbench clean` and train it again",
-                cfg.logger._target_, run_dir / HISTORY,
+                "logger=%s gets nothing of this run: a logger follows a training, and this one has ended without it; "
+                "its losses and scores are in %s; to log them, remove the run with `dmlbench clean` and train it again",
+                ",".join(sorted(late)), run_dir / HISTORY,
             )  # fmt: skip
         # A kill may have come between the result and the removal of what was not to be kept.
         _tidy(run_dir, stored.fit.keep)
@@ -79,7 +80,11 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         try:
             set_strict_float32()
             plan = _plan_for(cfg, run_dir)
-            _run(make_experiment(cfg, run_dir, device, plan=plan, check=stop.check), run_dir, stop, follow)
+            experiment = make_experiment(cfg, run_dir, device, plan=plan, check=stop.check)
+            with contextlib.ExitStack() as opened:
+                for logger in experiment.loggers:
+                    opened.callback(logger.close)
+                _run(experiment, run_dir, stop, follow)
         except (RunInUse, NotFollowed):
             raise
         except Exception as error:
@@ -224,16 +229,22 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
+    drawn: list[NDArray[np.uint8]] = []
+
+    def validate() -> dict[str, float]:
+        if not experiment.loggers:
+            return setup.validate()
+        return setup.validate(lambda queries, gallery: drawn.append(setup.nearest_picture(queries, gallery)))
+
     try:
         progress = fit(
-            model, experiment.objective, experiment.batches, setup.validate if data.split.val else None,
+            model, experiment.objective, experiment.batches, validate if data.split.val else None,
             experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
-            loggers=experiment.loggers, stop=stop, data_fingerprint=data.table.fingerprint, follow=follow,
+            loggers=experiment.loggers, picture=drawn.pop, stop=stop, data_fingerprint=data.table.fingerprint,
+            follow=follow,
         )  # fmt: skip
     finally:
         experiment.batches.close()
-        for logger in experiment.loggers:
-            logger.close()
 
     if progress.step and not model.started:
         log.warning("the pooling's prototypes never started: lower pooling.memory_rows or start_step, or train longer")
@@ -264,6 +275,9 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     kept = (BEST,) if settings.keep in ("best", "both") else ()
     hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, *kept))
     result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
+    for logger in experiment.loggers:  # before the result: who has it needs no training any more
+        final = {f"{part}/{name}": value for part, values in scores.items() for name, value in values.items()}
+        logger.summary(progress.step, final)
     store.write_result(run_dir, result)
     _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())

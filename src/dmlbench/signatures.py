@@ -16,7 +16,10 @@ from dmlbench.types import ConfigError, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
-_SET_BY_BUILD = ("in_features", "in_channels", "map_sizes", "distance", "run_dir", "optimizer", "labels", "seed")
+_SET_BY_BUILD = (
+    *("in_features", "in_channels", "map_sizes", "distance", "optimizer", "labels", "seed"),
+    *("run_dir", "run_id", "configuration"),
+)
 
 _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: str, Path: str}  # YAML's values
 

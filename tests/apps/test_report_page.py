@@ -115,6 +115,7 @@ def test_scores_are_those_of_the_table(cells: list[Cell], content: dict[str, Any
     for (label, entries), row in zip(table.rows, found["rows"], strict=True):
         assert row["label"].removesuffix(" PARTIAL") == label
         for entry, score in zip(entries, row["scores"], strict=True):
+            assert score["text"] == str(entry)
             assert score["mean"] == pytest.approx(entry.mean, rel=1e-5)
             assert score["std"] == (None if entry.std is None else pytest.approx(entry.std, rel=1e-5, abs=1e-9))
     partial = [row for row in found["rows"] if row["label"].endswith("PARTIAL")]

@@ -86,7 +86,8 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 
 
 DERIVED = {
-    *("in_features", "in_channels", "map_sizes", "distance", "run_dir", "mean", "std", "out_levels", "out_indices"),
+    *("in_features", "in_channels", "map_sizes", "distance", "mean", "std", "out_levels", "out_indices"),
+    *("run_dir", "run_id", "configuration"),
     *("num_channels", "labels", "seed", "optimizer"),
 }
 MADE = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
@@ -377,6 +378,20 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+def test_the_overview_is_printed_before_anything_large_is_imported(tmp_path) -> None:
+    code = """
+import sys
+from dmlbench.cli.main import main
+try:
+    main(["--help"])
+finally:
+    print([name for name in ("torch", "hydra", "omegaconf", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n[]\n")
 
 
 def test_backbone_without_weights_says_how_to_place_the_file() -> None:

@@ -4,11 +4,12 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -353,3 +354,61 @@ def test_compiled_passes_move_weights_by_rounding_alone(tmp_path) -> None:
     assert plain.keys() == compiled.keys()
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Recorder:
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def start(self, step: int) -> None:
+        self.told.append(("start", step))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.told.append(("log", step, dict(scalars)))
+
+    def image(self, step: int, name: str, picture: Any) -> None:
+        self.told.append(("image", step, name, picture.mean()))
+
+    def summary(self, step: int, scores: Mapping[str, float]) -> None:
+        raise AssertionError("of a whole run, which fit does not know")
+
+    def close(self) -> None:
+        raise AssertionError("whoever made it closes it")
+
+
+def test_loggers_are_told_the_history_and_the_speed_of_training_without_validations(tmp_path, monkeypatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("dmlbench.training.fit.time.monotonic", lambda: now[0])
+
+    class Slow(ToyBatches):
+        def __next__(self) -> Batch:
+            now[0] += 0.5  # 8 images
+            return super().__next__()
+
+    def validate() -> dict[str, float]:
+        now[0] += 100.0
+        return {"map_at_r": now[0]}
+
+    def train(loggers: list[Recorder], **settings: Any) -> None:
+        model, objective = ToyModel(), Objective(SquaredNorm())
+        fit(
+            model, objective, Slow(), validate, torch.optim.SGD(model.parameters(), lr=0.1),
+            FitSettings(**{"max_steps": 6, "validate_every": 3, "log_every": 2} | settings), tmp_path,
+            device=torch.device("cpu"), loggers=loggers, picture=lambda: np.full((4, 5, 3), 7, np.uint8),
+        )  # fmt: skip
+
+    recorder = Recorder()
+    train([recorder])
+    assert recorder.told[0] == ("start", 0)
+    logged = {step: scalars for kind, step, scalars, *_ in recorder.told[1:] if kind == "log"}
+    assert sorted(logged) == [2, 3, 4, 6]
+    assert [logged[step].pop("images_per_s") for step in (2, 4, 6)] == [16.0, 16.0, 16.0]
+    assert all(logged[step].pop("peak_memory_bytes") > 10_000_000 for step in (2, 4, 6))
+    history = read_history(tmp_path / "history.csv")  # has neither: they differ from run to run
+    assert [(step, name, value) for step, told in logged.items() for name, value in told.items()] == history
+    assert [told for told in recorder.told if told[0] == "image"] == [("image", n, "val/nearest", 7.0) for n in (3, 6)]
+    again = Recorder()
+    train([again], max_steps=8)
+    assert again.told == [("start", 6)]  # it had ended

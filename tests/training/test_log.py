@@ -1,7 +1,21 @@
+import io
+import json
 import os
+import random
+import resource
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from dmlbench.runtime import random_state
 from dmlbench.training.log import History, TensorBoardLogger, WandbLogger, read_history
 from dmlbench.types import RunError
 
@@ -44,18 +58,143 @@ def test_fresh_start_forgets_an_older_history(tmp_path) -> None:
     assert read_history(path) == []
 
 
-def test_tensorboard_logger_writes_events(tmp_path) -> None:
+def events(folder: Path) -> Any:
+    """What TensorBoard shows of a run directory."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return shown.Reload()
+
+
+def tensorboard(folder: Path, **given: str) -> TensorBoardLogger:
     pytest.importorskip("tensorboard", reason="extra tensorboard")
-    logger = TensorBoardLogger(run_dir=tmp_path)
-    logger.log(1, {"train/loss": 0.5})
+    return TensorBoardLogger(run_dir=folder, **{"run_id": "1", "configuration": "a: 1\n"} | given)
+
+
+def test_tensorboard_shows_curves_pictures_scores_and_configuration(tmp_path) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    logger = tensorboard(tmp_path, configuration="pooling: gsp\n")
+    logger.start(0)
+    for step in (1, 2):
+        logger.log(step, {"train/loss": 1 / step, "peak_memory_bytes": 3e9})
+    logger.image(2, "val/nearest", picture)
+    logger.summary(2, {"test/map_at_r": 0.25})
     logger.close()
-    assert list((tmp_path / "tensorboard").glob("events*"))
+    shown = events(tmp_path)
+    assert [(e.step, e.value) for e in shown.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, e.value) for e in shown.Scalars("final/test/map_at_r")] == [(2, 0.25)]
+    (image,) = shown.Images("val/nearest")
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), picture)
+    (text,) = shown.Tensors("configuration/text_summary")
+    assert b"pooling: gsp" in text.tensor_proto.string_val[0]
+
+
+def test_tensorboard_drops_what_a_killed_process_wrote_after_its_checkpoint(tmp_path) -> None:
+    killed = tensorboard(tmp_path)
+    killed.start(0)
+    for step in range(1, 6):
+        killed.log(step, {"train/loss": step / 2})
+    # never closed; its checkpoint was that of step 3
+    for first in (3, 0):  # continued, then begun anew
+        time.sleep(1.1)  # TensorBoard reads its files by the second in their names
+        again = tensorboard(tmp_path)
+        again.start(first)
+        again.log(first + 1, {"train/loss": 100.0})
+        again.close()
+        shown = [(e.step, e.value) for e in events(tmp_path).Scalars("train/loss")]
+        assert shown == [*((step, step / 2) for step in range(1, first + 1)), (first + 1, 100.0)]
+    killed.close()
+
+
+def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)  # TensorBoard's thread prints it too
+    logger = tensorboard(tmp_path)
+    logger.start(0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # ends a write as a full disk does
+    try:
+        with pytest.raises(RunError, match=r"tensorboard cannot be written: .*File too large; fix it, or go on with"):
+            for step in range(100):
+                logger.log(step, {"train/loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logger.close()
+
+
+def test_what_was_never_started_writes_nothing_and_can_be_closed(tmp_path) -> None:
+    for logger in (tensorboard(tmp_path), WandbLogger(run_dir=tmp_path, run_id="1", configuration="")):
+        logger.close()
+    assert not list(tmp_path.iterdir())
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Records of a file of W&B: a header of 7 bytes, then blocks of 32 KiB as in LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
 
 
 @pytest.mark.slow
-def test_wandb_logger_works_offline(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(run_dir=tmp_path, mode="offline")
-    logger.log(1, {"train/loss": 0.5})
-    logger.close()
-    assert list(tmp_path.glob("wandb/offline-run*"))
+def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypatch, capfd) -> None:
+    for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    run_dir = tmp_path / "glyphs" / "mlrc" / "gsp-1234" / "fold2_rep1"
+    run_dir.mkdir(parents=True)
+    picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global generator is what is looked at
+    torch.manual_seed(0)
+    before = random_state()
+    for first, last in ((0, 4), (2, 5)):  # killed after step 4, whose checkpoint was that of step 2
+        logger = WandbLogger(run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n")
+        logger.start(first)
+        for step in range(first + 1, last + 1):
+            logger.log(step, {"train/loss": 1 / step})
+        if last == 5:
+            logger.image(5, "val/nearest", picture)
+            logger.summary(5, {"test/map_at_r": 0.25})
+        logger.close()
+        time.sleep(1.1 if first == 0 else 0)  # W&B names folders by the second
+    assert torch.equal(random_state()["torch"], before["torch"])
+    assert str({k: v for k, v in random_state().items() if k != "torch"}) == str(
+        {k: v for k, v in before.items() if k != "torch"}
+    )
+    assert capfd.readouterr() == ("", "")
+    points, exits = [], []
+    for file in sorted(run_dir.glob("wandb/offline-run-*/run-0123abcd.wandb")):
+        for record in wandb_records(file):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                assert (record.run.run_id, record.run.run_group, record.run.project) == (
+                    *("0123abcd", "gsp-1234", "dmlbench"),
+                )
+                assert record.run.display_name == "glyphs/mlrc/gsp-1234/fold2_rep1"
+                assert '{"name":"gsp"}' in [item.value_json for item in record.run.config.update]
+            elif kind == "history":
+                values = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
+                          if len(item.nested_key) == 1}  # fmt: skip
+                if "train/loss" in values:
+                    points.append((values["step"], values["train/loss"]))
+            elif kind == "summary":
+                scores = {item.key: item.value_json for item in record.summary.update}
+                if "final/test/map_at_r" in scores:
+                    assert scores["final/test/map_at_r"] == "0.25"
+                    exits.append("scores")
+            elif kind == "exit":
+                exits.append(record.exit.exit_code)
+    assert points == [(step, 1 / step) for step in (1, 2, 3, 4, 3, 4, 5)]  # what is logged twice is the same
+    assert exits == [1, "scores", 0]  # the first was left undone
+    (written,) = run_dir.glob("wandb/offline-run-*/files/media/images/val/*.png")
+    assert np.array_equal(np.asarray(Image.open(written)), picture)

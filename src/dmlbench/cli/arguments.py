@@ -235,8 +235,8 @@ def _checked(argument: str) -> str:
         )
     if key.startswith("~") and group in REQUIRED:
         raise ConfigError(f"{argument}: every run needs a {group}; choose one of conf/{group}")
-    # Several regularizers compose; of every other group one is chosen, or each in its turn.
-    allowed = r"[\w./,+@:\-\s'\"\[\]]*" if group == "regularizer" else r"[\w./,+@:\-\s'\"]*"
+    # Several regularizers compose, and several loggers; of every other group one is chosen, or each in its turn.
+    allowed = r"[\w./,+@:\-\s'\"\[\]]*" if group in ("regularizer", "logger") else r"[\w./,+@:\-\s'\"]*"
     is_group = (config_folder() / group).is_dir()
     if equals and is_group and not _SWEPT_BY.fullmatch(value) and not re.fullmatch(allowed, value):
         some = min(path.stem for path in (config_folder() / group).glob("*.yaml"))

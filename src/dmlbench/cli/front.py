@@ -83,7 +83,7 @@ def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -
                 raise
             caught.append(error)  # Hydra would print all overrides before the error
 
-    prepare_process(folder)
+    prepare_process(folder, name)
     with shared():
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(prepared)()
     if caught:
@@ -99,7 +99,7 @@ class Prepared:
     folder: Path | None
 
     def __call__(self, cfg: DictConfig) -> Any:
-        prepare_process(self.folder)
+        prepare_process(self.folder, self.name)
         if "paths" in cfg:
             require_output_dir(cfg)
         if self.name == "train":
@@ -112,9 +112,10 @@ def require_output_dir(cfg: DictConfig) -> None:
         raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
 
 
-def prepare_process(folder: Path | None) -> None:
-    """Make schemas, recipes and the modules next to the user's configuration folder known, after what is installed."""
-    register_schemas(folder)
+def prepare_process(folder: Path | None, name: str | None = None) -> None:
+    """Make schemas (only that of ``name``, if given), recipes and the modules next to the user's configuration folder
+    known, after what is installed."""
+    register_schemas(folder, name)
     if folder and str(folder.absolute().parent) not in sys.path:
         sys.path.append(str(folder.absolute().parent))
 

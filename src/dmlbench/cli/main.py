@@ -11,10 +11,6 @@ from collections.abc import Sequence
 from types import FrameType
 
 from dmlbench import __version__
-from dmlbench.cli.arguments import parse
-from dmlbench.cli.front import guarded, run_hydra
-from dmlbench.training.signals import EXIT_PREEMPTED, Preempted
-from dmlbench.types import ConfigError, closest
 
 _PROCESS = os.getpid()
 
@@ -76,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__version__)
         sys.exit(0)
 
+    # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
+    from dmlbench.cli.arguments import parse
+    from dmlbench.cli.front import guarded, run_hydra
+    from dmlbench.types import ConfigError, closest
+
     def action() -> None:
         name, *rest = arguments
         if name not in COMMANDS:
@@ -95,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    from dmlbench.training.signals import EXIT_PREEMPTED, Preempted
+
     if os.getpid() != _PROCESS:  # a worker that was forked
         os._exit(EXIT_PREEMPTED)
     raise Preempted(EXIT_PREEMPTED)

@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from dmlbench.models.head import MetricModel
-from dmlbench.runtime import Precision, autocast, random_state, restore_random_state
+from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
@@ -154,6 +156,7 @@ def fit(
     device: torch.device,
     schedule: LRScheduler | None = None,
     loggers: Sequence[Logger] = (),
+    picture: Callable[[], NDArray[np.uint8]] | None = None,
     data_fingerprint: str = "",
     stop: StopSignal | None = None,
     follow: Follow | None = None,
@@ -165,13 +168,18 @@ def fit(
     Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
     the next step depends on).
 
+    ``loggers`` are started here, told of all that the history has, and closed by the caller. They also get what differs
+    between two runs of the same numbers: images trained on per second of training (without validations and checkpoints)
+    since they were last told, and the largest memory so far. For them alone there is ``picture``, which returns one
+    [H, W, 3] of what ``validate`` has just computed.
+
     ``follow`` is told of every validation but the last, once its checkpoint is written, and says whether to go on.
 
     Raises:
         ConfigError: the schedule waits for falling scores; the warm-up leaves nothing to train; a batch cannot be taken
             in parts.
         Diverged: a loss is not finite.
-        RunError: a checkpoint cannot be read or written.
+        RunError: a checkpoint cannot be read or written, or a logger cannot write.
         NotFollowed: ``follow`` said no.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
@@ -186,6 +194,8 @@ def fit(
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     history = History(run_dir / HISTORY, resume_step=state.step)
     logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
+    for logger in loggers:
+        logger.start(state.step)
     memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
 
     network = torch.compile(model) if settings.compile else model
@@ -193,8 +203,13 @@ def fit(
     read_every = 1 if device.type == "cpu" else settings.log_every  # on a CPU nothing is waited for
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
 
+    trained_images, trained_s = 0, 0.0  # since the loggers were last told
+
     def next_batch() -> Batch:
-        return batch_on(next(batches), device)
+        nonlocal trained_images
+        batch = batch_on(next(batches), device)
+        trained_images += len(batch.images)
+        return batch
 
     def forward(images: Tensor) -> ModelOutput:
         with autocast(device, settings.precision):
@@ -209,7 +224,7 @@ def fit(
 
     with stop:  # a signal waits until a step is done and saved
         while goes_on and not state.stop_reason and state.step < settings.max_steps:
-            step = state.step + 1
+            step, step_started = state.step + 1, time.monotonic()
             model.train()
             objective.train()
             optimizer.zero_grad(set_to_none=True)
@@ -232,8 +247,14 @@ def fit(
             readings.add(step, values, norm)
             if last_step or any(step % n == 0 for n in (read_every, *intervals)):
                 readings.read()
+            trained_s += time.monotonic() - step_started  # where it is logged, a GPU has been waited for
             logged = readings.last if step % settings.log_every == 0 else {}
             scalars = {f"train/{name}": value for name, value in logged.items()}
+            measured: dict[str, float] = {}  # not the same in another run of the same numbers
+            if logged:
+                measured = {"images_per_s": trained_images / trained_s, "peak_memory_bytes": peak_memory_bytes(device)}
+                trained_images, trained_s = 0, 0.0
+            drawn = None
             is_better = False
             if last_step:
                 state.stop_reason = "max_steps"
@@ -247,6 +268,7 @@ def fit(
                     state.best_step, state.best_score = step, score
                 state.validations_without_improvement = 0 if is_better else state.validations_without_improvement + 1
                 step_schedule(schedule, score=score)
+                drawn = picture() if loggers and picture else None
                 scalars |= {f"val/{name}": value for name, value in scores.items()}
                 scalars["lr"] = logged_group["lr"]
                 log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, readings.last["loss"], settings.monitor,
@@ -254,8 +276,11 @@ def fit(
                 if settings.patience and state.validations_without_improvement >= settings.patience:
                     state.stop_reason = "early_stopping"
             if scalars:
-                for logger in (history, *loggers):
-                    logger.log(step, scalars)
+                history.log(step, scalars)
+                for logger in loggers:
+                    logger.log(step, scalars | measured)
+                    if drawn is not None:
+                        logger.image(step, "val/nearest", drawn)
             bar.update()
             bar.set_postfix(loss=f"{readings.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
                             lr=f"{logged_group['lr']:.1e}")  # fmt: skip

@@ -1,24 +1,50 @@
-"""Where training scalars go: ``history.csv`` always, TensorBoard or Weights & Biases when asked for."""
+"""Where a training's numbers go: ``history.csv`` always, TensorBoard or Weights & Biases when asked for."""
 
 import csv
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, RunError, not_a_file
 
+log = logging.getLogger(__name__)
+
+_FINAL = "final/"
+"""Before the names of scores of the finished run: curves of the validation have the same names without it."""
+
 
 class Logger(Protocol):
-    """Anything that takes named scalars at a training step."""
+    """Anything that shows a training. Nothing is opened or written before ``start``; ``close`` may come at any time."""
+
+    def start(self, step: int) -> None:
+        """The training continues from this step (0: it is a new one), so what is known of later ones is void."""
+        ...
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None:
+        """A picture [H, W, 3]."""
+        ...
+
+    def summary(self, step: int, scores: Mapping[str, float]) -> None:
+        """What the finished run has come to."""
+        ...
 
     def close(self) -> None: ...
 
 
 class History:
-    """``history.csv``: one line per logged scalar (step, name, value), cut back to the checkpoint on a resume."""
+    """``history.csv``: one line per logged scalar (step, name, value), cut back to the checkpoint on a resume.
+
+    It is the loop's own: what differs between two runs of the same numbers (times, memory) has no place in it.
+    """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         """Keep the lines up to ``resume_step``; what a killed process wrote after its last checkpoint is dropped."""
@@ -63,42 +89,145 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
 
 
 class TensorBoardLogger:
-    """Scalars as TensorBoard events in the run directory (extra ``tensorboard``)."""
+    """Curves, pictures and scores as TensorBoard events in the run directory (extra ``tensorboard``).
 
-    def __init__(self, *, run_dir: Path) -> None:
+    Each start of an interrupted run adds a file of events, and says in it from which step on the earlier ones are void.
+
+    Args:
+        run_dir: run directory; events go into its folder ``tensorboard``.
+        run_id: not used.
+        configuration: shown as a text.
+    """
+
+    def __init__(self, *, run_dir: Path, run_id: str, configuration: str) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            import torch.utils.tensorboard  # noqa: F401 - now, not after the data have been read
         except ImportError as error:
             raise ConfigError("logger=tensorboard needs TensorBoard; install dmlbench[tensorboard]") from error
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._folder, self._configuration = run_dir / "tensorboard", configuration
+        self._writer: Any = None
+
+    def start(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with self._written():
+            self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+            self._writer.add_text("configuration", f"```yaml\n{self._configuration}```", step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        with self._written():
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None:
+        with self._written():
+            self._writer.add_image(name, picture, step, dataformats="HWC")
+
+    def summary(self, step: int, scores: Mapping[str, float]) -> None:
+        self.log(step, {_FINAL + name: value for name, value in scores.items()})
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            with self._written():
+                self._writer.close()
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """What is added in the block is in the file at its end, so that an error is found where it comes from.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            yield
+            self._writer.flush()
+        except OSError as error:
+            self._writer = None  # closing it would try to write again
+            raise RunError(
+                f"{self._folder} cannot be written: {error}; fix it, or go on with logger=null, and start the same "
+                "command again to continue"
+            ) from error
 
 
 class WandbLogger:
-    """Scalars to Weights & Biases.
+    """Curves, pictures and scores to Weights & Biases; the run's group is its cell.
+
+    Every start of an interrupted run has the same id. What was logged after the last checkpoint is logged again, with
+    the same values: the axis of the curves is ``step`` and not the number of the call, so it falls on the same points.
+    Offline, each start has a folder of its own, ``wandb/offline-run-<time>-<id>``; ``wandb sync`` joins them by the id.
+
+    Scalars are written by a process of W&B, which does not say whether it could; where the disk is full, the history
+    and the checkpoints beside them are what fails.
 
     Args:
-        run_dir: run directory; its path names the run.
-        mode: "offline" writes into the run directory and needs no account or network, "online" sends.
+        run_dir: run directory; its path names run and group, and W&B's files go into its folder ``wandb``.
+        run_id: of the run, the same at each start.
+        configuration: of the run, as YAML.
+        mode: "offline" needs no account or network, "online" sends.
         project: project name.
     """
 
     def __init__(
-        self, *, run_dir: Path, mode: Literal["offline", "online"] = "offline", project: str = "dmlbench"
-    ) -> None:
+        self, *, run_dir: Path, run_id: str, configuration: str, mode: Literal["offline", "online"] = "offline",
+        project: str = "dmlbench",
+    ) -> None:  # fmt: skip
+        self._run_dir, self._run_id, self._configuration = run_dir.resolve(), run_id, configuration
+        self._mode, self._project = mode, project
+        self._run: Any = None
+        self._is_complete = False
+
+    def start(self, step: int) -> None:
         import wandb
 
-        name = "/".join(run_dir.resolve().parts[-4:])
-        self._run = wandb.init(project=project, name=name, dir=str(run_dir), mode=mode, resume="allow")
+        with self._written():
+            self._run = wandb.init(
+                project=self._project, id=self._run_id, name="/".join(self._run_dir.parts[-4:]),
+                group=self._run_dir.parent.name, dir=str(self._run_dir), mode=self._mode,
+                resume="allow" if self._mode == "online" else None,  # offline nobody knows of earlier starts
+                config=yaml.safe_load(self._configuration),
+                settings=wandb.Settings(silent=True, console="off"),
+            )  # fmt: skip
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric("*", step_metric="step")
+        if self._mode == "offline":
+            log.info("`wandb sync %s` sends what Weights & Biases keeps of this run", Path(self._run.dir).parent)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
+        with self._written():
+            self._run.log({**scalars, "step": step})
+
+    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None:
+        import wandb
+
+        with self._written():
+            self._run.log({name: wandb.Image(picture), "step": step})
+
+    def summary(self, step: int, scores: Mapping[str, float]) -> None:
+        with self._written():
+            self._run.summary.update({_FINAL + name: value for name, value in scores.items()})
+        self._is_complete = True
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            with self._written():
+                self._run.finish(exit_code=0 if self._is_complete else 1)  # what is left undone is no finished run
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """
+        Raises:
+            RunError: a file cannot be written, or there is no account or connection.
+        """
+        import wandb
+
+        try:
+            yield
+        except (OSError, wandb.errors.Error) as error:
+            failed, self._run = self._run, None
+            with suppress(OSError, wandb.errors.Error):
+                if failed is not None:
+                    failed.finish(exit_code=1)
+            raise RunError(
+                f"Weights & Biases has failed in {self._run_dir / 'wandb'}: {error}; fix it, or go on with "
+                "logger.wandb.mode=offline or logger=null, and start the same command again to continue"
+            ) from error

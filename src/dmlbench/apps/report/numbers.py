@@ -28,26 +28,29 @@ _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "
 
 def leaderboard(table: Table, cells: Sequence[Cell]) -> dict[str, Any]:
     """The table of the cells; what holds for one row alone stands with it."""
-    rows = zip(cells, table.rows, table.competes, table.row_notes, strict=True)
+    rows = []
+    for cell, (label, entries), competes, notes in zip(cells, table.rows, table.competes, table.row_notes, strict=True):
+        best = table.best() if competes else [None] * len(entries)
+        rows.append({
+            "label": label + " PARTIAL" * bool(cell.summary["missing"]),
+            "competes": competes,
+            "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
+            "notes": [note for note in notes if note not in table.notes],
+        })  # fmt: skip
+    of_rows = tuple(f"{label}: " for label, _ in table.rows)
     return {
-        "columns": [
-            {"kind": kind, "metric": metric, "best": best}
-            for (kind, metric), best in zip(table.columns, table.best(), strict=True)
-        ],
-        "rows": [
-            {"label": label + " PARTIAL" * bool(cell.summary["missing"]), "competes": competes,
-             "scores": [_entry(entry) for entry in entries],
-             "notes": [note for note in notes if note not in table.notes]}
-            for cell, (label, entries), competes, notes in rows
-        ],
-        "notes": [note for note in table.notes if not note.startswith(tuple(f"{label}: " for label, _ in table.rows))],
-    }  # fmt: skip
+        "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
+        "rows": rows,
+        "notes": [note for note in table.notes if not note.startswith(of_rows)],
+    }
 
 
-def _entry(entry: Entry | str | None) -> Any:
+def _entry(entry: Entry | str | None, best: float | None) -> Any:
+    """The text is that of the table, for a browser rounds otherwise."""
     if not isinstance(entry, Entry):
         return entry
-    return {"mean": _short(entry.mean), "std": None if entry.std is None else _short(entry.std)}
+    std = None if entry.std is None else _short(entry.std)
+    return {"text": str(entry), "mean": _short(entry.mean), "std": std, "best": round(entry.mean, 2) == best}
 
 
 def metrics_of_runs(cells: Sequence[Cell], asked: Sequence[str]) -> list[dict[str, Any]]:

@@ -91,25 +91,27 @@
 
   const drawScores = () => {
     const { columns, rows, notes } = group().leaderboard;
+    const own = [...new Set(rows.map((row) => row.notes.join("; ")))].filter(Boolean);  // what holds for some rows alone
+    const mark = (row) => (row.notes.length ? String.fromCharCode(97 + (own.indexOf(row.notes.join("; ")) % 26)) + "′".repeat(own.indexOf(row.notes.join("; ")) / 26) : "");
     const lines = inOrder().map((i) => ({
       aside: !rows[i].competes,
       cells: [cell(rows[i].label),
         ...rows[i].scores.map((score, c) => {
           if (score === null || typeof score !== "object") return cell(score ?? "–", score);
-          const isBest = rows[i].competes && columns[c].best !== null && Number(score.mean.toFixed(2)) === columns[c].best;
-          return cell(number(score.mean) + (score.std === null ? "" : ` ± ${number(score.std)}`), score.mean, isBest ? "best" : "");
+          return cell(score.text, score.mean, score.best ? "best" : "");
         }),
-        cell(rows[i].notes.join("; "), rows[i].notes.join("; "), "words")],
+        ...(own.length ? [cell(mark(rows[i]))] : [])],
     }));
     const sort = { column: state.sort.column === null ? null : state.sort.column + 1, down: state.sort.down };
-    table(at("leaderboard"), ["cell", ...columns.map(column), "only of this row"], lines, sort, (next) => {
+    table(at("leaderboard"), ["cell", ...columns.map(column), ...(own.length ? ["note"] : [])], lines, sort, (next) => {
       state.sort = next.column > columns.length ? state.sort : { column: next.column - 1, down: next.down };
       drawScores();
       drawBars();
     });
     at("count").textContent = `${lines.length} of ${rows.length} rows`;
     at("notes").replaceChildren(make("li", "percent, mean ± population standard deviation; best of a column marked; grey rows do not compete"),
-      ...notes.map((note) => make("li", note)));
+      ...notes.map((note) => make("li", note)),
+      ...own.map((note) => make("li", `${mark({ notes: [note] })}: ${note}`)));
   };
 
   const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -125,14 +127,18 @@
   const drawBars = () => {
     const shown = inOrder().filter((i) => typeof group().leaderboard.rows[i].scores[state.score] === "object").reverse();
     const scores = shown.map((i) => group().leaderboard.rows[i].scores[state.score]);
-    const named = (i, k) => `${wrapped(labels()[i], 44)}  <b>${scores[k] ? number(scores[k].mean) : "–"}</b>`;
+    const named = (i, k) => `${wrapped(labels()[i], 44)}  <b>${scores[k] ? scores[k].text.split(" ")[0] : "–"}</b>`;
+    const spread = shown.map((_, k) => k).filter((k) => scores[k] && scores[k].std !== null);  // one value has no deviation
     const aside = shown.filter((i) => !group().leaderboard.rows[i].competes).length;
-    const without = scores.filter((score) => score && score.std === null).length;
+    const without = scores.filter(Boolean).length - spread.length;
     plot("bars-chart", [{
       type: "bar", orientation: "h", y: shown.map(String), x: scores.map((score) => score && score.mean),
       marker: { color: shown.map(color), pattern: { shape: shown.map((i) => (group().leaderboard.rows[i].competes ? "" : "/")) } }, customdata: shown.map((i) => plain(labels()[i])),
-      error_x: { type: "data", array: scores.map((score) => (score ? score.std : null)), color: css("--text"), visible: scores.some((score) => score && score.std !== null) },
       hovertemplate: "%{customdata}: %{x:.2f}<extra></extra>",
+    }, {
+      type: "scatter", mode: "markers", marker: { size: 1, color: css("--text") }, hoverinfo: "skip",
+      y: spread.map((k) => String(shown[k])), x: spread.map((k) => scores[k].mean),
+      error_x: { type: "data", array: spread.map((k) => scores[k].std), color: css("--text") },
     }], {
       height: 90 + 30 * Math.max(1, shown.length),
       xaxis: axis({ title: { text: plain(column(group().leaderboard.columns[state.score])) }, rangemode: "tozero" }),
@@ -318,8 +324,8 @@
   const choose = (g) => {
     const { columns, rows } = content.groups[g].leaderboard;
     const first = columns.findIndex((one) => one.kind);
-    const value = (i) => (rows[i].competes ? key(rows[i].scores[first]) ?? -Infinity : -Infinity);
-    const [best, next] = rows.map((_, i) => i).sort((i, j) => order(value(i), value(j), true));
+    const value = (i) => key(rows[i].scores[first]) ?? -Infinity;
+    const [best, next] = rows.map((_, i) => i).sort((i, j) => rows[j].competes - rows[i].competes || order(value(i), value(j), true));
     Object.assign(state, { group: g, score: first, a: next ?? best, b: best, filter: "", sort: { column: first, down: true } });
     at("filter").value = "";
     options(at("score"), columns.map(column), state.score);

@@ -1,0 +1,90 @@
+"""A picture of a few queries and the images nearest to them, for those who watch a training."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dmlbench.evaluation.by_distance import nearest_by_distance
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
+from dmlbench.runtime import generator
+from dmlbench.types import EmbeddingSet, IntArray
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+NUM_QUERIES, NUM_NEAREST = 5, 5
+_SIDE = 96  # pixels of an image's longer side in the picture
+_GAP, _FRAME, _DASH = 4, 5, 8  # pixels
+_QUERY, _RIGHT, _WRONG = (68, 119, 170), (26, 152, 80), (215, 48, 39)
+
+
+def nearest_images(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    *,
+    distance: "BaseDistance | None" = None,
+    tile_bytes: int = TILE_BYTES,
+) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+    """The same few queries whenever the sets are of the same images, and what is nearest to them.
+
+    Args:
+        queries: on the CPU.
+        gallery: on the CPU; None: the queries are searched among themselves.
+        distance: None is that of unit vectors.
+        tile_bytes: bound of the search's memory.
+
+    Returns:
+        Table rows of the queries [Q], of their nearest images [Q, k], and whether these are of the query's class
+        [Q, k]; Q and k are ``NUM_QUERIES`` and ``NUM_NEAREST``, or what there is.
+    """
+    total = len(queries)
+    chosen = np.sort(generator("nearest images", total).permutation(total)[:NUM_QUERIES])
+    part = EmbeddingSet(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
+    searched = queries if gallery is None else gallery
+    k = min(NUM_NEAREST, len(searched) - int(np.isin(part.ids, searched.ids).any()))
+    index = nearest_by_distance(part, searched, k, distance=distance, tile_bytes=tile_bytes).index
+    is_right = searched.labels[index] == part.labels[:, None]
+    return part.ids.numpy(), searched.ids[index].numpy(), is_right.numpy()
+
+
+def draw_nearest(
+    query: IntArray, nearest: IntArray, is_right: NDArray[np.bool_], images: Callable[[IntArray], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """One line a query, which has a blue frame; images of its class have a whole green one, others a dashed red one.
+
+    Args:
+        query, nearest, is_right: of ``nearest_images``.
+        images: from table rows [B] to images [B, H, W, 3].
+    """
+    rows = np.column_stack([query, nearest])
+    tiles = [_tile(image) for image in images(rows.reshape(-1))]
+    for tile, column, right in zip(
+        tiles, np.indices(rows.shape)[1].flat, np.column_stack([is_right[:, :1], is_right]).flat, strict=True
+    ):
+        _frame(tile, _QUERY if column == 0 else _RIGHT if right else _WRONG, dashed=column > 0 and not right)
+    height, width = tiles[0].shape[0] + _GAP, tiles[0].shape[1] + _GAP
+    page = np.full((len(rows) * height + _GAP, rows.shape[1] * width + 3 * _GAP, 3), 255, np.uint8)
+    for number, tile in enumerate(tiles):
+        line, column = divmod(number, rows.shape[1])
+        top, left = _GAP + line * height, _GAP + column * width + (2 * _GAP if column else 0)
+        page[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+    return page
+
+
+def _tile(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """An image in the picture's size, with room for its frame."""
+    scale = _SIDE / max(image.shape[:2])
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    kernel = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
+    small = np.asarray(Image.fromarray(image).resize((width, height), kernel))
+    return np.pad(small, ((_FRAME, _FRAME), (_FRAME, _FRAME), (0, 0)), constant_values=255)
+
+
+def _frame(tile: NDArray[np.uint8], color: tuple[int, int, int], *, dashed: bool) -> None:
+    y, x = np.indices(tile.shape[:2])
+    border = np.ones(tile.shape[:2], bool)
+    border[_FRAME:-_FRAME, _FRAME:-_FRAME] = False
+    tile[border & (((x + y) // _DASH % 2 == 0) | (not dashed))] = color

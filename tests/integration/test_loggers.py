@@ -1,0 +1,218 @@
+"""Whole runs with loggers: they show what the run's own files have, and change none of its numbers."""
+
+import csv
+import io
+import itertools
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from composed import composed
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+from dmlbench import build as build_module
+from dmlbench import one_run as run_module
+from dmlbench.build import check
+from dmlbench.experiment import Setup
+from dmlbench.training.nearest_images import draw_nearest
+from dmlbench.types import ConfigError, RunError
+
+TINY = (
+    "dataset.table.num_classes=16", "dataset.table.images_per_class=6", "dataset.table.image_size=32",
+    "sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=6", "fit.validate_every=3",
+    "fit.log_every=2", "fit.checkpoint_every=4", "fit.keep=both", "device=cpu", "num_workers=0",
+)  # fmt: skip
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+class Failing:
+    """A logger that cannot be started, or fails later."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> None:
+            if name == self.at:
+                raise RunError(f"{name} has failed")
+
+        return called
+
+
+def config(folder: Path, *overrides: str) -> DictConfig:
+    cfg = composed(*TINY, *overrides)
+    OmegaConf.update(cfg, "paths.output_dir", str(folder))
+    OmegaConf.update(cfg, "paths.cache_dir", str(folder / "cache"))
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without loggers, for which nothing is drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Setup, "nearest_picture")
+        return run_module.run(config(tmp_path_factory.mktemp("plain")))
+
+
+def shown(run_dir: Path) -> Any:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    guidance = {"scalars": 0, "images": 0, "tensors": 0}
+    return accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance=guidance).Reload()
+
+
+def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, cfg: DictConfig) -> None:
+    """A run that ends after so many steps, as if killed."""
+    build = build_module.build_train_batches
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        batches = build(*arguments, **options)
+        following, count = type(batches).__next__, itertools.count(1)
+
+        class Dying(type(batches)):  # type: ignore[misc]
+            def __next__(self) -> Any:
+                if next(count) > steps:
+                    raise Killed
+                return following(self)
+
+        batches.__class__ = Dying
+        return batches
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "build_train_batches", dying)
+        with pytest.raises(Killed):
+            run_module.run(cfg)
+    time.sleep(1.1)  # files of TensorBoard and folders of W&B are named by the second
+
+
+def assert_same_numbers(ours: Path, theirs: Path) -> None:
+    for name in ("history.csv", "embeddings.safetensors", "per_query.csv"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    results = [json.loads((path / "result.json").read_text()) for path in (ours, theirs)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    last, other = (torch.load(path / "last.ckpt", weights_only=True) for path in (ours, theirs))
+    assert str(last["random"]["python"]) == str(other["random"]["python"])
+    assert torch.equal(last["random"]["torch"], other["random"]["torch"])
+    assert torch.equal(last["random"]["numpy"][1], other["random"]["numpy"][1])
+
+
+def test_tensorboard_has_the_history_the_result_and_pictures_of_an_interrupted_run(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []  # of every validation: the sets that it computed, and the picture
+
+    def spied(setup: Setup, queries: Any, gallery: Any) -> Any:
+        picture = draw(setup, queries, gallery)
+        drawn.append((queries, picture))
+        return picture
+
+    draw = Setup.nearest_picture
+    monkeypatch.setattr(Setup, "nearest_picture", spied)
+    embedded = []
+    embed = Setup._embed_rows
+    monkeypatch.setattr(Setup, "_embed_rows", lambda *given: (embedded.append(given[1]), embed(*given))[1])
+    killed_after(5, monkeypatch, config(tmp_path, "logger=tensorboard"))  # one after its last checkpoint
+    assert len(embedded) == 1
+    run_dir = run_module.run(config(tmp_path, "logger=tensorboard"))
+    assert len(embedded) == 4  # the validations at steps 3 and 6, test, validation of the best: none for a picture
+    assert_same_numbers(run_dir, plain)
+
+    events = shown(run_dir)
+    with (run_dir / "history.csv").open() as file:
+        history = [(row["name"], int(row["step"]), float(row["value"])) for row in csv.DictReader(file)]
+    curves = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    result = json.loads((run_dir / "result.json").read_text())
+    for name in {name for name, _, _ in history}:
+        expected = [(step, value) for other, step, value in history if other == name]
+        assert [step for step, _ in curves[name]] == [step for step, _ in expected]
+        np.testing.assert_allclose(curves.pop(name), expected, rtol=1e-6)
+    for part, scores in result["metrics"].items():
+        for name, score in scores.items():
+            ((step, value),) = curves.pop(f"final/{part}/{name}")
+            assert step == 6
+            assert value == pytest.approx(score, rel=1e-6)
+    for name, least in (("images_per_s", 0), ("peak_memory_bytes", 1e8)):
+        assert [step for step, _ in curves[name]] == [2, 4, 6]
+        assert all(value > least for _, value in curves.pop(name))
+    assert curves == {}
+
+    images = events.Images("val/nearest")
+    assert [image.step for image in images] == [3, 6]
+    table = build_module.build_data(config(tmp_path)).table
+    assert table.pixels is not None
+    for image, (queries, picture) in zip(images, drawn, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), picture)
+        unit = torch.nn.functional.normalize(queries.rows.double())
+        far = (2 - 2 * unit @ unit.T).fill_diagonal_(9)
+        pages = []
+        for query in range(len(queries)):
+            near = far[query].argsort(stable=True)[:5]
+            right = (queries.labels[near] == queries.labels[query])[None].numpy()
+            line = draw_nearest(
+                queries.ids[query : query + 1].numpy(), queries.ids[near][None].numpy(), right,
+                lambda rows: np.repeat(np.asarray(table.pixels)[rows][..., None], 3, axis=-1),
+            )  # fmt: skip
+            pages.append(line)
+        height = pages[0].shape[0] - 4  # without the gap below
+        lines = [picture[top : top + height] for top in range(0, len(picture) - 4, height)]
+        found = [next(i for i, page in enumerate(pages) if np.array_equal(page[:height], line)) for line in lines]
+        assert len(set(found)) == 5
+
+
+@pytest.mark.parametrize(
+    "at", ["start", *(pytest.param(x, marks=pytest.mark.slow) for x in ("log", "image", "summary"))]
+)
+def test_a_logger_that_fails_ends_the_run_and_the_others_are_closed(
+    plain: Path, tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setattr(
+        "dmlbench.training.log.TensorBoardLogger.close", lambda self: closed.append(self._writer is not None)
+    )
+    build = build_module.build_loggers
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "build_loggers", lambda *given: [*build(*given), Failing(at)])
+        with pytest.raises(RunError, match=f"{at} has failed"):
+            run_module.run(config(tmp_path, "logger=tensorboard"))
+    assert closed == [True]
+    (run_dir,) = tmp_path.glob("glyphs*/*/*/fold*")
+    assert not (run_dir / "result.json").exists()
+    assert_same_numbers(run_module.run(config(tmp_path)), plain)  # the remedy of its message: without a logger
+
+
+def test_a_finished_run_names_the_loggers_that_come_late(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    output = plain.parents[3]
+    run_module.run(config(output, "logger=[tensorboard,wandb]"))
+    assert "logger=tensorboard,wandb gets nothing of this run" in caplog.text
+
+
+def test_a_logger_without_a_name_is_refused(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    cfg.logger = {"_target_": "dmlbench.training.log.TensorBoardLogger"}
+    with pytest.raises(ConfigError, match="logger has a _target_; write it under a name of its own"):
+        check(cfg)
+
+
+@pytest.mark.slow
+def test_wandb_and_tensorboard_follow_one_run_which_has_the_same_numbers(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = config(tmp_path, "logger=[tensorboard,wandb]")
+    assert both.logger.wandb.mode == "offline"
+    killed_after(5, monkeypatch, both)
+    run_dir = run_module.run(config(tmp_path, "logger=[tensorboard,wandb]"))
+    assert_same_numbers(run_dir, plain)
+    files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1
+    assert len(list(run_dir.glob("wandb/offline-run-*/files/media/images/val/*.png"))) == 2
+    assert len(shown(run_dir).Images("val/nearest")) == 2
