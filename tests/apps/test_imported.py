@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from small_data_sets import write_photo
 
 from dmlbench.apps.imported import Imported, _of_table, import_cell
 from dmlbench.apps.loaded import load
@@ -15,11 +17,12 @@ from dmlbench.build import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.results.aggregate import aggregate_cell
 from dmlbench.results.store import cells_of, find_runs, read_result
 from dmlbench.results.tables import cell_labels, to_text
-from dmlbench.types import ConfigError, ImageTable, RetrievalSet, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
 DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
 PATTERN = "fold{fold}_rep{repeat}.npz"
@@ -108,8 +111,9 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
     for changed, message in (
         ({"ids": None, "labels": np.roll(in_order, 1)}, r"in this order: label \d+ stands for both"),
         ({"ids": None, "labels": np.arange(24)}, r"in this order: class '.*' has both label 0 and 1"),
-        ({"ids": np.arange(24), "labels": np.zeros(24, int)}, "stands for both"),
+        ({"ids": None, "labels": np.zeros(24, int)}, "stands for both"),
         ({"ids": np.arange(10, 34)}, r"has the id 10, which is no test image of .*: here 24 to 47"),
+        ({"ids": np.arange(24), "labels": table.labels[:24]}, "has the id 0, which is no test image"),  # training's
         ({"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)}, "has 5 query rows, .* 24"),
     ):
         write(tmp_path, table, **changed)
@@ -156,8 +160,34 @@ def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> 
         assert found.queries.rows.numpy().tolist() == rows[:4].tolist()
         assert found.queries.ids.tolist() == [4, 5, 6, 7] and found.gallery.ids.tolist() == [8, 9]
         assert found.gallery.labels.tolist() == [2, 3]
+    one = EmbeddingSet(torch.ones(4, 2), torch.tensor([0, 0, 1, 1]), torch.tensor([4, 4, 6, 7]))
+    save_embeddings(tmp_path / "twice.safetensors", one, None, {})
+    with pytest.raises(RunError, match="lacks the id 5 of a test image of shop and has another one twice"):
+        _of_table(read_embeddings(tmp_path / "twice.safetensors"), table, RetrievalSet(np.arange(4, 8)), "files")
     with pytest.raises(RunError, match=r"the test half of shop has a gallery of its own; give gallery="):
         _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
+
+
+def test_a_changed_gallery_is_another_model_and_patterns_may_begin_at_home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for label in range(4):
+        for part in ("train",) if label < 2 else ("query", "gallery"):
+            for i in range(2):
+                write_photo(tmp_path / "shop" / part / str(label) / f"{i}.jpg", label)
+    labels = np.array([2, 2, 3, 3])
+
+    def imported(*gallery: float) -> Imported:
+        np.savez(tmp_path / "q.npz", rows=np.eye(4, dtype="f4"), labels=labels)
+        np.savez(tmp_path / "g.npz", rows=np.diag(gallery).astype("f4"), labels=labels)
+        cfg = compose("import", ["name=theirs", "dataset=folder", f"dataset.table.root={tmp_path}/shop",
+                                 "protocol=conventional", "protocol.num_repeats=1", f"paths.output_dir={tmp_path}/out",
+                                 "embeddings='~/q.npz'", "gallery='~/g.npz'"])  # fmt: skip
+        return import_cell(cfg)
+
+    scores = imported(1, 1, 1, 1).scores
+    assert imported(1, 1, 1, 1).scores == scores == {(0, 0): scores[0, 0]} and scores[0, 0]["p_at_1"] == 1
+    with pytest.raises(RunError, match="holds other embeddings of this name"):
+        imported(-1, -1, -1, -1)
 
 
 @pytest.mark.slow

@@ -133,6 +133,34 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
         model.distance(kept.rows, [0.0, 1.0, 2.0])
 
 
+def test_distances_of_near_images_are_right_and_a_network_that_trains_is_refused(of_letters) -> None:
+    model, rows = dmlbench.load(of_letters, device="cpu"), data_and_rows(of_letters)[1].rows
+    rows = rows.repeat(2, 1)  # more than 25, where torch turns to products
+    near = rows + 1e-4 * rows.norm(dim=1, keepdim=True) * torch.randn(rows.shape, generator=torch.manual_seed(0))
+    unit, other = (nn.functional.normalize(x.double()) for x in (rows, near))
+    wanted = (unit[:, None] - other[None]).norm(dim=2)
+    assert torch.allclose(model.distance(rows, near).double(), wanted, rtol=1e-4, atol=1e-7)
+    assert model.distance(rows, rows).diagonal().max() < 1e-6
+    model.network.train()
+    with pytest.raises(ValueError, match=r"is in training mode; call model.network.eval\(\)"):
+        model.embed(np.zeros((32, 32), dtype=np.uint8))
+
+
+def test_folders_of_parts_are_no_classes_and_nothing_lies_beside_query_and_gallery(of_letters, tmp_path) -> None:
+    model, file = dmlbench.load(of_letters, device="cpu"), tmp_path / "x.safetensors"
+    for part in ("query", "gallery"):
+        for label in ("a", "b"):
+            write_photo(tmp_path / "images" / part / label / "1.png", ord(label), side=32)
+    assert embed_folder(model, tmp_path / "images", file).gallery.labels.tolist() == [0, 1]
+    write_photo(tmp_path / "images" / "lonely.png", 1, side=32)
+    with pytest.raises(DataError, match=r"lonely.png' lies beside query and gallery"):
+        embed_folder(model, tmp_path / "images", file)
+    (tmp_path / "images" / "lonely.png").unlink()
+    write_photo(tmp_path / "images" / "train" / "a" / "1.png", 1, side=32)
+    with pytest.raises(DataError, match=r"holds parts of a data set, such as 'gallery', whose folders are the classes"):
+        embed_folder(model, tmp_path / "images", file)
+
+
 def test_images_of_another_size_are_refused_where_the_run_resizes_none(of_letters) -> None:
     with pytest.raises(ConfigError, match=r"number 0 has 20 x 32 pixels, those of .* have 32 x 32 and"):
         dmlbench.load(of_letters, device="cpu").embed(np.zeros((20, 32), dtype=np.uint8))

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -51,14 +52,15 @@ def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
 def test_tune_is_killed_in_two_trials_and_resumed_to_the_same_trials_and_a_recipe_of_the_best_cell(
     tmp_path: Path,
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole, killed = tmp_path / "whole", tmp_path / "killed twice"
     assert start(whole).wait()[0] == 0
     for validations in (2, 7):
         process = start(killed)
         while process.output().count(": loss ") < validations and not process.has_ended():
             time.sleep(0.005)
         process.kill()
-    assert start(killed).wait()[0] == 0
+    code, said, _ = start(killed).wait()
+    assert code == 0 and str(killed / "out" / "tuning" / "tiny") in shlex.split(said.splitlines()[-1])
     assert trials(killed) == trials(whole)
     assert {row["state"] for row in trials(whole)} <= {"complete", "pruned"}
 

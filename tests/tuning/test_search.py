@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -137,6 +138,69 @@ def test_a_trial_has_one_process_and_is_free_once_that_is_gone(tmp_path, monkeyp
         assert (again.number, again.params) == (0, one.params)
 
 
+def test_a_trial_that_ends_while_another_process_claims_is_not_taken_for_a_left_one(tmp_path, monkeypatch) -> None:
+    asked = made(tmp_path, trials=2)
+    asked.folder.mkdir(parents=True)
+    first, second = (search._open(asked, {"space": ""}) for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.ExitStack())
+        held.enter_context(search._claimed(asked, first))
+
+        def end() -> None:
+            first.tell(0, 0.5)
+            held.close()
+
+        ending, lock_of = threading.Thread(target=end), search._lock_of
+
+        def locked_late(asked, number):  # between the list of trials and the lock, the first process ends its trial
+            if not ending.ident:
+                ending.start()
+                ending.join(1)
+            return lock_of(asked, number)
+
+        monkeypatch.setattr(search, "_lock_of", locked_late)
+        with search._claimed(asked, second) as trial:
+            assert trial.number == 1
+        ending.join(10)
+    assert not ending.is_alive() and not list((asked.folder / "trials").iterdir())
+
+
+def test_a_kill_while_the_folder_was_made_leaves_a_search_that_can_begin(tmp_path, monkeypatch) -> None:
+    asked = made(tmp_path)
+    asked.folder.mkdir(parents=True)
+    set_user_attr = optuna.study.Study.set_user_attr
+
+    def killed(study, key, value):
+        set_user_attr(study, key, value)
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(optuna.study.Study, "set_user_attr", killed)
+        search._open(asked, {"space": "a", "runs": "b"})
+    assert search._open(asked, {"space": "a", "runs": "b"}).user_attrs["runs"] == "b"
+    with pytest.raises(RunError, match=r"other settings \(of runs\)"):
+        search._open(asked, {"space": "a", "runs": "c"})
+
+
+def test_who_reports_last_knows_of_all_trials(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    asked, seen = made(tmp_path, trials=1), []
+    conducted(asked)
+
+    def last() -> None:
+        conducted(dataclasses.replace(asked, trials=2))
+        with search.reporting(asked) as found:
+            seen.append(len(found))
+
+    with search.reporting(asked) as found:
+        other = threading.Thread(target=last)
+        other.start()
+        other.join(2)
+        assert (len(found), seen) == (1, [])  # it waits until this report is written
+    other.join(10)
+    assert seen == [2]
+
+
 def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path, monkeypatch) -> None:
     Runs(monkeypatch)
     asked = made(tmp_path, trials=2, pruner=None)
@@ -154,7 +218,7 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
     (asked.folder / search.STORAGE).write_bytes(b"no database")
     with pytest.raises(RunError, match=r"study.db cannot be read .*remove it, or choose another name"):
         conducted(asked)
-    for wrong, message in (({"trials": 0}, r"trials \(0\) must"), ({"runs": ()}, "runs is empty"),
+    for wrong, message in (({"trials": 0}, r"trials \(0\) must"), ({"runs": ()}, r"is empty; .*\[\['repeat=0'\]\]"),
                            ({"pruner": {"warmup": 1}}, "pruner has 'warmup': did you mean 'warmup_steps'"),
                            ({"pruner": {"warmup_steps": -1}}, r"pruner.warmup_steps \(-1\)")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):

@@ -44,6 +44,11 @@ def test_searches_have_the_names_of_their_files_and_no_run_sees_the_test_set() -
         _checked(searched("demo"), composed_run)
         with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* leave protocol out"):
             _checked(searched("demo", "protocol=mlrc"), composed_run)
+        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting"):  # also of a trial's second run
+            _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed_run)
+        for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
+            with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is searched; leave this out, or take"):
+                searched("demo", *given, own=own)
         with pytest.raises(ConfigError, match="train has 'pooling', which is no override"):
             searched("demo", own=("train=[pooling]",))
         with pytest.raises(ConfigError, match=r"name \('a/b'\) names a folder"):

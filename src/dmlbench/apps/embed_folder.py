@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.apps.loaded import TrainedModel
-from dmlbench.data.readers.folder import images_below
-from dmlbench.data.readers.layouts import subfolders
-from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, save_embeddings
+from dmlbench.data.readers.folder import PART_FOLDERS, images_below
+from dmlbench.data.readers.layouts import images_in, subfolders
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, RunError
 
 OWN_DISTANCE = "distance"
@@ -57,7 +57,7 @@ def embed_folder(
     sets = [
         EmbeddingSet(embedded.rows[at], embedded.labels[at], embedded.ids[at]) for at in (slice(cut), slice(cut, None))
     ]
-    about = {"model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes)}
+    about = {**BY_ORDER, "model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes)}
     if model.has_own_distance:
         about[OWN_DISTANCE] = type(model.network.distance).__name__
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
@@ -73,9 +73,17 @@ def _parts(folder: Path) -> list[list[tuple[str, str]]]:
     if not folder.is_dir():
         raise DataError(f"images ({folder}) is not a folder; name one that holds images, or folders of them by class")
     if sorted(subfolders(folder)) == ["gallery", "query"]:
+        if alone := images_in(folder):
+            raise DataError(f"'{folder / alone[0]}' lies beside query and gallery; move it into one of them, or away")
         parts = [[(f"{top}/{path}", path) for path in images_below(folder / top)] for top in ("query", "gallery")]
     else:
         parts = [[(path, path) for path in images_below(folder)]]
+        tops = {path.split("/")[0] for path, _ in parts[0] if path.count("/") > 1}
+        if named := next((top for top in sorted(tops) if top.casefold() in PART_FOLDERS), ""):
+            raise DataError(
+                f"'{folder}' holds parts of a data set, such as '{named}', whose folders are the classes; "
+                "name one part, or a folder with query and gallery alone"
+            )
     found = []
     for part in parts:
         classed = ["/" in inner for _, inner in part]

@@ -159,7 +159,7 @@ def exported_program(model: TrainedModel) -> ExportedProgram:
 
 
 def of_format(name: str, program: ExportedProgram, model: TrainedModel) -> bytes:
-    """The content of a graph's file, read back and compared with the network.
+    """The content of a graph's file; of ONNX read back and compared with the network, as the program was.
 
     Raises:
         NoGraph: it cannot be written in this format, packages are missing, or the graph computes something else.

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.build import component
 from dmlbench.config import cell_sha256, config_sha256
 from dmlbench.evaluation.analysis import per_query_table, to_csv
-from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, save_embeddings
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -73,7 +73,10 @@ def import_cell(cfg: DictConfig) -> Imported:
     for key, pattern in patterns.items():
         _check_pattern(key, pattern, counts)
     coordinates = [(fold, repeat) for fold in range(counts["fold"]) for repeat in range(counts["repeat"])]
-    files = {at: {k: Path(p.format(fold=at[0], repeat=at[1])) for k, p in patterns.items()} for at in coordinates}
+    files = {
+        at: {key: Path(p.format(fold=at[0], repeat=at[1])).expanduser() for key, p in patterns.items()}
+        for at in coordinates
+    }
     missing = [at for at in coordinates if not files[at]["embeddings"].is_file()]
     if len(missing) == len(coordinates) or (missing and not cfg.allow_partial):
         names = ", ".join(str(files[at]["embeddings"]) for at in missing[:3]) + (" ..." if len(missing) > 3 else "")
@@ -98,12 +101,11 @@ def import_cell(cfg: DictConfig) -> Imported:
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a cell has one width")
     for (fold, repeat), (split, found, is_by_order) in checked.items():
-        source = files[fold, repeat]["embeddings"]
         if is_by_order:
             notes.append("the files have no ids: images of one class are taken to stand in the data set's order")
         run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
         assert isinstance(run_cfg, DictConfig)
-        about = _about(cfg, source, is_by_order)
+        about = _about(cfg, files[fold, repeat], is_by_order)
         scores[fold, repeat] = _write(run_cfg, cell, protocol, table, split, found, about, spec)
     return Imported(cell, scores, tuple(dict.fromkeys(notes)))
 
@@ -133,9 +135,7 @@ def _of_table(
     pairs = [("query", stored.queries, test.query)]
     if stored.gallery is not None and test.gallery is not None:
         pairs.append(("gallery", stored.gallery, test.gallery))
-    ids = torch.cat([part.ids for _, part, _ in pairs]).numpy()
-    # files without ids are numbered in the order of their rows
-    is_by_order = np.array_equal(ids, np.arange(len(ids))) and not np.array_equal(ids, test.rows)
+    is_by_order = stored.metadata.items() >= BY_ORDER.items()
     found, theirs, ours = [], [], []
     for what, part, rows in pairs:
         if len(part) != len(rows):
@@ -156,6 +156,8 @@ def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> 
             f"{source} has the id {strange[0]}, which is no test image of {table.name}; ids are rows of its table, "
             f"from 0 in the published order: here {rows.min()} to {rows.max()}"
         )
+    if len(absent := np.setdiff1d(rows, ids)):
+        raise RunError(f"{source} lacks the id {absent[0]} of a test image of {table.name} and has another one twice")
     order = np.argsort(ids, kind="stable")
     return np.asarray(order[np.searchsorted(ids[order], rows)])
 
@@ -179,12 +181,13 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
             )
 
 
-def _about(cfg: DictConfig, source: Path, is_by_order: bool) -> dict[str, Any]:
+def _about(cfg: DictConfig, files: Mapping[str, Path], is_by_order: bool) -> dict[str, Any]:
     return {
         "name": str(cfg.name),
         **{key: UNKNOWN if cfg[key] is None else str(cfg[key]) for key in TOLD},
-        "file": source.name,
-        "file_sha256": file_sha256(source),
+        "file": files["embeddings"].name,
+        "file_sha256": file_sha256(files["embeddings"]),
+        **({"gallery_sha256": file_sha256(files["gallery"])} if "gallery" in files else {}),
         "ids": "by order" if is_by_order else "given",
     }
 
@@ -220,7 +223,8 @@ def _write(
     with store.locked(run_dir):
         if (run_dir / store.RESULT).exists():
             result = store.read_result(run_dir)
-            if result.get("imported", {}).get("file_sha256") != about["file_sha256"]:
+            before = result.get("imported", {})
+            if any(before.get(key) != about.get(key) for key in ("file_sha256", "gallery_sha256")):
                 raise RunError(
                     f"{run_dir} holds other embeddings of this name; choose another name, or remove it with `dmlbench "
                     f"clean {cell.name!r}`"

@@ -89,6 +89,7 @@ class TrainedModel:
             ConfigError: the run's transform does not resize and images have another size than the run's.
             DataError: an image cannot be read, or is none.
             RunError: an embedding holds NaN or infinity.
+            ValueError: somebody has put the network into training mode.
         """
         return self.embed_set(images, progress=progress, batch_size=batch_size, num_workers=num_workers).rows
 
@@ -102,6 +103,8 @@ class TrainedModel:
         num_workers: int = 0,
     ) -> EmbeddingSet:
         """As ``embed``, with ``labels`` [N] (0 by default) and ids that count from 0, as ``evaluate`` takes them."""
+        if self.network.training:
+            raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")
         if isinstance(self.transform, CropTransform):
             given = GivenImages(images, short_side=self.transform.resize, kernel=self.transform.kernel)
         else:
@@ -151,12 +154,14 @@ class TrainedModel:
         Raises:
             RunError: rows of another width.
         """
-        sides = [torch.atleast_2d(torch.as_tensor(x, dtype=torch.float32, device=self.device)) for x in (a, b)]
+        # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
+        dtype = torch.float32 if self.has_own_distance else torch.float64
+        sides = [torch.atleast_2d(torch.as_tensor(x, dtype=dtype, device=self.device)) for x in (a, b)]
         for x in sides:
             if x.ndim != 2 or x.shape[1] != self.embedding_size:
                 raise RunError(f"rows {tuple(x.shape)} are no embeddings of {self.name}, [N, {self.embedding_size}]")
         found: Tensor = self.network.distance(*sides)
-        return found.cpu()
+        return found.float().cpu()
 
 
 def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ()) -> TrainedModel:

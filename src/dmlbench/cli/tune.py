@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.cli.front import prepare_process, require_output_dir, run_hydra
 from dmlbench.cli.reproduce import composed_run, parts_of, quiet
 from dmlbench.config import composing
@@ -48,8 +49,7 @@ def main(line: CommandLine) -> None:
 
 
 def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> None:
-    from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
-    from dmlbench.tuning.search import conduct
+    from dmlbench.tuning.search import conduct, reporting
 
     def compose(overrides: Sequence[str]) -> DictConfig:
         with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
@@ -60,7 +60,14 @@ def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> No
         return dict(composed.hydra.runtime.choices)
 
     search = make_search(cfg, given, choices)
-    found = conduct(search, compose)
+    conduct(search, compose)
+    with reporting(search) as found:
+        _report(search, found, compose, choices, searching)
+
+
+def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, searching: Sequence[str]) -> None:
+    from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
+
     monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
     written = write_table(search, found, monitor)
     print(to_markdown(search, found, monitor))
@@ -71,7 +78,8 @@ def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> No
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
     path, use = _write_recipe(search, best, compose, choices, searching)
     print("\n".join(f"written: {each}" for each in [*written, path]))
-    print(f"\nto train by it: dmlbench train --config-dir {search.folder} recipe={search.name} {' '.join(use)}")
+    folder = quote(str(search.folder))
+    print(f"\nto train by it: dmlbench train --config-dir {folder} recipe={search.name} {' '.join(use)}")
 
 
 def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search":
@@ -94,10 +102,14 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
             )
     overrides = (*plain["train"], *given)
     output_dir = Path(plain["paths"]["output_dir"])
+    space = make_space(plain["space"], choices(["protocol=hpo", *overrides]))
+    searched = {dimension.key for dimension in space}
+    for override in (*given, *(each for run in runs for each in run)):
+        if (key := key_of(override).strip()) in searched:
+            raise ConfigError(f"{override}: {key} is searched; leave this out, or take {key} out of space")
     return Search(
         name=plain["name"], folder=output_dir / "tuning" / plain["name"], output_dir=output_dir,
-        space=make_space(plain["space"], choices(["protocol=hpo", *overrides])),
-        overrides=overrides, runs=tuple(map(tuple, runs)), trials=plain["trials"], seed=plain["seed"],
+        space=space, overrides=overrides, runs=tuple(map(tuple, runs)), trials=plain["trials"], seed=plain["seed"],
         startup_trials=plain["startup_trials"], pruner=plain["pruner"],
     )  # fmt: skip
 

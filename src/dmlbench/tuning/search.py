@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STORAGE = "study.db"
-_TRIALS, _CLAIM = "trials", "claim.lock"
+_TRIALS, _CLAIM, _REPORT = "trials", "claim.lock", "report.lock"
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that validations of one and the same run are compared."""
@@ -78,7 +78,7 @@ class Search:
             if getattr(self, key) < least:
                 raise ConfigError(f"{key} ({getattr(self, key)}) must be at least {least}")
         if not self.runs:
-            raise ConfigError("runs is empty; list the overrides of each run of a trial, such as runs=[[repeat=0]]")
+            raise ConfigError("runs is empty; list the overrides of each run of a trial, such as runs=[['repeat=0']]")
         for key, value in (self.pruner or {}).items():
             if key not in _PRUNER:
                 raise ConfigError(f"pruner has '{key}': {closest(key, list(_PRUNER))}; pruner=null prunes nothing")
@@ -148,15 +148,15 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
     Raises:
         ConfigError: a run at one of the corners of the space cannot be.
     """
-    for point in corners(search.space):
-        cfg = compose(search.of_run(search.values(point), 0))
+    first, *others = corners(search.space)
+    bases = [compose(search.of_run(search.values(first), i)) for i in range(len(search.runs))]
+    for cfg in (*bases, *(compose(search.of_run(search.values(point), 0)) for point in others)):
         if (protocol := component(cfg.protocol).name) != "hpo":
             raise ConfigError(
                 f"protocol={protocol} is for reporting, and values chosen under it have seen its data; leave protocol "
                 "out: tune searches under protocol=hpo"
             )
         check(cfg)
-    bases = [compose(search.of_run(search.values(corners(search.space)[0]), i)) for i in range(len(search.runs))]
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
         "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _settings_of(search.pruner)]),
@@ -195,10 +195,9 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
             study = optuna.create_study(
                 storage=storage, study_name=search.name, direction="maximize", load_if_exists=True, pruner=pruner
             )
-            held = study.user_attrs or {"overrides": search.described, **identity}
-            if not study.user_attrs:
-                for key, value in held.items():
-                    study.set_user_attr(key, value)
+            held = {"overrides": search.described, **identity, **study.user_attrs}
+            for key in held.keys() - study.user_attrs.keys():  # all, or what a killed process had no time to write
+                study.set_user_attr(key, held[key])
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{path} cannot be read ({reason:.200}); remove it, or choose another name=...") from error
@@ -233,9 +232,10 @@ def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
             trial = None if found is None else _drawn(search, study, found, number)
         yield trial
         if trial is not None:
-            held.close()
-            with contextlib.suppress(OSError):
-                (search.folder / _TRIALS / str(number)).rmdir()
+            with FileLock(search.folder / _CLAIM):  # or who has just read that it runs would take it for a left one
+                held.close()
+                with contextlib.suppress(OSError):
+                    (search.folder / _TRIALS / str(number)).rmdir()
 
 
 def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial":
@@ -325,6 +325,13 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
         except RunInUse as error:  # another trial of these values has it
             log.info("waiting for %s, which another process has", error.run_dir)
             time.sleep(_WAIT_S)
+
+
+@contextlib.contextmanager
+def reporting(search: Search) -> Iterator[list[Outcome]]:
+    """What became of the trials by now, for as long as this process alone may write it: the last one knows the most."""
+    with FileLock(search.folder / _REPORT):
+        yield outcomes(search, _open(search, {}))
 
 
 def _score_of(result: Mapping[str, Any]) -> float:

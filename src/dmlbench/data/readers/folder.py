@@ -17,7 +17,7 @@ from dmlbench.data.readers.layouts import images_in, subfolders
 from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
 
-_PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
+PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
 _ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
 _COLUMNS = ("path", "label", "role", "super_label")
 _NEEDED = {"path", "label"}
@@ -111,7 +111,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
-    parts = [top for top in tops if top.casefold() in _PART_FOLDERS]
+    parts = [top for top in tops if top.casefold() in PART_FOLDERS]
     if not tops:
         raise DataError(
             f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "

@@ -19,6 +19,8 @@ from dmlbench.transfers import on_host, to_device
 from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
+BY_ORDER = {"ids": "by order"}
+"""Metadata of a set whose ids only count its rows, because nobody has given any."""
 _TENSORS = ("rows", "labels", "ids", "role")
 _ABOUT = "about"
 """The one entry of a file's own metadata."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
-from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, load_embeddings
 from dmlbench.runtime import reason_of
 from dmlbench.types import EmbeddingSet, RunError, not_a_file
 
@@ -64,10 +64,11 @@ def read_embeddings(
             raise RunError(f"{path} says itself what is query and gallery; leave labels and gallery away")
         return load_embeddings(path)
     queries, has_ids = _embedding_set(path, parts, labels, "query")
+    about = {} if has_ids else dict(BY_ORDER)
     if gallery is None:
-        return StoredEmbeddings(*with_distinct_ids(queries, None, given=(has_ids, False)), {})
+        return StoredEmbeddings(*with_distinct_ids(queries, None, given=(has_ids, False)), about)
     other, gallery_has_ids = _embedding_set(gallery, _read(gallery), gallery_labels, "gallery")
-    return StoredEmbeddings(*with_distinct_ids(queries, other, given=(has_ids, gallery_has_ids)), {})
+    return StoredEmbeddings(*with_distinct_ids(queries, other, given=(has_ids, gallery_has_ids)), about)
 
 
 def _embedding_set(
