@@ -26,7 +26,13 @@ IMPORTED_BEFORE = (
         "dmlbench.apps.reevaluate",
         "dmlbench.apps.compare",
     ),
-    *("dmlbench.apps.report.picture", "dmlbench.apps.report.page", "dmlbench.apps.explain", "dmlbench.data.getting.prepare", "torch._dynamo"),
+    *(
+        "dmlbench.apps.report.picture",
+        "dmlbench.apps.report.page",
+        "dmlbench.apps.explain",
+        "dmlbench.data.getting.prepare",
+        "torch._dynamo",
+    ),
     *("pytorch_metric_learning.losses", "pytorch_metric_learning.miners", "matplotlib.pyplot"),
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -67,7 +67,8 @@ def _draw(prototypes: list[int], smoothings: list[float], found: dict[str, Score
     )
     image = axes.imshow(grid, cmap="viridis")
     for (row, column), value in np.ndenumerate(grid):
-        axes.text(column, row, f"{value:.1f}", ha="center", va="center", color="white", fontsize=9)
+        color = "black" if image.norm(value) > 0.6 else "white"  # the upper end of the scale is bright
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(smoothings)), [f"{value:g}" for value in smoothings])
     axes.set_yticks(range(len(prototypes)), [str(m) for m in prototypes])
     axes.set_xlabel("epsilon")
