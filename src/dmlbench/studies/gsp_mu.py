@@ -35,7 +35,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     low, high = ([means[value] for value in values if (value <= cfg.low) == is_low] for is_low in (True, False))
     shown = ", ".join(f"{value:g}: {score:.1f}" for value, score in means.items())
     scores = list(means.values())
-    falls = bool(np.all(np.diff(scores) < 0)) if len(scores) > 1 else None
+    of_growing = [*low[-1:], *high]  # what is said of the low ones is that they are alike
+    falls = bool(np.all(np.diff(of_growing) < 0)) if high and len(of_growing) > 1 else None
     if falls is False and low and high and np.mean(high) < np.mean(low):
         falls = None  # lower on the whole, but not step by step
         shown += f" (rank correlation {spearmanr(values, scores).statistic:.1f}: on the whole, not at every step)"
