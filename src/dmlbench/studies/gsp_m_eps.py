@@ -67,7 +67,7 @@ def _draw(prototypes: list[int], smoothings: list[float], found: dict[str, Score
     )
     image = axes.imshow(grid, cmap="viridis")
     for (row, column), value in np.ndenumerate(grid):
-        color = "black" if image.norm(value) > 0.6 else "white"  # the upper end of the scale is bright
+        color = "black" if value - grid.min() > 0.6 * np.ptp(grid) else "white"  # the scale's upper end is bright
         axes.text(column, row, f"{value:.1f}", ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(smoothings)), [f"{value:g}" for value in smoothings])
     axes.set_yticks(range(len(prototypes)), [str(m) for m in prototypes])
