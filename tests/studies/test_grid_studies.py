@@ -52,7 +52,9 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
         ([0.1, 0.3, 0.2], False, "1: 20.0"),
     ],
 )
-def test_a_fall_over_mu_is_one_at_every_step_beyond_the_low_ones(tmp_path, monkeypatch, scores, comes_out, told) -> None:
+def test_a_fall_over_mu_is_one_at_every_step_from_the_low_ones_on(
+    tmp_path, monkeypatch, scores, comes_out, told
+) -> None:
     rows = [{"map_at_r": [score], "p_at_1": [0.5]} for score in scores]
     monkeypatch.setattr(gsp_mu, "scores_of", lambda cells, cfg, parts: dict(zip(cells, rows, strict=True)))
     cfg = compose("study_gsp_mu", [f"transport_ratios={[0.1, 0.3, 0.5, 1.0][-len(scores) :]}", *places(tmp_path)])
