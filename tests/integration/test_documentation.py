@@ -299,7 +299,10 @@ def test_readme_is_short_names_the_two_commands_and_shows_a_picture(repository) 
     text = (repository / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 900
     assert "make demo" in text and "make test" in text
-    assert re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) == ["outputs/published/cub200_2010/cub200_2010-mlrc.png"]
+    pictures = ["outputs/published/cub200_2010/cub200_2010-mlrc.png", "outputs/published/report/report.png"]
+    assert re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text) == pictures
+    assert "](outputs/published/report/report.html)" in text
+    assert (repository / "outputs/published/report/report.html").stat().st_size < 20_000_000
 
 
 README_ROWS = {
