@@ -244,6 +244,7 @@ def test_a_paper_stands_beside_a_cell_of_its_recipe_and_choices(cells: list[Cell
     assert {one["row"] for one in ours} == {"C2+GSP"}
     assert {one["paper"] for one in ours} == set(printed.values())
     assert all(one["verdict"] == "not comparable" and "resnet20_small instead of" in one["note"] for one in ours)
+    assert all("fit.max_steps 6 instead of " in one["note"] for one in ours)
     assert paper_scores(cells) == []  # no recipe
 
 

@@ -1,20 +1,26 @@
 """Numbers that papers print for the choices of a cell, beside the cell's own."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import papers
 from dmlbench.apps.experiment_tables import Line, experiments, lines_of, reproduce_of
 from dmlbench.apps.origins import origin_of
 from dmlbench.apps.reproduce import others
 from dmlbench.apps.tables import Cell
-from dmlbench.config import compose, config_folder
+from dmlbench.config import NOT_PART_OF_A_CELL, compose, config_folder, differences, load_config
 from dmlbench.results.cautions import incomparable
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.results.verdicts import NEEDS, compare
 
 _GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer")
 """Options by which a row of a paper is known."""
+_TOLD_OTHERWISE = (*NOT_PART_OF_A_CELL, "dataset", "backbone", "evaluation", "protocol.num_repeats")
+"""Settings of which data notes, the origin of the weights and the number of runs tell more."""
+_MOST_SETTINGS = 6
 
 
 def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -31,14 +37,18 @@ def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         return []
     known = experiments([config_folder()])
     found = []
-    chosen: dict[tuple[str, ...], Mapping[str, str]] = {}
+    composed: dict[tuple[str, ...], DictConfig] = {}
     for name in papers.tables():
         if name not in known:
             continue
         for line in lines_of(name, reproduce_of(known[name]), {}):
             for cell in with_recipe:
-                if line.overrides and _may_be(line, cell) and _is(line, cell, chosen):
-                    found.append(_beside(name, line, cell, cells.index(cell)))
+                if not line.overrides or not _may_be(line, cell):
+                    continue
+                if line.overrides not in composed:
+                    composed[line.overrides] = compose("train", line.overrides, with_hydra=True)
+                if _is(composed[line.overrides], cell):
+                    found.append(_beside(name, line, composed[line.overrides], cell, cells.index(cell)))
     return [one for one in found if one["verdict"] != NEEDS]
 
 
@@ -53,26 +63,21 @@ def _may_be(line: Line, cell: Cell) -> bool:
     )
 
 
-def _is(line: Line, cell: Cell, chosen: dict[tuple[str, ...], Mapping[str, str]]) -> bool:
-    """Whether the line, composed, chooses the cell's options; ``chosen`` keeps what lines choose."""
-    if line.overrides not in chosen:
-        cfg = compose("train", line.overrides, with_hydra=True)
-        chosen[line.overrides] = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
-    theirs, ours = chosen[line.overrides], cell.summary["choices"]
-    return all(_option(theirs, group) == _option(ours, group) for group in _GROUPS)
+def _is(cfg: DictConfig, cell: Cell) -> bool:
+    """Whether a configuration chooses the cell's options."""
+    theirs = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
+    return all(_option(theirs, group) == _option(cell.summary["choices"], group) for group in _GROUPS)
 
 
 def _option(choices: Mapping[str, Any], group: str) -> str:
     return str(choices.get(group, "None")).replace("none", "None")
 
 
-def _beside(name: str, line: Line, cell: Cell, index: int) -> dict[str, Any]:
+def _beside(name: str, line: Line, cfg: DictConfig, cell: Cell, index: int) -> dict[str, Any]:
     run = next(run.path for run in cell.runs if run.state == "done")
     result = read_result(run)
     origin = origin_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
-    overridden = (result.get("recipe") or {}).get("overridden") or ()
-    other = [f"not the recipe's: {', '.join(map(str, overridden))}"] if overridden else []
-    reasons = [*others(line.score, cell.summary, origin), *other, *incomparable(cell.summary)]
+    reasons = [*others(line.score, cell.summary, origin), *_other_settings(cfg, run), *incomparable(cell.summary)]
     made = compare(line.score, cell.summary, reasons, label=line.label)
     score = line.score
     size = f"{score.embedding_size}-D" if score.embedding_size else ""
@@ -83,3 +88,17 @@ def _beside(name: str, line: Line, cell: Cell, index: int) -> dict[str, Any]:
         "ours": made.mean, "ours_std": made.std, "difference": made.difference, "verdict": made.verdict,
         "note": made.note,
     }  # fmt: skip
+
+
+def _other_settings(cfg: DictConfig, run: Path) -> list[str]:
+    """What else the experiment of the paper's table has otherwise than a run."""
+    plain = cfg.copy()
+    OmegaConf.set_struct(plain, False)
+    del plain["hydra"]
+    found = [
+        f"{key} {ours} instead of {theirs}"
+        for key, (ours, theirs) in differences(plain, load_config(run / CONFIG)).items()
+        if not f"{key}.".startswith(tuple(f"{left}." for left in _TOLD_OTHERWISE))
+    ]
+    more = f" and {len(found) - _MOST_SETTINGS} more" if len(found) > _MOST_SETTINGS else ""
+    return [f"other settings: {', '.join(found[:_MOST_SETTINGS])}{more}"] if found else []
