@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+# As in every command: threads that spin while they wait take the cores of other processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
