@@ -1,5 +1,6 @@
 """Every loss, plain and with XBM, Metrix, ZSR and XML, over GAP and GSP trains on letters; every part is at work."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def train(
     device = torch.device("cpu")
     images = build.image_opener(cfg, data.table, device)(cfg.transform.train)
     batches = build.build_train_batches(cfg, data, images, seed=0, device=device)
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     fit(model, objective, batches, None, optimizer, build.build_fit_settings(cfg), run_dir, device=device)
     values: dict[str, list[float]] = {}
     for _, name, value in read_history(run_dir / HISTORY):
@@ -96,6 +97,39 @@ def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path,
                 assert objective.loss.filled == 16
             if isinstance(objective.loss, Metrix):
                 assert objective.loss.draws == STEPS
+
+
+@pytest.mark.parametrize("loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MIXED])
+def test_mixtures_go_on_after_a_kill_to_the_same_bits(data: Data, tmp_path: Path, monkeypatch, loss: str) -> None:
+    overrides = ("loss=metrix", f"loss@loss.loss={loss}", "pooling=gap", "fit.checkpoint_every=1")
+    *whole, values = train(data, tmp_path / "whole", *overrides)
+
+    class Killed(Exception):
+        pass
+
+    def dying(*arguments, **options):
+        batches = build_train_batches(*arguments, **options)
+        following, count = type(batches).__next__, itertools.count(1)
+
+        class Dying(type(batches)):
+            def __next__(self):
+                if next(count) > 2:
+                    raise Killed
+                return following(self)
+
+        batches.__class__ = Dying
+        return batches
+
+    build_train_batches = build.build_train_batches
+    monkeypatch.setattr(build, "build_train_batches", dying)
+    with pytest.raises(Killed):
+        train(data, tmp_path / "parts", *overrides)
+    monkeypatch.setattr(build, "build_train_batches", build_train_batches)
+    *resumed, again = train(data, tmp_path / "parts", *overrides)
+    assert again["train/dml"] == values["train/dml"]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        state = theirs.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in ours.state_dict().items())
 
 
 def test_what_the_memory_cannot_wrap_is_known() -> None:

@@ -164,12 +164,12 @@ class Metrix(nn.Module):
         unit = normalize(embeddings)
         gram = unit @ unit.T  # [B, B]
         classes, s = labels, gram  # of anchors: [A], [A, B]
-        on_cpu = on_host(labels).numpy()
-        known = on_cpu
+        known = on_cpu = on_host(labels).numpy()
         if isinstance(self.loss, ProxyAnchor):
-            known = np.unique(on_cpu) if pairs == "positive_negative" else np.arange(len(self.loss.proxies))
+            proxies = self.loss.proxies
+            known = np.unique(on_cpu) if pairs == "positive_negative" else np.arange(len(proxies))
             classes = to_device(torch.from_numpy(known), labels.device)
-            s = normalize(self.loss.proxies[classes]) @ unit.T
+            s = normalize(proxies[classes] if pairs == "positive_negative" else proxies) @ unit.T
         negative = classes[:, None] != labels  # [A, B]
         same = known[:, None] == on_cpu
         if s is gram:
