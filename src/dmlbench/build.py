@@ -75,7 +75,8 @@ def check_values(cfg: DictConfig) -> None:
         if value < 1:
             raise ConfigError(f"sampler.{key} ({value}) must be at least 1")
         # Losses with vectors of the classes know both sizes; others compare images with each other.
-        with_classes = {"num_classes", "embedding_size"} <= cfg.loss.keys() or _declared(cfg.loss, "has_proxies")
+        plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
+        with_classes = {"num_classes", "embedding_size"} <= plain.keys() or _declared(plain, "has_proxies")
         if value < 2 and not with_classes:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "

@@ -23,6 +23,7 @@ PML_PAIRS = "pytorch-metric-learning lists pairs and triplets, whose number is k
 PML_REDUCER = "pytorch-metric-learning averages over terms that it selects, or asks whether there are any"
 PML_INDEX = "pytorch-metric-learning indexes by a list that it makes on the host"
 MEMORY_PAIRS = "losses of pytorch-metric-learning take the pairs with a memory as lists"
+MIXTURES = "reducers of pytorch-metric-learning average over all that they are given"
 MINER = "miners of pytorch-metric-learning choose by what the device has computed, and draw from it"
 STAY: Mapping[str, str] = {
     "loss_and_miner_utils.py get_all_pairs_indices: nonzero": PML_PAIRS,
@@ -35,6 +36,8 @@ STAY: Mapping[str, str] = {
     "large_margin_softmax_loss.py get_target_mask: index_put_": PML_INDEX,
     "large_margin_softmax_loss.py compute_loss: index": PML_INDEX,
     "xbm.py memory_part: nonzero": MEMORY_PAIRS,
+    "metrix.py _contrastive: nonzero": MIXTURES,
+    "metrix.py _contrastive: index": MIXTURES,
     "xbm.py _without_own: index": MEMORY_PAIRS,
     "distance_weighted_miner.py mine: index": MINER,
     "loss_and_miner_utils.py get_random_triplet_indices: _unique2": MINER,
@@ -115,6 +118,7 @@ def waits_of_loss(**options: str | dict[str, Any]) -> set[str]:
 
 LOSSES = [name for name in names("loss") if "layered" not in name]
 OF_PML = {name for name in LOSSES if option("loss", name)["_target_"].startswith("pytorch_metric_learning")}
+OF_PML.add("metrix")  # which wraps one of them
 OF_PAIRS = ("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon",
             "triplet")  # fmt: skip
 
@@ -132,6 +136,18 @@ def test_loss_with_a_memory(loss: str) -> None:
     waits = waits_of_loss(loss=option("loss", "xbm") | {"loss": option("loss", loss)})
     assert waits <= STAY.keys()
     assert not waits or loss != "contrastive_c1"
+
+
+@pytest.mark.parametrize("pairs", ["positive_negative", "anchor_negative"])
+@pytest.mark.parametrize("loss", ["contrastive", "multi_similarity", "proxy_anchor"])
+def test_loss_with_mixtures(loss: str, pairs: str) -> None:
+    node = option("loss", "metrix") | {"loss": option("loss", loss), "pairs": [pairs], "num_hard_negatives": 3}
+    waits = waits_of_loss(loss=node)
+    assert waits <= STAY.keys()
+    assert not waits or loss != "proxy_anchor"
+    assert loss == "contrastive" or not any(wait.startswith("metrix.py") for wait in waits)
+    if loss != "proxy_anchor":
+        assert waits_of_loss(loss=node, miner="multi_similarity") <= STAY.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Every loss, plain and with XBM, ZSR and XML, over GAP and GSP trains on letters, and every part is seen at work."""
+"""Every loss, plain and with XBM, Metrix, ZSR and XML, over GAP and GSP trains on letters; every part is at work."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.cli.front import compose, config_folder
+from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.training.fit import HISTORY, fit
 from dmlbench.training.log import read_history
@@ -18,6 +20,7 @@ from dmlbench.training.log import read_history
 LOSSES = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml") if "layered" not in path.stem)
 OF_PAIRS = ("contrastive", "contrastive_c1", "margin", "margin_gsp", "multi_similarity", "supcon", "triplet")
 MEMORIES = ("xbm", "xbm_contrastive")
+MIXED = ("contrastive", "multi_similarity", "proxy_anchor")
 STEPS = 3
 SMALL = (
     "dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=8", "dataset.table.image_size=32",
@@ -51,7 +54,7 @@ def train(
     device = torch.device("cpu")
     images = build.image_opener(cfg, data.table, device)(cfg.transform.train)
     batches = build.build_train_batches(cfg, data, images, seed=0, device=device)
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     fit(model, objective, batches, None, optimizer, build.build_fit_settings(cfg), run_dir, device=device)
     values: dict[str, list[float]] = {}
     for _, name, value in read_history(run_dir / HISTORY):
@@ -72,6 +75,8 @@ def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path,
     }
     if loss in OF_PAIRS:
         kinds["xbm"] = ("loss=xbm", f"loss@loss.loss={loss}", *MEMORY)
+    if loss in MIXED:
+        kinds["metrix"] = ("loss=metrix", f"loss@loss.loss={loss}")
     for kind, overrides in kinds.items():
         average = REGULARIZED if kind in ("zsr", "xml") else ("pooling=gap",)
         for pooling in (average, GSP):
@@ -90,10 +95,46 @@ def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path,
             if isinstance(objective.loss, CrossBatchMemory):
                 assert objective.loss.is_active
                 assert objective.loss.filled == 16
+            if isinstance(objective.loss, Metrix):
+                assert objective.loss.draws == STEPS
+
+
+@pytest.mark.parametrize("loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MIXED])
+def test_mixtures_go_on_after_a_kill_to_the_same_bits(data: Data, tmp_path: Path, monkeypatch, loss: str) -> None:
+    overrides = ("loss=metrix", f"loss@loss.loss={loss}", "pooling=gap", "fit.checkpoint_every=1")
+    *whole, values = train(data, tmp_path / "whole", *overrides)
+
+    class Killed(Exception):
+        pass
+
+    def dying(*arguments, **options):
+        batches = build_train_batches(*arguments, **options)
+        following, count = type(batches).__next__, itertools.count(1)
+
+        class Dying(type(batches)):
+            def __next__(self):
+                if next(count) > 2:
+                    raise Killed
+                return following(self)
+
+        batches.__class__ = Dying
+        return batches
+
+    build_train_batches = build.build_train_batches
+    monkeypatch.setattr(build, "build_train_batches", dying)
+    with pytest.raises(Killed):
+        train(data, tmp_path / "parts", *overrides)
+    monkeypatch.setattr(build, "build_train_batches", build_train_batches)
+    *resumed, again = train(data, tmp_path / "parts", *overrides)
+    assert again["train/dml"] == values["train/dml"]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        state = theirs.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in ours.state_dict().items())
 
 
 def test_what_the_memory_cannot_wrap_is_known() -> None:
-    """``OF_PAIRS`` leaves out what compares with classes, what is a memory, and what ranks the whole batch."""
+    """``OF_PAIRS`` leaves out what compares with classes, what adds a memory or mixtures, what ranks a whole batch."""
     files = {name: yaml.safe_load((config_folder() / "loss" / f"{name}.yaml").read_text("utf-8")) for name in LOSSES}
     with_classes = {name for name, node in files.items() if "num_classes" in node}
-    assert set(LOSSES) - set(OF_PAIRS) - set(MEMORIES) - with_classes == {"recall_at_k_surrogate"}
+    wrappers = {*MEMORIES, "metrix"}
+    assert set(LOSSES) - set(OF_PAIRS) - wrappers - with_classes == {"recall_at_k_surrogate"}

@@ -246,7 +246,7 @@ NO_PAIRS = {
 
 def test_every_configured_loss_is_known_here() -> None:
     options = {path.stem for path in (config_folder() / "loss").glob("*.yaml")}
-    assert options == PAIRS | NO_PAIRS | {"xbm", "xbm_contrastive", "layered", "layered_proxy_anchor"}
+    assert options == PAIRS | NO_PAIRS | {"xbm", "xbm_contrastive", "layered", "layered_proxy_anchor", "metrix"}
 
 
 @pytest.mark.parametrize("option", sorted(PAIRS | NO_PAIRS))

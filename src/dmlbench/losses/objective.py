@@ -10,6 +10,7 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.xbm import CrossBatchMemory
@@ -56,15 +57,16 @@ class Objective(nn.Module):
                 raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
                 raise ConfigError(f"a regularizer cannot be called '{name}'; choose another name for it")
-        if miner is not None and compares_with_classes(loss):
+        plain = _plain(loss)
+        if miner is not None and compares_with_classes(plain):
             raise ConfigError(
-                f"{type(loss).__name__} compares images with one or more vectors of each class, while a miner "
+                f"{type(plain).__name__} compares images with one or more vectors of each class, while a miner "
                 f"({type(miner).__name__}) chooses pairs of images; set miner=null"
             )
-        looks_pairs_up_in_a_matrix = isinstance(loss, GenericPairLoss) and loss.loss_method == loss.mat_based_loss
+        looks_pairs_up_in_a_matrix = isinstance(plain, GenericPairLoss) and plain.loss_method == plain.mat_based_loss
         if isinstance(miner, SwitchedNegatives) and looks_pairs_up_in_a_matrix:
             raise ConfigError(
-                f"{type(loss).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
+                f"{type(plain).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
                 "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
             )
         self.loss = loss
@@ -122,10 +124,9 @@ class Objective(nn.Module):
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss with its miner, without a memory, on embeddings that did not come from the model."""
+        """The loss with its miner, without a memory or mixtures, on embeddings that did not come from the model."""
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        loss = self.loss.loss if isinstance(self.loss, CrossBatchMemory) else self.loss
-        value: Tensor = loss(embeddings, labels, indices_tuple)
+        value: Tensor = _plain(self.loss)(embeddings, labels, indices_tuple)
         return value
 
     def check_labels(self, labels: Tensor | IntArray) -> None:
@@ -155,6 +156,11 @@ class Objective(nn.Module):
             self._active = active
 
 
+def _plain(loss: nn.Module) -> nn.Module:
+    """The loss that a memory or mixtures are added to."""
+    return loss.loss if isinstance(loss, CrossBatchMemory | Metrix) else loss
+
+
 def compares_with_classes(loss: nn.Module) -> bool:
     """Whether a loss compares images with trained vectors of the classes (proxies, centers, a weight matrix)."""
     return isinstance(loss, WeightRegularizerMixin) or getattr(loss, "has_proxies", False)
@@ -162,7 +168,7 @@ def compares_with_classes(loss: nn.Module) -> bool:
 
 def _num_classes(loss: nn.Module) -> int | None:
     """How many classes a loss has vectors or boundaries for; None where it knows of none."""
-    inner = loss.loss if isinstance(loss, CrossBatchMemory) else loss
+    inner = _plain(loss)
     proxies = getattr(inner, "proxies", None)
     if proxies is not None:  # PML's losses do not all keep the number itself
         return len(proxies)

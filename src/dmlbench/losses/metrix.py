@@ -1,0 +1,285 @@
+"""Metrix: anchors also see mixtures of two embeddings, whose labels are mixed by the same factor."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, LpDistance
+from pytorch_metric_learning.losses import ContrastiveLoss, MultiSimilarityLoss
+from pytorch_metric_learning.reducers import PerAnchorReducer
+from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dmlbench.losses.proxy_anchor import ProxyAnchor
+from dmlbench.runtime import generator
+from dmlbench.transfers import on_host, to_device
+from dmlbench.types import ConfigError, IntArray, check_choice
+
+Pairs = Literal["positive_negative", "anchor_negative"]
+Variant = Literal["paper", "official"]
+BoolArray = NDArray[np.bool_]
+
+
+class Metrix(nn.Module):
+    """Add to a loss of positives and negatives the same loss of mixed embeddings with interpolated labels.
+
+    total = loss(batch) + weight * mixed(batch). A loss that gives an anchor a the value
+    S+(sum over its positives of r+(s)) + S-(sum over its negatives of r-(s)), s their cosine with a, gives mixtures
+    v = lambda x + (1 - lambda) n of a first unit vector x (label 1) and a negative n (label 0)
+
+        S+(sum over v of lambda r+(s_av)) + S-(sum over v of (1 - lambda) r-(s_av)),
+
+    reduced over the anchors as the loss itself is. x is a positive of a, or a itself; which of ``pairs``, and lambda of
+    Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. At lambda = 1 a mixture is its first
+    embedding: the positive part of the loss, with each positive as often as its anchor has negatives, which a mean over
+    pairs does not change in a balanced batch.
+
+    Embeddings alone are mixed, the paper's Metrix/embed: a loss sees neither images nor features, which the paper mixes
+    as well. In evaluation mode, and for regularizers, the value is that of the wrapped loss. Pairs that a miner has not
+    chosen are not mixed. Draws depend on a seed, drawn from torch's generator when the module is made, and on a counter
+    of training steps, both buffers: a resumed run draws what would have come.
+
+    variant:
+        paper: every positive of an anchor is mixed with its negatives, and every anchor with its own.
+        official: as the public code of the contrastive loss does. Each positive pair mixes the anchor's first positive
+            in the batch, and only an anchor without positives is mixed with its negatives: none in a balanced batch,
+            where the code fails and the mixed part is 0 here. (Its weights are 0.4 for positives, 0.3 for anchors.)
+
+    Limits: a mixture of opposite vectors has no direction and the cosine 0. The public code of multi-similarity is not
+    followed: it looks mixtures up by rows of the batch, leaves negatives unmixed and weights plain sums by lambda.
+
+    Source: Venkataramanan et al., It Takes Two to Tango: Mixup for Deep Metric Learning, ICLR 2022, its generic loss as
+    the authors' slides and poster have it; billpsomas/Metrix_ICLR22 7ce730ca and billpsomas/metrix b6797035, train.py
+    and mixup/.
+    """
+
+    seed: Tensor
+    draws: Tensor
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        *,
+        weight: float = 0.4,
+        alpha: float = 2.0,
+        pairs: Sequence[Pairs] = ("positive_negative", "anchor_negative"),
+        num_hard_negatives: int | None = None,
+        variant: Variant = "paper",
+    ) -> None:
+        """
+        Args:
+            loss: PML's ContrastiveLoss or MultiSimilarityLoss, by cosines or distances of unit vectors, or ProxyAnchor.
+            weight: of the mixed part (the paper's w), above 0.
+            alpha: of the Beta distribution, above 0; 1 is uniform, more prefers equal shares.
+            pairs: what is mixed, each as likely.
+            num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
+            variant: which pairs are mixed.
+
+        Raises:
+            ConfigError: a value is out of its range, or the loss is none of these.
+        """
+        super().__init__()
+        check_choice("variant", variant, get_args(Variant))
+        for each in pairs:
+            check_choice("pairs", each, get_args(Pairs))
+        if not pairs:
+            raise ConfigError(f"pairs is empty; choose some of {', '.join(get_args(Pairs))}")
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"weight ({weight}) of the mixed part must be above 0; use the plain loss instead")
+        if not 0 < alpha < math.inf:
+            raise ConfigError(f"alpha ({alpha}) of the Beta distribution must be above 0 and finite, e.g. 2")
+        if num_hard_negatives is not None and num_hard_negatives < 1:
+            raise ConfigError(f"num_hard_negatives ({num_hard_negatives}) must be at least 1, or null for all")
+        if type(loss) not in _OF_MIXTURES:
+            known = ", ".join(each.__name__ for each in _OF_MIXTURES)
+            raise ConfigError(
+                f"{type(loss).__name__} has no mixed labels here; wrap one of {known}, "
+                "by loss@loss.loss=contrastive, multi_similarity or proxy_anchor"
+            )
+        if not isinstance(loss, ProxyAnchor):
+            _of_cosines(loss.distance, torch.zeros(()))
+            if any(isinstance(module, PerAnchorReducer) for module in loss.modules()):
+                raise ConfigError(
+                    "PerAnchorReducer keeps one value of a pair, which has several mixtures; choose another"
+                )
+            if variant == "official" and not isinstance(loss, ContrastiveLoss):
+                raise ConfigError("variant=official mixes as public code of the contrastive loss; set variant=paper")
+        elif variant == "official":
+            raise ConfigError("there is no public code that mixes for ProxyAnchor; set variant=paper")
+        self.loss = loss
+        self.weight = weight
+        self.alpha = alpha
+        self.pairs = tuple(pairs)
+        self.num_hard_negatives = num_hard_negatives
+        self.variant = variant
+        self.register_buffer("seed", torch.randint(2**62, ()))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
+        self._seed, self._draws = int(self.seed), 0
+        self.register_load_state_dict_post_hook(_read_state)
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        """
+        Args:
+            embeddings: [B, D].
+            labels: [B].
+            indices_tuple: a miner's pairs or triplets, or None for all pairs.
+        """
+        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        if not self.training:
+            return value
+        rng = generator("metrix", self._seed, self._draws)
+        self._draws += 1
+        self.draws.fill_(self._draws)
+        pairs = self.pairs[int(rng.integers(len(self.pairs)))]
+        share = float(rng.beta(self.alpha, self.alpha))
+        return value + self.weight * self.mixed_part(embeddings, labels, pairs, share, indices_tuple)
+
+    def mixed_part(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        pairs: Pairs,
+        share: float,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """The loss of mixtures, without its weight.
+
+        Args:
+            embeddings: [B, D].
+            labels: [B].
+            pairs: what is mixed.
+            share: lambda in [0, 1], of the first embedding.
+            indices_tuple: a miner's pairs or triplets, or None.
+
+        Raises:
+            ConfigError: a miner has chosen pairs, of which the official variant knows nothing.
+        """
+        if indices_tuple is not None and self.variant == "official":
+            raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
+        unit = normalize(embeddings)
+        gram = unit @ unit.T  # [B, B]
+        classes, s = labels, gram  # of anchors: [A], [A, B]
+        known = on_cpu = on_host(labels).numpy()
+        if isinstance(self.loss, ProxyAnchor):
+            proxies = self.loss.proxies
+            known = np.unique(on_cpu) if pairs == "positive_negative" else np.arange(len(proxies))
+            classes = to_device(torch.from_numpy(known), labels.device)
+            s = normalize(proxies[classes] if pairs == "positive_negative" else proxies) @ unit.T
+        negative = classes[:, None] != labels  # [A, B]
+        same = known[:, None] == on_cpu
+        if s is gram:
+            np.fill_diagonal(same, False)
+        first, is_first = (to_device(torch.from_numpy(x), labels.device) for x in self._firsts(same, pairs))  # [A, P]
+        if indices_tuple is not None:
+            a, p, b, n = convert_to_pairs(indices_tuple, labels)
+            mined = torch.zeros((2, *s.shape), dtype=torch.bool, device=s.device)
+            mined[0, a, p] = True
+            mined[1, b, n] = True
+            negative = negative & mined[1]
+            if pairs == "positive_negative":
+                is_first = is_first & mined[0].gather(1, first)
+        if self.num_hard_negatives is not None:
+            similar = s.detach().masked_fill(~negative, -torch.inf)
+            hardest = similar.topk(min(self.num_hard_negatives, s.shape[1])).indices
+            negative = negative & torch.zeros_like(negative).scatter(1, hardest, True)
+        if pairs == "positive_negative":
+            to_first, between = s.gather(1, first), gram[first]  # [A, P], [A, P, B]
+        else:
+            to_first, between = s.new_ones(len(s), 1), s[:, None]  # the anchor itself
+        mixed = share * to_first[:, :, None] + (1 - share) * s[:, None]
+        squared = share**2 + (1 - share) ** 2 + 2 * share * (1 - share) * between  # lengths of the mixtures
+        chosen = is_first[:, :, None] & negative[:, None]  # [A, P, B]
+        cosines = mixed * squared.clamp(min=_LEAST).rsqrt()
+        return _OF_MIXTURES[type(self.loss)](self.loss, cosines, chosen, share, (embeddings, labels))
+
+    def _firsts(self, same: BoolArray, pairs: Pairs) -> tuple[IntArray, BoolArray]:
+        """Rows of what is mixed with an anchor's negatives [A, P], filled up, and which of them are meant.
+
+        Args:
+            same: [A, B], whether a row is a positive of an anchor.
+            pairs: what is mixed.
+        """
+        if pairs == "anchor_negative":
+            num_positives = same.sum(1, keepdims=True)
+            is_meant = num_positives == 0 if self.variant == "official" else num_positives >= 0
+            return np.zeros((len(same), 1), np.int64), is_meant
+        first = np.argsort(~same, axis=1, kind="stable")[:, : max(same.sum(1), default=0)]
+        is_first = np.take_along_axis(same, first, 1)
+        return (first[:, :1].repeat(first.shape[1], 1) if self.variant == "official" else first), is_first
+
+
+_LEAST = 1e-12  # below it a squared length or distance counts as this much
+
+Batch = tuple[Tensor, Tensor]
+"""Embeddings and labels, for reducers."""
+OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
+"""Of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch."""
+
+
+def _read_state(module: Metrix, _: object) -> None:
+    module._seed, module._draws = int(module.seed), int(module.draws)
+
+
+def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
+    """What a distance of unit vectors makes of their cosines.
+
+    Raises:
+        ConfigError: it is no function of the cosine.
+    """
+    if type(distance) is CosineSimilarity:
+        return s if distance.power == 1 else s**distance.power
+    if type(distance) is LpDistance and distance.normalize_embeddings and distance.p == 2:
+        return (2 - 2 * s).clamp(min=_LEAST) ** (distance.power / 2)
+    raise ConfigError(
+        f"mixtures are compared by their cosines, which do not tell {type(distance).__name__} of the wrapped loss; set "
+        "its distance to CosineSimilarity, or to LpDistance with normalize_embeddings=true and p=2"
+    )
+
+
+def _contrastive(loss: ContrastiveLoss, s: Tensor, chosen: Tensor, share: float, batch: Batch) -> Tensor:
+    """By the loss's own reducers: positives with the factor lambda, negatives with 1 - lambda, of every mixture."""
+    anchor, _, negative = chosen.nonzero(as_tuple=True)
+    d = _of_cosines(loss.distance, s[chosen])
+    terms = {"pos": share * loss.get_per_pair_loss(d, "pos"), "neg": (1 - share) * loss.get_per_pair_loss(d, "neg")}
+    of_each = {
+        f"{kind}_loss": {"losses": x if len(x) else 0, "indices": (anchor, negative), "reduction_type": f"{kind}_pair"}
+        for kind, x in terms.items()
+    }
+    value: Tensor = loss.reducer(of_each, *batch)
+    return value
+
+
+def _multi_similarity(loss: MultiSimilarityLoss, s: Tensor, chosen: Tensor, share: float, batch: Batch) -> Tensor:
+    d, margin = _of_cosines(loss.distance, s), loss.distance.margin
+    positive = _log1p_sum(loss.alpha * margin(d, loss.base), chosen, share) / loss.alpha
+    negative = _log1p_sum(loss.beta * margin(loss.base, d), chosen, 1 - share) / loss.beta
+    anchors = torch.arange(len(s), device=s.device)
+    of_each = {"losses": positive + negative, "indices": anchors, "reduction_type": "element"}
+    value: Tensor = loss.reducer({"loss": of_each}, *batch)
+    return value
+
+
+def _proxy_anchor(loss: ProxyAnchor, s: Tensor, chosen: Tensor, share: float, _: Batch) -> Tensor:
+    """Positive part / proxies that have mixtures + negative part / all proxies."""
+    positive = _log1p_sum(-loss.alpha * (s - loss.margin), chosen, share)
+    negative = _log1p_sum(loss.alpha * (s + loss.margin), chosen, 1 - share)
+    return positive.sum() / chosen.any(2).any(1).sum().clamp(min=1) + negative.sum() / loss.num_classes
+
+
+def _log1p_sum(exponents: Tensor, chosen: Tensor, factor: float) -> Tensor:
+    """log (1 + factor * sum of exp) [A] over the chosen of [A, P, B]."""
+    shifted = exponents + (math.log(factor) if factor else -math.inf)
+    terms = shifted.masked_fill(~chosen, -torch.inf).flatten(1)
+    return torch.cat([terms.new_zeros(len(terms), 1), terms], 1).logsumexp(1)
+
+
+_OF_MIXTURES: Mapping[type[nn.Module], OfMixtures] = {
+    ContrastiveLoss: _contrastive,
+    MultiSimilarityLoss: _multi_similarity,
+    ProxyAnchor: _proxy_anchor,
+}
