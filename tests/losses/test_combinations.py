@@ -1,5 +1,6 @@
 """Every loss, plain and with XBM, ZSR and XML, over GAP and GSP trains on letters, and every part is seen at work."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def train(
     device = torch.device("cpu")
     images = build.image_opener(cfg, data.table, device)(cfg.transform.train)
     batches = build.build_train_batches(cfg, data, images, seed=0, device=device)
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     fit(model, objective, batches, None, optimizer, build.build_fit_settings(cfg), run_dir, device=device)
     values: dict[str, list[float]] = {}
     for _, name, value in read_history(run_dir / HISTORY):
@@ -90,6 +91,39 @@ def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path,
             if isinstance(objective.loss, CrossBatchMemory):
                 assert objective.loss.is_active
                 assert objective.loss.filled == 16
+
+
+def test_dropout_of_libc_goes_on_after_a_kill_as_if_there_had_been_none(
+    data: Data, tmp_path: Path, monkeypatch
+) -> None:
+    overrides = ("loss=libc", "loss.dropout=0.5", "fit.checkpoint_every=1")
+    whole = train(data, tmp_path / "whole", *overrides)
+    build_train_batches = build.build_train_batches
+
+    class Killed(Exception):
+        pass
+
+    def killed_after_two(*arguments, **options):
+        batches = build_train_batches(*arguments, **options)
+        following, count = type(batches).__next__, itertools.count(1)
+
+        class Dying(type(batches)):
+            def __next__(self):
+                if next(count) > 2:
+                    raise Killed
+                return following(self)
+
+        batches.__class__ = Dying
+        return batches
+
+    monkeypatch.setattr(build, "build_train_batches", killed_after_two)
+    with pytest.raises(Killed):
+        train(data, tmp_path / "parts", *overrides)
+    monkeypatch.setattr(build, "build_train_batches", build_train_batches)
+    resumed = train(data, tmp_path / "parts", *overrides)
+    for ours, theirs in zip(resumed[:2], whole[:2], strict=True):
+        assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert resumed[2] == whole[2]
 
 
 def test_what_the_memory_cannot_wrap_is_known() -> None:

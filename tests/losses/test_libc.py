@@ -188,5 +188,5 @@ def test_bad_settings_and_batches_are_refused() -> None:
             loss_of(**settings)
     with pytest.raises(ConfigError, match=r"has 1 image; take batches of at least 2"):
         loss_of()(batch_of()[:1], LABELS[:1])
-    with pytest.raises(ConfigError, match="tells the classes of a whole batch .*set miner=null"):
+    with pytest.raises(ConfigError, match=r"tells the classes of a whole batch .*set miner=null"):
         loss_of()(batch_of(), LABELS, (torch.tensor([0]),) * 3)

@@ -1,4 +1,4 @@
-"""LIBC: images of a batch exchange messages by attention, and classes are told from what they come to and went in with."""
+"""LIBC: images of a batch exchange messages by attention, and classes are told before and after it."""
 
 import math
 from typing import ClassVar
@@ -13,18 +13,17 @@ from dmlbench.types import ConfigError
 
 
 class Libc(WholeBatchLoss):
-    """Cross entropy of the classes from the embeddings, and from embeddings refined by the whole batch.
+    """Cross entropy of the classes from embeddings, and from embeddings that the whole batch has refined.
 
-    With x the embeddings as they come, H_0 = U x/|x| + u of all images, and L layers of message passing
-    G = norm(H + M(H)), H' = norm(G + W_2 relu(W_1 G)), where norm is a layer norm and head h of M(H) gives image i
-    sum over j of a_ij V_h H_j, a_ij = exp s_ij / (1 + sum over k of exp s_ik), s_ij = (Q_h H_i).(K_h H_j) / sqrt(D / heads):
-    loss = backbone_weight * CE((A x + b) / temperature) + refined_weight * CE(B batch_norm(H_L) / temperature),
-    CE with smoothed labels. Q, K, V and M's output have biases, too. Embeddings are tested as they come: nothing
-    of this loss takes part, and its batch norm, which never sees another mode, keeps no running statistics.
+    With x the embeddings as they come, h the rows U x / |x| + u, and in each of L layers
+    g = norm(h + M(h)), h' = norm(g + W_2 relu(W_1 g)), norm a layer norm, M multi-head attention between all images:
+    loss = backbone_weight * CE((A x + b) / temperature) + refined_weight * CE(B batch_norm(h_L) / temperature),
+    means over the batch with smoothed labels. A head on d = D / num_heads dimensions gives image i
+    sum over j of a_ij v_j with a_ij = exp s_ij / (1 + sum over k of exp s_ik), s_ij = q_i.k_j / sqrt(d).
 
-    The 1 in the denominator is the public code's: images may attend to less than all; a softmax has none. All images
-    are neighbors of all, of themselves, too. The classifier of x sees its length, the messages do not. Dropout
-    (attention, sums, hidden units) draws from torch's generator.
+    The 1 is the public code's; a softmax has none. Every image is a neighbor of itself, too. The first part sees the
+    length of x, the second does not. Models are tested without this loss, so its batch norm keeps no statistics.
+    Dropout (of attention, sums and hidden units) draws from torch's generator.
 
     Source: Seidenschwarz et al. 2021; dvl-tum/intra_batch a1ae3de8, net/gnn_base.py, net/attentions.py,
     net/utils.py, trainer.py.
