@@ -29,7 +29,7 @@ def value(cfg: DictConfig, key: str) -> Any:
     if key == "regularizers":
         return sorted(set(cfg.regularizer or ()) - {"mixing"})
     found = OmegaConf.select(cfg, key)
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
 # GSP: supplement, 1.6.7 (CUB, Cars196, In-shop, SOP); beta of the multi-similarity loss on CUB and SOP as in the code.
@@ -239,8 +239,56 @@ def of_avsl(command: Command) -> Values:
     return wanted | {names[name]: float(number) for name, number in re.findall(r"(gamma|k)=([\d.]+)", row)}
 
 
+LIBC: dict[str, tuple[Any, ...]] = {  # config_{cub,cars,inshop,sop}_train.yaml of dvl-tum/intra_batch a1ae3de8
+    "optim.lr": (0.0001563663718906821, 0.00036683239911604993, 0.00011265974954242144, 0.0002472471515853406),
+    "optim.weight_decay": (6.059722614369727e-6, 2.551918610962277e-9, 1.0554824926510768e-7, 2.7650277063275255e-13),
+    "loss.temperature": (0.2, 0.1111111111111, 0.18591347176280537, 0.6046908988578005),
+    "loss.num_layers": (1, 2, 1, 1),
+    "loss.num_heads": (2, 8, 4, 8),
+    "loss.concatenate_layers": (False, True, False, False),
+    "loss.refined_weight": (1.0, 1.0, 1.0, 0.0),
+    "loss.label_smoothing": (0.1,) * 4,
+    "batch": ((6, 9), (10, 7), (14, 4), (15, 6)),
+    "head.out_features": (512,) * 4,
+    "head.bias": (True,) * 4,
+    "optim.optimizer._target_": ("torch.optim.RAdam",) * 4,
+    "optim.optimizer.decoupled_weight_decay": (True,) * 4,
+    "fit.max_steps": (700,) * 4,
+    "fit.validate_every": (10,) * 4,
+    "fit.patience": (None,) * 4,
+    "fit.clip_norm": (None,) * 4,
+    "fit.clip_value": (None,) * 4,
+    "fit.monitor": ("recall_at_1",) * 4,
+    "schedule.milestones": ([300],) * 4,
+    "schedule.gamma": (0.1,) * 4,
+    "transform.train.resize": (None,) * 4,
+    "transform.train.scale": ([0.08, 1.0],) * 4,
+    "transform.train.crop": (227,) * 4,
+    "transform.eval.resize": (256,) * 4,
+    "backbone.batch_norm": ("all",) * 4,
+    "protocol.num_repeats": (3,) * 4,
+}
+
+
+def of_libc(command: Command) -> Values:
+    """LIBC by its own configurations; with GSP as in its port to embed_layer.py, with XML as in its section 3.1."""
+    at = DATASETS.index(command.score.dataset)
+    wanted = {key: values[at] for key, values in LIBC.items()} | {"pooling.num_prototypes": 64 if at < 2 else 128}
+    if command.score.row == "LIBC+XML":
+        return wanted | {
+            "pooling": "GapHistogram", "pooling.smoothing": 10.0,
+            "regularizers": ["xml"], "regularizer.xml.weight": 0.01, "regularizer.xml.ridge": 0.05,
+        }  # fmt: skip
+    return wanted | {
+        "pooling": "Gsp", "pooling.combine": "gmp", "pooling.smoothing": 0.1, "pooling.transport_ratio": 0.3,
+        "regularizers": ["zsr"], "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
+    }  # fmt: skip
+
+
 def expected(command: Command) -> Values:
     paper = command.table.split("/")[0]
+    if command.score.row.startswith("LIBC"):
+        return of_libc(command)
     if paper in ("gsp", "xml"):
         if command.score.dataset == "cifar100_collage":
             return of_gsp_collage(command)
@@ -267,7 +315,8 @@ SOME = {  # table, row, data set, setting: each paper, data set, loss and kind o
     ("gsp/table6", "VLAD-(64x128) [39]", "cub200", "ProxyNCA++"),
     ("gsp/table6", "GSP", "cifar100_collage", "contrastive"),
     ("gsp/table7", "m=128, mu=0.7, epsilon=20, lambda=0.5", "cub200", "C2"),
-    ("xml/table1", "C+XML", "inshop", ""), ("proxynca_pp/table5", "ProxyNCA", "sop", ""),
+    ("xml/table1", "C+XML", "inshop", ""), ("xml/table1", "LIBC+XML", "cars196", ""),
+    ("gsp/table4", "LIBC+GSP", "sop", ""), ("proxynca_pp/table5", "ProxyNCA", "sop", ""),
     ("proxynca_pp/table8", "+scale +norm +cbs", "cub200", "with prob"),
     ("proxynca_pp/table13", "NormSoftMax (+fast)", "cars196", ""),
     ("proxynca_pp/table15", "Ours", "inshop", ""), ("avsl/table1", "ProxyAnchor-AVSL", "sop", ""),

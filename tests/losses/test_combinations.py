@@ -132,6 +132,39 @@ def test_mixtures_go_on_after_a_kill_to_the_same_bits(data: Data, tmp_path: Path
         assert all(torch.equal(value, state[name]) for name, value in ours.state_dict().items())
 
 
+def test_dropout_of_libc_goes_on_after_a_kill_as_if_there_had_been_none(
+    data: Data, tmp_path: Path, monkeypatch
+) -> None:
+    overrides = ("loss=libc", "loss.dropout=0.5", "fit.checkpoint_every=1")
+    whole = train(data, tmp_path / "whole", *overrides)
+    build_train_batches = build.build_train_batches
+
+    class Killed(Exception):
+        pass
+
+    def killed_after_two(*arguments, **options):
+        batches = build_train_batches(*arguments, **options)
+        following, count = type(batches).__next__, itertools.count(1)
+
+        class Dying(type(batches)):
+            def __next__(self):
+                if next(count) > 2:
+                    raise Killed
+                return following(self)
+
+        batches.__class__ = Dying
+        return batches
+
+    monkeypatch.setattr(build, "build_train_batches", killed_after_two)
+    with pytest.raises(Killed):
+        train(data, tmp_path / "parts", *overrides)
+    monkeypatch.setattr(build, "build_train_batches", build_train_batches)
+    resumed = train(data, tmp_path / "parts", *overrides)
+    for ours, theirs in zip(resumed[:2], whole[:2], strict=True):
+        assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert resumed[2] == whole[2]
+
+
 def test_what_the_memory_cannot_wrap_is_known() -> None:
     """``OF_PAIRS`` leaves out what compares with classes, what adds a memory or mixtures, what ranks a whole batch."""
     files = {name: yaml.safe_load((config_folder() / "loss" / f"{name}.yaml").read_text("utf-8")) for name in LOSSES}

@@ -1,0 +1,117 @@
+"""LIBC: images of a batch exchange messages by attention, and classes are told before and after it."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, normalize
+
+from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.types import ConfigError
+
+
+class Libc(WholeBatchLoss):
+    """Cross entropy of the classes from embeddings, and from embeddings that the whole batch has refined.
+
+    With x the embeddings as they come, h the rows U x / |x| + u, and in each of L layers
+    g = norm(h + M(h)), h' = norm(g + W_2 relu(W_1 g)), norm a layer norm, M multi-head attention between all images:
+    loss = backbone_weight * CE((A x + b) / temperature) + refined_weight * CE(B batch_norm(h_L) / temperature),
+    means over the batch with smoothed labels. A head on d = D / num_heads dimensions gives image i
+    sum over j of a_ij v_j with a_ij = exp s_ij / (1 + sum over k of exp s_ik), s_ij = q_i.k_j / sqrt(d).
+
+    The 1 is the public code's; a softmax has none. Every image is a neighbor of itself, too. The first part sees the
+    length of x, the second does not. Models are tested without this loss, so its batch norm keeps no statistics.
+    Dropout (of attention, sums and hidden units) draws from torch's generator.
+
+    Source: Seidenschwarz et al. 2021; dvl-tum/intra_batch a1ae3de8, net/gnn_base.py, net/attentions.py,
+    net/utils.py, trainer.py.
+    """
+
+    has_proxies: ClassVar[bool] = True
+    compares: ClassVar[str] = "tells the classes of a whole batch"
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        num_layers: int = 1,
+        num_heads: int = 2,
+        concatenate_layers: bool = False,
+        dropout: float = 0.1,
+        temperature: float = 0.2,
+        label_smoothing: float = 0.1,
+        backbone_weight: float = 1.0,
+        refined_weight: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            num_classes: C.
+            embedding_size: D.
+            num_layers: L, at least 1.
+            num_heads: of attention, a divisor of D.
+            concatenate_layers: classes are told from [H_1, ..., H_L] instead of H_L.
+            dropout: in [0, 1).
+            temperature: of both cross entropies, above 0.
+            label_smoothing: in [0, 1), share of the label that is spread over all classes.
+            backbone_weight: of the part that sees each image alone, at least 0.
+            refined_weight: of the part that sees the batch, at least 0.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        super().__init__()
+        if num_layers < 1 or num_heads < 1 or embedding_size % num_heads:
+            raise ConfigError(
+                f"LIBC wants num_layers ({num_layers}) of at least 1 and num_heads ({num_heads}) that divide the "
+                f"{embedding_size} dimensions of embeddings"
+            )
+        if not (0 <= dropout < 1 and 0 <= label_smoothing < 1):
+            raise ConfigError(f"dropout ({dropout}) and label_smoothing ({label_smoothing}) must be in [0, 1)")
+        if not 0 < temperature < math.inf or not (backbone_weight >= 0 and refined_weight >= 0):
+            raise ConfigError(
+                f"LIBC wants a temperature ({temperature}) above 0, backbone_weight ({backbone_weight}) and "
+                f"refined_weight ({refined_weight}) of at least 0"
+            )
+        self.num_classes = num_classes
+        self.concatenate_layers = concatenate_layers
+        self.temperature = temperature
+        self.label_smoothing = label_smoothing
+        self.backbone_weight = backbone_weight
+        self.refined_weight = refined_weight
+        self.classifier = nn.Linear(embedding_size, num_classes)
+        self.enter = nn.Linear(embedding_size, embedding_size)
+        self.layers = nn.ModuleList(_layer(embedding_size, num_heads, dropout) for _ in range(num_layers))
+        width = embedding_size * (num_layers if concatenate_layers else 1)
+        self.norm = nn.BatchNorm1d(width, track_running_stats=False)
+        self.norm.bias.requires_grad_(False)  # stays 0
+        self.refined_classifier = nn.Linear(width, num_classes, bias=False)
+        nn.init.normal_(self.refined_classifier.weight, std=0.001)
+
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if embeddings.shape[0] < 2:
+            raise ConfigError("LIBC normalizes over the batch, which has 1 image; take batches of at least 2")
+        hidden = [self.enter(normalize(embeddings))]
+        # Plain products: a fused kernel's gradients may add up in another order each time.
+        with sdpa_kernel(SDPBackend.MATH):
+            for layer in self.layers:
+                hidden.append(layer(hidden[-1]))
+        refined = torch.cat(hidden[1:], dim=1) if self.concatenate_layers else hidden[-1]  # [B, D or L D]
+        return self.backbone_weight * self._cross_entropy(self.classifier(embeddings), labels) + (
+            self.refined_weight * self._cross_entropy(self.refined_classifier(self.norm(refined)), labels)
+        )
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits / self.temperature, labels, label_smoothing=self.label_smoothing)
+
+
+def _layer(width: int, num_heads: int, dropout: float) -> nn.TransformerEncoderLayer:
+    """Torch's encoder layer, its norms behind the sums, with the 1 in its attention and the public code's start."""
+    layer = nn.TransformerEncoderLayer(width, num_heads, dim_feedforward=4 * width, dropout=dropout)
+    attention = nn.MultiheadAttention(width, num_heads, dropout=dropout, add_zero_attn=True)  # a key and value of zeros
+    for weight in (*attention.in_proj_weight.data.chunk(3), attention.out_proj.weight):
+        nn.init.xavier_uniform_(weight)  # queries, keys and values each by itself; biases are 0
+    layer.self_attn = attention
+    return layer

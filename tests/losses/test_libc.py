@@ -1,0 +1,192 @@
+"""LIBC is the public code in value and every gradient, a naive loop of its attention, and reproducible with dropout."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dmlbench.losses.libc import Libc
+from dmlbench.losses.objective import Objective
+from dmlbench.training.optim import parameter_groups
+from dmlbench.types import ConfigError, ModelOutput
+
+CLASSES, SIZE = 5, 8
+LABELS = torch.tensor([0, 1, 1, 2, 2, 2, 4])
+OURS = {
+    "fc": "classifier", "gnn.dim_red": "enter", "gnn.bottleneck.0": "norm", "gnn.fc.0": "refined_classifier",
+    "att.q_linear": 0, "att.k_linear": 1, "att.v_linear": 2, "att.out": "self_attn.out_proj",
+}  # fmt: skip
+
+
+def batch_of(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(len(LABELS), SIZE, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def loss_of(dtype: torch.dtype = torch.float64, **settings: Any) -> Libc:
+    torch.manual_seed(0)
+    return Libc(CLASSES, SIZE, **{"dropout": 0.0, **settings}).to(dtype)
+
+
+def placed(parameters: dict[str, Tensor], name: str) -> Tensor:
+    """Our tensor that the public code calls ``name``; queries, keys and values are thirds of one of ours."""
+    owner, kind = name.rsplit(".", 1)
+    if owner in OURS:
+        return parameters[f"{OURS[owner]}.{kind}"]
+    layer, part = owner.removeprefix("gnn.gnn_model.node_model.").split(".", 2)[1:]
+    ours = OURS.get(part, part)
+    if isinstance(ours, int):
+        return parameters[f"layers.{layer}.self_attn.in_proj_{kind}"].chunk(3)[ours]
+    return parameters[f"layers.{layer}.{ours}.{kind}"]
+
+
+@pytest.mark.parametrize("case", ["c0", "c1", "c2"])
+def test_equals_the_public_code(golden_dir: Path, case: str) -> None:
+    with np.load(golden_dir / "libc.npz", allow_pickle=False) as stored:
+        record = {key: stored[key] for key in stored.files}
+    settings = json.loads(str(record["meta"]))["cases"][case]
+    loss = Libc(
+        settings["classes"], settings["size"], num_layers=settings["num_layers"], num_heads=settings["num_heads"],
+        concatenate_layers=bool(settings["cat"]), temperature=settings["temperature"], dropout=0.0,
+    ).double()  # fmt: skip
+    parameters = dict(loss.named_parameters())
+    with torch.no_grad():
+        for name in settings["parameters"]:
+            placed(parameters, name).copy_(torch.tensor(record[f"{case}_{name}"]))
+    x = torch.tensor(record[f"{case}_embeddings"], requires_grad=True)
+    y = torch.tensor(record[f"{case}_labels"])
+    value = loss(x, y)
+    value.backward()
+    np.testing.assert_allclose(value.item(), record[f"{case}_loss"], rtol=1e-10)
+    np.testing.assert_allclose(x.grad.numpy(), record[f"{case}_grad"], rtol=1e-8, atol=1e-10)
+    gradients = {name: p.grad for name, p in parameters.items() if p.requires_grad}
+    assert gradients.keys() == parameters.keys() - {"norm.bias"}
+    for name in settings["parameters"]:
+        if name != "gnn.bottleneck.0.bias":  # the public code does not train it either
+            found = placed(gradients, name).numpy()
+            np.testing.assert_allclose(found, record[f"{case}_grad_{name}"], rtol=1e-8, atol=1e-10, err_msg=name)
+    for part in ("backbone", "refined"):
+        loss.backbone_weight, loss.refined_weight = float(part == "backbone"), float(part == "refined")
+        np.testing.assert_allclose(loss(x, y).item(), record[f"{case}_{part}"], rtol=1e-10)
+
+
+def test_messages_are_a_naive_loop_over_images_and_heads() -> None:
+    loss, heads = loss_of(num_heads=4), 4
+    attention = loss.layers[0].self_attn
+    torch.nn.init.normal_(attention.in_proj_bias)
+    hidden = batch_of()
+    (wq, wk, wv), (bq, bk, bv) = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    q, k, v = hidden @ wq.T + bq, hidden @ wk.T + bk, hidden @ wv.T + bv
+    size = SIZE // heads
+    expected = torch.zeros_like(hidden)
+    for i in range(len(hidden)):
+        for h in range(heads):
+            at = slice(h * size, (h + 1) * size)
+            weights = [math.exp((q[i, at] @ k[j, at]).item() / math.sqrt(size)) for j in range(len(hidden))]
+            for j, weight in enumerate(weights):
+                expected[i, at] += weight / (1 + sum(weights)) * v[j, at]
+    expected = expected @ attention.out_proj.weight.T + attention.out_proj.bias
+    found, _ = attention(hidden, hidden, hidden, need_weights=False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "concatenate_layers": True, "num_heads": 8}])
+def test_gradients_are_those_of_the_value(settings: dict[str, Any]) -> None:
+    loss = loss_of(**settings)
+    torch.nn.init.normal_(loss.refined_classifier.weight)
+    assert torch.autograd.gradcheck(lambda x: loss(x, LABELS), (batch_of().requires_grad_(),), fast_mode=True)
+
+
+def test_the_first_weights_are_drawn_as_the_public_code_draws_them() -> None:
+    loss = Libc(50, 64)
+    attention = loss.layers[0].self_attn
+    for weight in (*attention.in_proj_weight.chunk(3), attention.out_proj.weight):
+        bound = math.sqrt(6 / (64 + 64))  # xavier, each of the four by itself
+        assert 0.98 * bound < weight.abs().max() <= bound
+    assert not attention.in_proj_bias.any()
+    assert not attention.out_proj.bias.any()
+    assert loss.refined_classifier.weight.std().item() == pytest.approx(0.001, rel=0.05)
+    assert torch.equal(loss.norm.weight, torch.ones(64))
+    # With these the refined part is that of chance, log C.
+    refined = Libc(50, 64, backbone_weight=0.0)(torch.randn(16, 64), torch.arange(16))
+    assert refined.item() == pytest.approx(math.log(50), abs=0.05)
+
+
+def test_only_the_backbone_part_sees_lengths_and_only_the_refined_part_sees_the_batch() -> None:
+    x, longer, other = batch_of(), batch_of(), batch_of()
+    longer[0] *= 3
+    other[-1] = -other[-1]
+    for backbone, refined in ((1.0, 0.0), (0.0, 1.0)):
+        loss = loss_of(backbone_weight=backbone, refined_weight=refined)
+        torch.nn.init.normal_(loss.refined_classifier.weight)
+        value = loss(x, LABELS)
+        assert torch.isclose(loss(longer, LABELS), value) == bool(refined)
+        gradients = []
+        for batch in (x, other):
+            inputs = batch.clone().requires_grad_()
+            gradients.append(torch.autograd.grad(loss(inputs, LABELS), inputs)[0][0])
+        assert torch.allclose(*gradients) == bool(backbone)
+
+
+def test_dropout_is_repeated_by_the_generators_state_and_rests_in_evaluation() -> None:
+    loss, x = loss_of(dropout=0.1), batch_of()
+    torch.nn.init.normal_(loss.refined_classifier.weight)
+    state = torch.get_rng_state()
+    first, second = loss(x, LABELS), loss(x, LABELS)
+    torch.set_rng_state(state)
+    assert torch.equal(loss(x, LABELS), first)
+    assert not torch.equal(first, second)
+    quiet = loss_of()
+    quiet.load_state_dict(loss.state_dict())
+    assert torch.equal(loss.eval()(x, LABELS), quiet(x, LABELS))
+
+
+def test_everything_trains_in_the_group_loss_and_no_state_but_parameters_is_kept() -> None:
+    objective = Objective(loss_of(torch.float32, num_layers=2))
+    members = dict(parameter_groups({}, objective)["loss"])
+    frozen = "objective.loss.norm.bias"
+    assert members.keys() == {f"objective.{name}" for name, _ in objective.named_parameters()} - {frozen}
+    assert list(objective.buffers()) == []
+    optimizer = torch.optim.SGD(members.values(), lr=0.1)
+    values = []
+    for step in range(1, 4):
+        value = objective(ModelOutput(batch_of(torch.float32)), LABELS, step=step)["loss"]
+        optimizer.zero_grad()
+        value.backward()
+        assert all(p.grad is not None and p.grad.any() for p in members.values() if p.ndim > 1)
+        optimizer.step()
+        values.append(value.item())
+    assert values[2] < values[1] < values[0]
+
+
+def test_bf16_embeddings_under_autocast_give_the_value_of_float32() -> None:
+    objective, x = Objective(loss_of(torch.float32)), batch_of(torch.bfloat16).requires_grad_()
+    expected = objective(ModelOutput(x.detach().float()), LABELS, step=1)["loss"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = objective(ModelOutput(x), LABELS, step=1)["loss"]
+    value.backward()
+    assert value.dtype == torch.float32
+    assert torch.equal(value, expected)
+    assert torch.isfinite(x.grad).all()
+
+
+def test_bad_settings_and_batches_are_refused() -> None:
+    for settings, message in (
+        ({"num_layers": 0}, r"num_layers \(0\) of at least 1"),
+        ({"num_heads": 3}, r"num_heads \(3\) that divide the 8 dimensions"),
+        ({"dropout": 1.0}, r"dropout \(1.0\)"),
+        ({"label_smoothing": -0.1}, r"label_smoothing \(-0.1\)"),
+        ({"temperature": 0.0}, r"temperature \(0.0\)"),
+        ({"temperature": math.inf}, r"temperature \(inf\)"),
+        ({"refined_weight": -1.0}, r"refined_weight \(-1.0\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loss_of(**settings)
+    with pytest.raises(ConfigError, match=r"has 1 image; take batches of at least 2"):
+        loss_of()(batch_of()[:1], LABELS[:1])
+    with pytest.raises(ConfigError, match=r"tells the classes of a whole batch .*set miner=null"):
+        loss_of()(batch_of(), LABELS, (torch.tensor([0]),) * 3)
