@@ -1,5 +1,6 @@
 """The only wiring: from a composed configuration to checked objects."""
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -29,6 +30,7 @@ from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
 from dmlbench.losses.objective import Objective
+from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.net import pooled_channels
@@ -346,6 +348,7 @@ def build_model(cfg: DictConfig) -> MetricModel:
         OmegaConf.update(cfg, "runtime.map_size", given["map_sizes"][-1])
     pooling = component(cfg.pooling)
     given["in_features"] = pooled_channels(backbone, pooling)
+    OmegaConf.update(cfg, "runtime.num_features", given["in_features"])
     if pooling is not None and "out_features" in cfg.head:
         given["out_features"] = pooling.input_width(cfg.head.out_features)
     model = _head(cfg, given).model(backbone, pooling)
@@ -381,8 +384,7 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     Raises:
         ConfigError: a regularizer reads what the pooling never provides.
     """
-    regularizers = component(cfg.regularizer) or {}
-    mixing = regularizers.pop("mixing", "convex")
+    regularizers, mixing = build_regularizers(cfg)
     of_pairs: dict[str, Any] = {}
     of_loss: dict[str, Any] = {}
     if not ranks_like_unit_vectors(model.distance):
@@ -398,6 +400,28 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
                     f"{', '.join(model.provides) or 'nothing'}); choose pooling=gsp or another that does"
                 )
     return objective
+
+
+def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
+    """The regularizers by name, and how they are mixed with the loss.
+
+    One whose constructor has ``make_objective`` is given a function that makes the run's loss and miner anew, with
+    parameters of their own, for embeddings of another size.
+    """
+    found: dict[str, Any] = {}
+    for name, node in (cfg.regularizer or {}).items():
+        takes = parameters_of(imported(node._target_, f"regularizer.{name}"))[0] if "_target_" in (node or ()) else {}
+        given = {"make_objective": functools.partial(_objective_of_size, cfg)} if "make_objective" in takes else {}
+        found[str(name)] = node if name == "mixing" else component(node, **given)
+    return found, found.pop("mixing", "convex")
+
+
+def _objective_of_size(cfg: DictConfig, size: int) -> Objective:
+    """The loss, without a memory, and the miner, for embeddings of a size."""
+    sized = copy.deepcopy(cfg)
+    OmegaConf.update(sized, "runtime.embedding_size", size)
+    loss = component(sized.loss)
+    return Objective(loss.loss if isinstance(loss, CrossBatchMemory) else loss, component(sized.miner))
 
 
 def build_optimizer(

@@ -25,6 +25,7 @@ class RuntimeConfig:
     num_classes: int = MISSING
     image_size: Any = MISSING  # height and width of the images that the network gets
     num_channels: int = MISSING  # of the map that is pooled
+    num_features: int = MISSING  # of the side output "features": channels of what the pooling works on
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
     steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that

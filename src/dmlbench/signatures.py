@@ -17,7 +17,7 @@ from dmlbench.types import ConfigError, closest
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
 _SET_BY_BUILD = (
-    *("in_features", "in_channels", "map_sizes", "distance", "optimizer", "labels", "seed"),
+    *("in_features", "in_channels", "map_sizes", "distance", "optimizer", "labels", "seed", "make_objective"),
     *("run_dir", "run_id", "configuration"),
 )
 

@@ -201,7 +201,8 @@ class ModelOutput:
         embedding: [B, D], not normalized.
         side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
             prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent in the same case),
-            "pooled" [B, D], "weights" [B, H, W], "features".
+            "pooled" [B, D], "weights" [B, H, W]; in training "features" and "features_max" [B, C], average and
+            maximum of what is pooled.
     """
 
     embedding: Tensor

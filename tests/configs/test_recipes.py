@@ -257,6 +257,27 @@ def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
         assert (value(cfg, "batch"), cfg.head.out_features, cfg.backbone.batch_norm) == (112, 512, "all")
 
 
+def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
+    base = ["recipe=oodml", "loss=margin_oodml", "backbone=resnet50"]
+    for dataset, weight, hidden, interval in (("cars196", 0.2, 100, 10), ("sop", 0.02, 50, 200)):
+        cfg = compose("train", [*base, f"dataset={dataset}", "regularizer=uniform_prior"])
+        prior = cfg.regularizer.uniform_prior
+        found = (prior.weight, prior.hidden_size, prior.discriminator_interval, prior.chunk_size)
+        assert found == (weight, hidden, interval, 128)
+        assert (cfg.regularizer.mixing, cfg.loss.beta, cfg.optim.lr_multipliers.loss) == ("add", 1.2, 50.0)
+    for dataset, miner, rho, beta, weight, delay, classes in (
+        ("cub200", "rho_distance_weighted", 0.4, 0.6, 50, 0, 56),
+        ("cars196", "rho_distance_weighted", 0.3, 0.6, 50, 0, 56),
+        ("sop", "distance_weighted", None, 0.9, 5, 1000, 52),
+    ):
+        cfg = compose("train", [*base, f"dataset={dataset}", f"miner={miner}", "regularizer=s2sd"])
+        s2sd = cfg.regularizer.s2sd
+        assert (cfg.miner.get("switch_probability"), cfg.loss.beta) == (rho, beta)
+        assert (s2sd.distillation_weight, s2sd.feature_weight, s2sd.feature_delay) == (weight, weight, delay)
+        assert (s2sd.sizes, s2sd.max_pooling, s2sd.weight) == ([1024, 1536, 2048], dataset != "sop", 0.5)
+        assert (cfg.sampler.classes_per_batch, cfg.optim.lr_multipliers.loss) == (classes, 1.0)
+
+
 def test_the_first_reality_check_has_one_rate_for_all() -> None:
     for loss in ("triplet", "proxy_nca", "soft_triple"):
         cfg = compose("train", ["experiment=mlrc_musgrave", f"loss={loss}"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dmlbench import build
 from dmlbench.config import config_folder
 from dmlbench.losses.objective import Objective
+from dmlbench.models.net import features_of
 from dmlbench.models.projection import Projection
 from dmlbench.transfers import with_host_copy
 from dmlbench.types import ModelOutput
@@ -55,7 +56,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
                 "num_heads": 2, "attention_dim": 8, "num_filters": 8, "num_layers": 1, "start_step": 0},
     "loss": {"memory_size": 24, "start_step": 0},
     "head": {"level_size": 8, "top_k": 4},
-    "regularizer": {"num_prototypes": 4, "embedding_size": SIZE},
+    "regularizer": {"num_prototypes": 4, "embedding_size": SIZE, "chunk_size": 4, "sizes": [24, 32]},
 }  # fmt: skip
 
 
@@ -78,8 +79,8 @@ def option(group: str, name: str) -> dict[str, Any]:
 def configuration(**options: str | dict[str, Any] | None) -> DictConfig:
     """Options by group, in small; of the rest the usual ones."""
     cfg = composed()
-    cfg.runtime.update({"num_classes": CLASSES, "image_size": [32, 32], "num_channels": 8, "map_size": [4, 5],
-                        "embedding_size": SIZE})  # fmt: skip
+    cfg.runtime.update({"num_classes": CLASSES, "image_size": [32, 32], "num_channels": 8, "num_features": 8,
+                        "map_size": [4, 5], "embedding_size": SIZE})  # fmt: skip
     cfg.head.out_features = SIZE
     for group, chosen in options.items():
         node = option(group, chosen) if isinstance(chosen, str) else chosen
@@ -96,8 +97,7 @@ def batch_labels() -> Tensor:
 
 
 def objective_of(cfg: DictConfig) -> Objective:
-    regularizers = build.component(cfg.regularizer) or {}
-    mixing = regularizers.pop("mixing", "convex")
+    regularizers, mixing = build.build_regularizers(cfg)
     return Objective(build.component(cfg.loss), build.component(cfg.miner), regularizers, mixing=mixing)
 
 
@@ -200,9 +200,11 @@ def test_regularizer(regularizer: str, pooling: str, loss: str) -> None:
         moved(nn.ModuleList([module, project, objective]))
         device.waits.clear()
         for step in range(1, STEPS + 1):
-            pooled = module(torch.rand(12, 8, 4, 5, device=CUDA), project)
+            maps = torch.rand(12, 8, 4, 5, device=CUDA)
+            pooled = module(maps, project)
             module.observe(pooled, step=step)
-            parts = objective(ModelOutput(pooled.embedding, pooled.side), batch_labels(), step=step)
+            output = ModelOutput(pooled.embedding, pooled.side | features_of(maps))
+            parts = objective(output, batch_labels(), step=step)
         assert len(parts) == 3
         assert parts["loss"].device == CUDA
     assert not device.waits

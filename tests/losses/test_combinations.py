@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.build import Data
 from dmlbench.cli.front import compose, config_folder
+from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.training.fit import HISTORY, fit
 from dmlbench.training.log import read_history
+from dmlbench.types import Batch
 
 # Losses of vectors; those of AVSL's levels have tests of their own.
 LOSSES = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml") if "layered" not in path.stem)
@@ -39,14 +41,19 @@ def data(tmp_path_factory) -> Data:
     return build.build_data(cfg)
 
 
-def train(
-    data: Data, run_dir: Path, *overrides: str
-) -> tuple[torch.nn.Module, torch.nn.Module, dict[str, list[float]]]:
-    """The model and the objective after a few steps, and every logged value by name."""
+def compose_small(data: Data, *overrides: str) -> DictConfig:
     cfg = compose("train", [*SMALL, *overrides])
     build.check(cfg)
     OmegaConf.update(cfg, "runtime.num_classes", int(data.class_index.max()) + 1)
     OmegaConf.update(cfg, "runtime.image_size", [32, 32])
+    return cfg
+
+
+def train(
+    data: Data, run_dir: Path, *overrides: str
+) -> tuple[torch.nn.Module, torch.nn.Module, dict[str, list[float]]]:
+    """The model and the objective after a few steps, and every logged value by name."""
+    cfg = compose_small(data, *overrides)
     torch.manual_seed(0)
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
@@ -60,6 +67,57 @@ def train(
     for _, name, value in read_history(run_dir / HISTORY):
         values.setdefault(name, []).append(value)
     return model, objective, values
+
+
+# Regularizers of pooled features, which every pooling has.
+OF_FEATURES = {
+    "uniform_prior": ("regularizer.uniform_prior.chunk_size=16", "regularizer.uniform_prior.discriminator_interval=2"),
+    "s2sd": ("regularizer.s2sd.sizes=[24,32]", "regularizer.s2sd.feature_delay=1"),
+}
+
+
+@pytest.mark.parametrize("pooling", [("pooling=gap",), GSP], ids=["gap", "gsp"])
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_regularizer_of_features_trains_over_both_poolings(data: Data, tmp_path: Path, name: str, pooling) -> None:
+    loss = ("loss=margin_oodml", "miner=rho_distance_weighted")
+    _, objective, values = train(data, tmp_path / name, *loss, f"regularizer={name}", *OF_FEATURES[name], *pooling)
+    share = 0.5 if name == "s2sd" else 1.0
+    weight = objective.regularizers[name].weight
+    for whole, dml, part in zip(*(values[f"train/{x}"] for x in ("loss", "dml", name)), strict=True):
+        assert whole == pytest.approx(share * dml + weight * part, rel=1e-5)
+    cfg = compose_small(data, *loss, f"regularizer={name}", *OF_FEATURES[name], *pooling)
+    torch.manual_seed(0)
+    fresh = build.build_objective(cfg, build.build_model(cfg))  # as it started
+    for key, parameter in objective.regularizers[name].named_parameters():
+        start = fresh.regularizers[name].get_parameter(key)
+        assert not torch.equal(parameter, start), key
+
+
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_an_interrupted_training_ends_in_the_same_bits(data: Data, tmp_path: Path, monkeypatch, name: str) -> None:
+    overrides = ("loss=margin_oodml", "miner=rho_distance_weighted", "pooling=gap", f"regularizer={name}",
+                 *OF_FEATURES[name], "fit.checkpoint_every=1")  # fmt: skip
+    whole = train(data, tmp_path / "whole", *overrides)
+
+    class Killed(Exception):
+        pass
+
+    draw, drawn = TrainBatches.__next__, []
+
+    def fragile(batches: TrainBatches) -> Batch:
+        drawn.append(0)
+        if len(drawn) == 2:
+            raise Killed
+        return draw(batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainBatches, "__next__", fragile)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "resumed", *overrides)
+    resumed = train(data, tmp_path / "resumed", *overrides)
+    assert resumed[2]["train/loss"] == whole[2]["train/loss"]
+    for ours, theirs in zip(whole[:2], resumed[:2], strict=True):
+        assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
 
 
 QUICK = ("proxy_anchor",)  # the others take a minute together

@@ -19,6 +19,12 @@ def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
     return backbone.native_channels if pooling is not None and pooling.needs == "native" else backbone.channels[-1]
 
 
+def features_of(x: Tensor) -> dict[str, Tensor]:
+    """The side outputs "features" and "features_max" [B, C]: average and maximum of a map, in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return {"features": x.mean(dim=(2, 3), dtype=dtype), "features_max": x.amax(dim=(2, 3)).to(dtype)}
+
+
 class _Model(nn.Module):
     """What the models share: the pooling is what training changes in addition to the weights."""
 
@@ -48,7 +54,12 @@ class _Model(nn.Module):
 
     @property
     def provides(self) -> tuple[str, ...]:
-        return () if self.pooling is None else self.pooling.provides
+        """Those of the pooling, and ``features_of`` what it pools (of the last map); these only in training mode."""
+        return (*(() if self.pooling is None else self.pooling.provides), "features", "features_max")
+
+    def _sides(self, x: Tensor) -> dict[str, Tensor]:
+        """What regularizers may ask of the map x itself."""
+        return features_of(x) if self.training else {}
 
     def parameter_groups(self) -> NamedGroups:
         """Every trainable parameter, under its full name, in exactly one of these groups."""
@@ -95,8 +106,9 @@ class PooledModel(_Model):
 
     def forward(self, images: Tensor) -> ModelOutput:
         """Embedding, not normalized, and the pooling's side outputs."""
-        pooled: Pooled = self.pooling(self._features(images), self.projection)
-        return ModelOutput(pooled.embedding.to(torch.float32), pooled.side)
+        x = self._features(images)
+        pooled: Pooled = self.pooling(x, self.projection)
+        return ModelOutput(pooled.embedding.to(torch.float32), pooled.side | self._sides(x))
 
     def _features(self, images: Tensor) -> Tensor:
         """What the pooling works on: [B, C, H, W], or the backbone's own vector as [B, C, 1, 1]."""
@@ -154,8 +166,9 @@ class LevelsModel(_Model):
         self.embedding_size = head.embedding_size(pooling)
 
     def forward(self, images: Tensor) -> ModelOutput:
-        output: ModelOutput = self.head(self.maps(images), self.pooling)
-        return ModelOutput(output.embedding.to(torch.float32), output.side)
+        maps = self.maps(images)
+        output: ModelOutput = self.head(maps, self.pooling)
+        return ModelOutput(output.embedding.to(torch.float32), output.side | self._sides(maps[-1]))
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
         """The backbone's maps, low to high."""

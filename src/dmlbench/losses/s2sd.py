@@ -1,0 +1,112 @@
+"""Simultaneous similarity-based self-distillation (S2SD): small embeddings learn from larger ones of the same batch."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, log_softmax, normalize, softmax
+
+from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.objective import Objective
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.types import ConfigError, ModelOutput
+
+
+def similarity_distillation(rows: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
+    """How far each row's distribution over the batch is from the teacher's, which gets no gradient.
+
+        T² mean_i KL(softmax_j(t_i' t_j / T) || softmax_j(s_i' s_j / T)),    s, t unit rows; j = i is included
+
+    Args:
+        rows: s [B, D].
+        teacher: t [B, E].
+        temperature: T > 0.
+
+    Source: Roth et al., S2SD, ICML 2021, section 3 (there without the mean over the batch); the mean as in the
+    authors' code.
+    """
+    s, t = normalize(rows), normalize(teacher.detach())
+    predicted, wanted = log_softmax(s @ s.T / temperature, dim=1), softmax(t @ t.T / temperature, dim=1)
+    return temperature**2 * kl_div(predicted, wanted, reduction="batchmean")
+
+
+class SimilaritySelfDistillation(Regularizer):
+    """Further heads of larger sizes train with the loss and teach the embeddings their similarities, as features do.
+
+    With heads h_1 .. h_m (linear, ReLU, linear) over pooled features f, KL as of ``similarity_distillation`` and
+    embeddings e, the value is
+
+        mean_i dml_i(h_i(f)) + (g mean_i KL(e, h_i(f)) + g_f KL(e, f)) / weight
+
+    so that the objective is (1 - weight) dml(e) + weight mean_i dml_i + g mean_i KL + g_f KL: with weight 0.5, mixed
+    convexly, that of paper and code. Each dml_i is a loss of its own, with boundaries or proxies of its own.
+
+    Source: Roth et al., Simultaneous Similarity-based Self-Distillation for Deep Metric Learning, ICML 2021; numbers
+    as in the code (MLforHealth/S2SD 1ef26e4e, criteria/s2sd.py, parameters.py).
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("features", "features_max")
+
+    def __init__(
+        self,
+        weight: float,
+        feature_size: int,
+        make_objective: Callable[[int], Objective],
+        *,
+        sizes: Sequence[int] = (512, 1024, 1536, 2048),
+        distillation_weight: float = 50.0,
+        feature_weight: float = 50.0,
+        feature_delay: int = 1000,
+        temperature: float = 1.0,
+        max_pooling: bool = True,
+    ) -> None:
+        """
+        Args:
+            weight: share of the further heads' losses in the objective (paper: 0.5).
+            feature_size: C, width of the side outputs "features" and "features_max".
+            make_objective: of an embedding size makes loss and miner for a head.
+            sizes: of the heads' hidden layers and embeddings.
+            distillation_weight: g, at least 0.
+            feature_weight: g_f, at least 0; with 0 features do not teach.
+            feature_delay: batches before features teach.
+            temperature: T > 0.
+            max_pooling: features are average plus maximum of the map, not the average alone.
+
+        Raises:
+            ConfigError: an argument outside its range.
+        """
+        super().__init__(weight)
+        if feature_size < 1 or not sizes or min(sizes) < 1:
+            raise ConfigError(f"S2SD needs sizes of heads ({list(sizes)}) and features ({feature_size}) of at least 1")
+        if min(distillation_weight, feature_weight, feature_delay) < 0 or not temperature > 0:
+            raise ConfigError(
+                f"distillation_weight ({distillation_weight}), feature_weight ({feature_weight}) and feature_delay "
+                f"({feature_delay}) of S2SD must be at least 0, and temperature ({temperature}) above 0"
+            )
+        self.distillation_weight = distillation_weight
+        self.feature_weight = feature_weight
+        self.feature_delay = feature_delay
+        self.temperature = temperature
+        self.max_pooling = max_pooling
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(feature_size, size), nn.ReLU(), nn.Linear(size, size)) for size in sizes
+        )
+        self.objectives = nn.ModuleList(make_objective(size) for size in sizes)
+        self.count = BatchCount()
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        rows = output.embedding
+        features = output.side["features"] + (output.side["features_max"] if self.max_pooling else 0)
+        features = features.to(rows.dtype)
+        losses, distances = [], []
+        for head, objective in zip(self.heads, self.objectives, strict=True):
+            larger = head(features)
+            losses.append(objective(ModelOutput(larger), labels, step=1)["dml"])  # it knows no steps
+            distances.append(similarity_distillation(rows, larger, temperature=self.temperature))
+        distilled = self.distillation_weight * torch.stack(distances).mean()
+        if self.count() >= self.feature_delay and self.feature_weight:
+            distilled = distilled + self.feature_weight * similarity_distillation(
+                rows, features, temperature=self.temperature
+            )
+        return torch.stack(losses).mean() + distilled / self.weight

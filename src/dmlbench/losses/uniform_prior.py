@@ -1,0 +1,88 @@
+"""A uniform prior: features are pulled towards a uniform distribution by a network that tells the two apart."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import softplus
+
+from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.types import ConfigError, ModelOutput
+
+
+class UniformPrior(Regularizer):
+    """How surely a discriminator D takes features for features; D itself learns to.
+
+    Features are cut into chunks c. With the logit D(.) of "drawn from the uniform distribution", the value is
+
+        mean_c softplus(-D(c)),    D fixed,
+
+    and in every ``discriminator_interval``-th batch D descends by its own objective, c fixed, with as many draws u:
+
+        mean_u softplus(-D(u)) + mean_c softplus(D(c)),    u uniform in [-1, 1]
+
+    Each of the two goes to its own parameters, so that one optimizer serves both. D's gradient has neither the weight
+    of the regularizer nor a share in the value. In batches between, D has no gradient, and optimizers leave it as it
+    is. Draws come from torch's generator of the device.
+
+    Source: Sinha et al., Uniform Priors for Data-Efficient Transfer, 2020; layers and numbers as in the ooDML study's
+    code (CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_main.py and parameters.py), where D has an
+    optimizer of its own and is one step ahead.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("features",)
+
+    def __init__(
+        self,
+        weight: float,
+        feature_size: int,
+        *,
+        chunk_size: int = 128,
+        hidden_size: int = 100,
+        discriminator_interval: int = 10,
+    ) -> None:
+        """
+        Args:
+            weight: share of the regularizer in the objective (code: 0.2; SOP: 0.02).
+            feature_size: C, width of the side output "features".
+            chunk_size: entries that D sees at once, a divisor of ``feature_size``; fewer features are one chunk (code:
+                128).
+            hidden_size: width of D's two hidden layers (code: 100; SOP: 50).
+            discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).
+
+        Raises:
+            ConfigError: an argument outside its range, or chunks that features cannot be cut into.
+        """
+        super().__init__(weight)
+        sizes = {"feature_size": feature_size, "chunk_size": chunk_size, "hidden_size": hidden_size}
+        for name, value in {**sizes, "discriminator_interval": discriminator_interval}.items():
+            if value < 1:
+                raise ConfigError(f"{name} ({value}) of the uniform prior must be at least 1")
+        chunk_size = min(chunk_size, feature_size)
+        if feature_size % chunk_size:
+            raise ConfigError(
+                f"chunk_size ({chunk_size}) of the uniform prior does not divide the {feature_size} features; set it "
+                "to a divisor of them, such as all"
+            )
+        self.chunk_size = chunk_size
+        self.discriminator_interval = discriminator_interval
+        self.discriminator = nn.Sequential(
+            *(nn.Linear(chunk_size, hidden_size), nn.ReLU()),
+            *(nn.Linear(hidden_size, hidden_size), nn.ReLU()),
+            nn.Linear(hidden_size, 1),
+        )
+        self.count = BatchCount()
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        features = output.side["features"].to(output.embedding.dtype)
+        chunks = features.reshape(-1, self.chunk_size)  # [B C / chunk_size, chunk_size]
+        fixed = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
+        value = softplus(-functional_call(self.discriminator, fixed, (chunks,))).mean()
+        before = self.count()
+        if not self.training or before % self.discriminator_interval:
+            return value
+        drawn = 2 * torch.rand(chunks.shape, dtype=chunks.dtype, device=chunks.device) - 1
+        own = softplus(-self.discriminator(drawn)).mean() + softplus(self.discriminator(chunks.detach())).mean()
+        return value + (own - own.detach()) / self.weight
