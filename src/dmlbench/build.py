@@ -29,8 +29,7 @@ from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank
-from dmlbench.losses.objective import Objective
-from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.net import pooled_channels
@@ -417,11 +416,10 @@ def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
 
 
 def _objective_of_size(cfg: DictConfig, size: int) -> Objective:
-    """The loss, without a memory, and the miner, for embeddings of a size."""
+    """The loss, without a memory or mixtures, and the miner, for embeddings of a size."""
     sized = copy.deepcopy(cfg)
     OmegaConf.update(sized, "runtime.embedding_size", size)
-    loss = component(sized.loss)
-    return Objective(loss.loss if isinstance(loss, CrossBatchMemory) else loss, component(sized.miner))
+    return Objective(plain_loss(component(sized.loss)), component(sized.miner))
 
 
 def build_optimizer(

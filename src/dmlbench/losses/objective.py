@@ -57,7 +57,7 @@ class Objective(nn.Module):
                 raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
                 raise ConfigError(f"a regularizer cannot be called '{name}'; choose another name for it")
-        plain = _plain(loss)
+        plain = plain_loss(loss)
         if miner is not None and compares_with_classes(plain):
             raise ConfigError(
                 f"{type(plain).__name__} compares images with one or more vectors of each class, while a miner "
@@ -126,7 +126,7 @@ class Objective(nn.Module):
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss with its miner, without a memory or mixtures, on embeddings that did not come from the model."""
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        value: Tensor = _plain(self.loss)(embeddings, labels, indices_tuple)
+        value: Tensor = plain_loss(self.loss)(embeddings, labels, indices_tuple)
         return value
 
     def check_labels(self, labels: Tensor | IntArray) -> None:
@@ -156,7 +156,7 @@ class Objective(nn.Module):
             self._active = active
 
 
-def _plain(loss: nn.Module) -> nn.Module:
+def plain_loss(loss: nn.Module) -> nn.Module:
     """The loss that a memory or mixtures are added to."""
     return loss.loss if isinstance(loss, CrossBatchMemory | Metrix) else loss
 
@@ -168,7 +168,7 @@ def compares_with_classes(loss: nn.Module) -> bool:
 
 def _num_classes(loss: nn.Module) -> int | None:
     """How many classes a loss has vectors or boundaries for; None where it knows of none."""
-    inner = _plain(loss)
+    inner = plain_loss(loss)
     proxies = getattr(inner, "proxies", None)
     if proxies is not None:  # PML's losses do not all keep the number itself
         return len(proxies)
