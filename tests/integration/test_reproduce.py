@@ -113,6 +113,14 @@ def test_what_is_missing_is_planned_with_its_cost_and_a_dry_run_runs_nothing(fol
     assert not (folder / "out").exists()
 
 
+def test_hours_are_those_of_each_rows_backbone(folder: Path, capsys) -> None:
+    path = folder / "conf" / "experiment" / "gsp" / "table2.yaml"
+    text = path.read_text().replace("glyphs: 0.5,", "backbones: {resnet20: {glyphs: 3}}, glyphs: 0.5,")
+    path.write_text(text.replace("resnet20_small pooling=gmp", "resnet20 pooling=gmp"))
+    out, _ = reproduce(capsys, "gsp/table2", *HALF, "--dry-run")
+    assert "2 cells, 4 runs: 4 missing\nto run here: 4, at most 7.00 hours" in out
+
+
 def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: Path, capsys) -> None:
     first = whole[1]
     assert "  8 not comparable\n" in first

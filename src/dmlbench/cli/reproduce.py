@@ -220,7 +220,10 @@ def _print_plan(
         print(f"{row}{f'{cell.dataset}/{cell.protocol}/{cell.name}':<{width}}  {counted or 'no run asked for'}")
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
-    stated = {cell.sha256: hours_per_run(table.reproduce, cell.dataset, table.backbone) for cell in shown}
+    stated = {}
+    for cell in shown:
+        chosen = dict(override.partition("=")[::2] for override in cell.overrides)
+        stated[cell.sha256] = hours_per_run(table.reproduce, cell.dataset, chosen.get("backbone", table.backbone))
     takes = seconds_per_run(plan, stated)
     total = Counter(run.state for run in everything)
     to_do = [run for wave in waves for run in wave]
