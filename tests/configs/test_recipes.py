@@ -75,8 +75,10 @@ def combinations(recipe: str) -> list[dict[str, str | None]]:
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name) and name != "xml"])
 def test_every_entry_of_a_recipe_holds_for_something_that_it_covers(recipe: str) -> None:
     unused = list(entries_of([CONF], recipe))
-    for chosen, side in itertools.product(combinations(recipe), SIDES):
-        options = dict.fromkeys(GROUPS) | chosen | {"side": side}
+    wanted = [entry["when"].get("regularizer") for entry in unused]  # which compose with whatever is covered
+    regularizers = {None, *(each for one in wanted for each in (one if isinstance(one, list) else [one]))}
+    for chosen, side, regularizer in itertools.product(combinations(recipe), SIDES, regularizers):
+        options = dict.fromkeys(GROUPS) | {"regularizer": regularizer} | chosen | {"side": side}
         if not chosen.get("sampler"):  # the recipe's own, or any that fits the loss
             unused = [e for e in unused if not applies(without_sampler(e["when"]), options)]
         unused = [e for e in unused if not applies(e["when"], options)]
