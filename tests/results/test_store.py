@@ -145,6 +145,9 @@ def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path) -> None:
     (tmp_path / "tables").mkdir()
     found = {pattern: len(store.find_runs(tmp_path, pattern)) for pattern in ("**", "glyphs/*", "glyphs", "*gsp*", "x")}
     assert found == {"**": 3, "glyphs/*": 2, "glyphs": 2, "*gsp*": 1, "x": 0}
+    assert (
+        len(store.find_runs(tmp_path, f"{tmp_path}/")) == len(store.find_runs(tmp_path, str(tmp_path))) == found["**"]
+    )
     run = store.find_runs(tmp_path, "cub")[0]
     assert (run.dataset, run.protocol, run.cell, run.fold, run.repeat) == ("cub", "hpo", "a-gap-1", 0, 2)
 

@@ -221,7 +221,8 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     Args:
         output_dir: root of the run directories.
         pattern: shell pattern for that relative path, or for as many of its first parts as one likes: ``glyphs``,
-            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it.
+            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it,
+            or alone for all.
 
     Raises:
         ConfigError: ``output_dir`` is empty.
@@ -231,7 +232,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     if not str(output_dir).strip():
         raise ConfigError("the output folder is empty; name one, such as outputs")
     root = Path(output_dir)
-    pattern = pattern.removeprefix(f"{root}/")
+    pattern = pattern.removeprefix(f"{root}/") if pattern.rstrip("/") != str(root) else "**"
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
         relative = path.relative_to(root)
