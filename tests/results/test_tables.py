@@ -137,11 +137,11 @@ def test_labels_name_only_what_differs() -> None:
 
 def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
     def cell(pooling: str, regularizer: str) -> tuple[dict[str, str], dict[str, float]]:
-        weight = {} if regularizer == "None" else {f"regularizer.{regularizer}.weight": 0.1}
+        weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}
         return {"pooling": pooling, "regularizer": regularizer}, {"fit.max_steps": 9, **weight}
 
-    cells = [cell("gap", "None"), cell("gsp", "None"), cell("gsp", "zsr"), cell("gsp", "xml")]
-    assert cell_labels(cells) == (["gap", "gsp", "gsp zsr", "gsp xml"], [])
+    cells = [cell("gap", "None"), cell("gsp", "none"), cell("gsp", "zsr"), cell("gsp", "xml"), cell("vlad", "xml")]
+    assert cell_labels(cells) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
     assert cell_labels([cell("gap", "None"), cell("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
 

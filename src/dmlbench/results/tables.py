@@ -254,7 +254,7 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
         return [f"{choices[IMPORTED]} (imported)"]
     pools = choices.get("pooling") != "none"
     chosen = [str(choices.get(group if pools or group != "pooling" else "head", "-")) for group in groups]
-    chosen = [word for word in chosen if word != "None"] or chosen  # nothing was chosen of such a group
+    chosen = [word for word in chosen if word.lower() != "none"] or chosen  # nothing was chosen of such a group
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
@@ -279,10 +279,7 @@ def cell_labels(
     options = {word: {c.get(last) for name, (c, _) in zip(words, cells, strict=True) if name == word} for word in words}
     if any(len(several) > 1 for several in options.values()):
         groups.append(last)
-        words = [
-            " ".join(_words(choices, groups)) if len(options[word]) > 1 else word
-            for word, (choices, _) in zip(words, cells, strict=True)
-        ]
+        words = [" ".join(_words(choices, groups)) for choices, _ in cells]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
     labels = []
