@@ -4,11 +4,13 @@ Everything is made of what JSON knows; scores are percent (class distances as th
 """
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.tables import Cell
 from dmlbench.config import read_settings, settings_of_cell
 from dmlbench.evaluation.metrics.table import METRICS, score_named
@@ -112,8 +114,8 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Any]]:
 
 
 def _curves(cell: Cell) -> dict[str, Any]:
-    runs = [run.path for run in cell.runs if run.state == "done"]
-    logged = [pd.DataFrame(read_history(path / HISTORY), columns=["step", "name", "value"]) for path in runs]
+    columns = ["step", "name", "value"]
+    logged = [pd.DataFrame(read_history(path / HISTORY), columns=columns) for path in _complete(cell)]
     logged = [one for one in logged if len(one)]
     if not logged:
         return {}
@@ -178,9 +180,8 @@ def classes(
 
 def _by_class(cell: Cell) -> pd.DataFrame | None:
     """Means by label over the queries of a run, then over runs; None where no run has kept its queries' scores."""
-    runs = [run.path / PER_QUERY for run in cell.runs if run.state == "done"]
     found = []
-    for path in (path for path in runs if path.exists()):
+    for path in filter(Path.exists, (run / PER_QUERY for run in _complete(cell))):
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
@@ -193,7 +194,7 @@ def _by_class(cell: Cell) -> pd.DataFrame | None:
 
 def settings(cell: Cell) -> dict[str, str]:
     """What the cell is made of, by key."""
-    stored = read_settings(_complete(cell)[0] / CONFIG)
+    stored = read_settings(first_run(cell) / CONFIG)
     return {key: "null" if value is None else str(value) for key, value in settings_of_cell(stored).items()}
 
 
@@ -240,7 +241,7 @@ def _listed(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(value for value in values if value))
 
 
-def _complete(cell: Cell) -> list[Any]:
+def _complete(cell: Cell) -> list[Path]:
     return [run.path for run in cell.runs if run.state == "done"]
 
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import papers
 from dmlbench.apps.experiment_tables import Line, experiments, lines_of, reproduce_of
 from dmlbench.apps.origins import origin_of
+from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.reproduce import others
 from dmlbench.apps.tables import Cell
 from dmlbench.config import NOT_PART_OF_A_CELL, compose, config_folder, differences, load_config
@@ -74,7 +75,7 @@ def _option(choices: Mapping[str, Any], group: str) -> str:
 
 
 def _beside(name: str, line: Line, cfg: DictConfig, cell: Cell, index: int) -> dict[str, Any]:
-    run = next(run.path for run in cell.runs if run.state == "done")
+    run = first_run(cell)
     result = read_result(run)
     origin = origin_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
     reasons = [*others(line.score, cell.summary, origin), *_other_settings(cfg, run), *incomparable(cell.summary)]
