@@ -1,12 +1,14 @@
 """The papers' tables and figures as experiments: all are there, and each own row is a command or says what lacks."""
 
+import csv
+import importlib.resources
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from commands_of_tables import CONF, command_of, commands, reproduce_of
 
-from dmlbench import build
+from dmlbench import build, papers
 from dmlbench.cli.arguments import key_of, parse
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
@@ -52,6 +54,14 @@ def test_every_own_row_is_a_command_or_names_what_is_missing(name: str) -> None:
     assert node.get("settings", {}).keys() <= {score.setting for score in scores}
     assert node.get("datasets", {}).keys() <= {score.dataset for score in scores}
     assert node.get("embedding_sizes", {}).keys() <= {score.embedding_size for score in scores}
+
+
+def test_methods_that_papers_quote_are_run_by_what_is_said_of_them() -> None:
+    listed = importlib.resources.files(papers).joinpath("quoted.csv").read_text(encoding="utf-8").splitlines()
+    runs = [line["run"] for line in csv.DictReader(listed) if line["run"]]
+    assert len(runs) > 10
+    for run in runs:
+        assert compose("train", run.split()).loss, run
 
 
 @pytest.mark.parametrize("name", sorted(OF_PAPERS))

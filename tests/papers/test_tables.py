@@ -1,5 +1,6 @@
 """The papers' tables as data: whole, well-formed, and in agreement wherever a paper says a thing twice."""
 
+import re
 from collections.abc import Iterable
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from dmlbench import papers
 from dmlbench.evaluation.metrics import table as metrics
-from dmlbench.papers import PaperScore, describe_table, load_table, tables
+from dmlbench.papers import PaperScore, describe_table, load_table, tables, why_quoted
 from dmlbench.types import DataError
 
 # Labels of rows and scores of each table, counted in the papers: lines x columns, less the dashes.
@@ -71,6 +72,11 @@ def test_every_table_is_listed_and_every_file_is_a_table() -> None:
 def test_a_table_has_the_labels_and_scores_of_the_paper(name: str) -> None:
     scores = load_table(name)
     assert (len({score.row for score in scores}), len(scores)) == SIZES[name]
+
+
+def test_every_quoted_row_says_what_it_lacks_or_what_runs_its_method(name: str) -> None:
+    for row in {score.row for score in load_table(name) if score.origin == "quoted"}:
+        assert re.search("lacks .|the method is `loss[=.]", why_quoted(name, row)), row
 
 
 def test_no_score_stands_twice(name: str) -> None:

@@ -32,7 +32,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from dmlbench import papers
-from dmlbench.papers import PaperScore, describe_table, load_table
+from dmlbench.papers import PaperScore, describe_table, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
 
 QUOTED = "quoted"
@@ -49,7 +49,7 @@ class Line:
     Attributes:
         score: as the paper prints it.
         overrides: of ``dmlbench train``, without coordinates; empty where nothing can be run.
-        why: why nothing can be run: ``QUOTED``, or what is missing; empty where it can.
+        why: why nothing can be run, beginning with its verdict (``QUOTED``, "needs"); empty where it can.
         label: of our metric that the score is one of.
     """
 
@@ -149,7 +149,7 @@ def lines_of(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str
 
 def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> Line:
     if score.origin == QUOTED:  # also of a row that others' and own scores share
-        return Line(score, (), QUOTED)
+        return Line(score, (), f"{QUOTED} {why_quoted(name, score.row)}")
     if score.row not in (reproduce.get("rows") or {}):
         return Line(score, (), instead_of_rows(reproduce) or "needs a command: its experiment does not name this row")
     asked = {

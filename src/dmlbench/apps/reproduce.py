@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.experiment_tables import NARROWING, QUOTED, Line
+from dmlbench.apps.experiment_tables import NARROWING, Line
 from dmlbench.apps.origins import Origin, are_published, origin_of
 from dmlbench.apps.plan import Cell, Plan, Run
 from dmlbench.apps.tables import Found, build_tables, named_cells
@@ -148,7 +148,7 @@ def _compared(
     line: Line, cells: Mapping[tuple[str, ...], Cell | str], summaries: Mapping[str, Summary], reasons: Sequence[str]
 ) -> Comparison:
     if line.why:
-        return Comparison(line.score, line.why.partition(" ")[0], note="" if line.why == QUOTED else line.why)
+        return Comparison(line.score, line.why.partition(" ")[0], note=line.why)
     cell = cells[line.overrides]
     if isinstance(cell, str):
         return Comparison(line.score, NOT_RUN, note=cell)

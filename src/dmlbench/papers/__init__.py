@@ -8,10 +8,12 @@
   NeurIPS 2021
 
 ``<paper>/<table>.csv`` has a line for each score, in the order of reading; ``tables.csv`` says what each table is. The
-numbers are as printed, slips included: what is doubtful or missing says so in its note.
+numbers are as printed, slips included: what is doubtful or missing says so in its note. ``quoted.csv`` says of every
+method whose scores a paper took from elsewhere how it is run here, or what it needs that is not here.
 """
 
 import csv
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
@@ -104,6 +106,34 @@ def load_table(name: str) -> tuple[PaperScore, ...]:
     """
     describe_table(name)
     return tuple(_score(line) for line in _lines(_folder().joinpath(f"{name}.csv")))
+
+
+@cache
+def why_quoted(name: str, row: str) -> str:
+    """Why a row that a paper took from elsewhere is not run with it, and how to run its method.
+
+    Args:
+        name: of the table.
+        row: the paper's label, with or without its citation.
+
+    Raises:
+        DataError: nothing is known of the method.
+    """
+    method = _STATE_OF_THE_ART.get(name, re.sub(r" \[\d+\]$", "", row))
+    known = {line["method"]: line for line in _lines(_folder().joinpath("quoted.csv"))}
+    if method not in known:
+        raise DataError(f"quoted.csv does not know '{method}' of {name}: {closest(method, tuple(known))}")
+    line = known[method]
+    here = (
+        f"the method is `{line['run']}`"
+        if line["run"]
+        else f"the method is not in dmlbench, which lacks {line['lacks']}"
+    )
+    return f"from a study with settings of its own; {here}"
+
+
+_STATE_OF_THE_ART = {"proxynca_pp/table14": "HORDE", "proxynca_pp/table15": "MS"}
+"""What these tables call SOTA."""
 
 
 @cache
