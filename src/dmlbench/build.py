@@ -28,7 +28,7 @@ from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tenso
 from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_rerank
+from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
@@ -183,6 +183,13 @@ def _check_head(cfg: DictConfig) -> None:
         _check_comparisons(cfg, distance)
     elif spec.rerank is not None:
         check_rerank(spec.rerank, None, k=0, num_gallery=0)
+    if (matching := build_matching(cfg)) is not None:
+        if distance is not None:
+            name = type(distance).__name__
+            raise ConfigError(
+                f"matching ranks lists of unit vectors again, which {name} does not compare; set it to null"
+            )
+        refuse_what_unit_vectors_have(spec, matching)
 
 
 def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
@@ -353,6 +360,26 @@ def build_model(cfg: DictConfig) -> MetricModel:
     model = _head(cfg, given).model(backbone, pooling)
     OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
     return model
+
+
+def build_matching(cfg: DictConfig, model: MetricModel | None = None) -> BaseDistance | None:
+    """What ranks the first neighbors of the test again; None where nothing does.
+
+    Raises:
+        ConfigError: it is none of that kind, or there is no cell of ``model`` to compare.
+    """
+    matching: BaseDistance | None = component(cfg.get("matching"))
+    if matching is None:
+        return None
+    if not ranks_lists(matching):
+        raise ConfigError(f"{cfg.matching._target_} ranks no lists again; choose matching=diml")
+    if model is not None:
+        with_cells: Any = model
+        if not hasattr(model, "require_cells"):
+            head = cfg.head._target_
+            raise ConfigError(f"matching projects cells of the last map, which {head} does not; choose head=linear")
+        with_cells.require_cells()
+    return matching
 
 
 def build_distance(cfg: DictConfig) -> BaseDistance | None:

@@ -139,6 +139,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,
+    "matching": None,
 }
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
@@ -262,6 +263,8 @@ def cell_id(cfg: DictConfig) -> str:
     # Not resolved: a number of epochs is not known before the data are.
     if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
+    if cfg.get("matching") is not None:
+        words.append(choices.get("matching", "matching"))
     name = "-".join(str(word).replace("/", "_") for word in words)
     return f"{name}-{cell_sha256(cfg)[:8]}"
 

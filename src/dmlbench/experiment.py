@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
+from pytorch_metric_learning.distances import BaseDistance
 from torch.optim import Optimizer
 
 from dmlbench import build
@@ -44,6 +45,7 @@ class Setup:
         images: opened for ``transform``.
         transform: of evaluation, without augmentation.
         model: with the weights that it starts from.
+        matching: what ranks the first neighbors of the test again; None where nothing does.
         settings: of the training.
         spec: what is computed of embeddings.
         choices: the chosen option of each group of the configuration.
@@ -56,6 +58,7 @@ class Setup:
     images: Images
     transform: Transform
     model: MetricModel
+    matching: BaseDistance | None
     settings: FitSettings
     spec: EvaluationSpec
     choices: dict[str, str]
@@ -72,18 +75,35 @@ class Setup:
 
     def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
         """Queries and, where it is a set of its own, the gallery, by the weights of now."""
-        queries = self._embed_rows(part.query, "queries")
-        return queries, None if part.gallery is None else self._embed_rows(part.gallery, "gallery")
+        return self._embed(part, lambda images: self.model(images).embedding)
+
+    def test(
+        self, part: RetrievalSet, spec: EvaluationSpec | None = None, *, partial: Path | None = None
+    ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
+        """Queries, gallery and their scores as a test has them: where there is a ``matching``, rows with cells, and
+        lists whose first neighbors it ranked again."""
+        if self.matching is None:
+            queries, gallery = self.embed(part)
+        else:
+            model: Any = self.model  # which has cells: ``build_matching`` has asked
+            size = int(self.matching.grid_size)
+            queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
+        return queries, gallery, self._score(queries, gallery, spec, self.matching or self.model.distance, partial)
 
     def score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
-        *, partial: Path | None = None,
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None
+    ) -> Evaluation:
+        """Scores by the model's distance."""
+        return self._score(queries, gallery, spec, self.model.distance, None)
+
+    def _score(
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None, distance: BaseDistance,
+        partial: Path | None,
     ) -> Evaluation:  # fmt: skip
-        """Scores by the model's distance; ``partial`` is from what folder an interrupted search continues."""
+        """Scores by a distance; ``partial`` is from what folder an interrupted search continues."""
         return evaluate(
-            queries, gallery, spec or self.spec, distance=self.model.distance, partial=partial,
-            progress=sys.stderr.isatty(),
-        )  # fmt: skip
+            queries, gallery, spec or self.spec, distance=distance, partial=partial, progress=sys.stderr.isatty()
+        )
 
     def validate(
         self, watch: Callable[[EmbeddingSet, EmbeddingSet | None], None] = lambda queries, gallery: None
@@ -108,16 +128,24 @@ class Setup:
         found = nearest_images(queries, gallery, distance=self.model.distance, tile_bytes=self.spec.tile_bytes)
         return draw_nearest(*found, images)
 
-    def _embed_rows(self, rows: IntArray, describe: str) -> EmbeddingSet:
+    def _embed(
+        self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        queries = self._embed_rows(part.query, rows_of, "queries")
+        return queries, None if part.gallery is None else self._embed_rows(part.gallery, rows_of, "gallery")
+
+    def _embed_rows(
+        self, rows: IntArray, rows_of: Callable[[torch.Tensor], torch.Tensor], describe: str
+    ) -> EmbeddingSet:
         self.model.eval()
         memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
 
-        def rows_of(images: torch.Tensor) -> torch.Tensor:
+        def formatted(images: torch.Tensor) -> torch.Tensor:
             with autocast(self.device, self.settings.precision):
-                return self.model(images.contiguous(memory_format=memory_format)).embedding
+                return rows_of(images.contiguous(memory_format=memory_format))
 
         return embed(
-            rows_of, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), count=len(rows),
+            formatted, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), count=len(rows),
             describe=describe,
         )  # fmt: skip
 
@@ -186,12 +214,13 @@ def make_setup(
     images = open_images(cfg.transform.eval)
     before_model(data, open_images)
     model = build.build_model(cfg)
+    matching = build.build_matching(cfg, model)
     settings = component(cfg.fit)
     build.move(model, device, channels_last=settings.channels_last)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(
-        data, images, component(cfg.transform.eval), model, settings, component(cfg.evaluation), choices, device,
-        cfg.eval_batch_size, cfg.num_workers,
+        data, images, component(cfg.transform.eval), model, matching, settings, component(cfg.evaluation), choices,
+        device, cfg.eval_batch_size, cfg.num_workers,
     )  # fmt: skip
 
 

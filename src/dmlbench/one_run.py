@@ -1,6 +1,7 @@
 """One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
 
 import contextlib
+import copy
 import datetime
 import logging
 import time
@@ -22,6 +23,7 @@ from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.resume import forget
 from dmlbench.experiment import Experiment, make_experiment
+from dmlbench.models.head import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
     atomic_write,
@@ -32,6 +34,7 @@ from dmlbench.runtime import (
     select_device,
     set_strict_float32,
 )
+from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
@@ -44,7 +47,8 @@ log = logging.getLogger(__name__)
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test the cell ``cfg`` at its coordinates; returns the run directory.
 
-    A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint.
+    A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint. One
+    with a ``matching`` takes the weights of the complete run without, where there is one: it would train the same.
 
     Args:
         cfg: a composed configuration.
@@ -84,7 +88,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
             with contextlib.ExitStack() as opened:
                 for logger in experiment.loggers:
                     opened.callback(logger.close)
-                _run(experiment, run_dir, stop, follow)
+                _run(experiment, run_dir, stop, follow, _run_without_matching(cfg, run_dir))
         except (RunInUse, NotFollowed):
             raise
         except Exception as error:
@@ -210,7 +214,34 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     return True
 
 
-def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow | None) -> None:
+def _run_without_matching(cfg: DictConfig, run_dir: Path) -> Path | None:
+    """The complete run of the same settings whose test ranks nothing again, if this one has not begun to train."""
+    if cfg.matching is None or (run_dir / LAST).exists():
+        return None
+    plain = copy.deepcopy(cfg)
+    plain.matching = None
+    found = directory_of(plain)
+    return found if _is_complete(plain, found) and (found / BEST).exists() else None
+
+
+def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
+    """What came out of the training of a complete run, whose weights and history are copied.
+
+    Raises:
+        RunError: a file is not its own.
+    """
+    result = store.read_result(trained)
+    store.require_own_files(trained, result, (BEST,))
+    for path in filter(Path.exists, (trained / HISTORY, trained / BEST)):
+        atomic_write(run_dir / path.name, path.read_bytes())
+    model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
+    log.info("%s takes the weights of %s, which differs in the ranking of its test alone", run_dir, trained)
+    return FitResult(
+        step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=result["wall_s"]
+    )
+
+
+def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow | None, trained: Path | None) -> None:
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
@@ -237,12 +268,17 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         return setup.validate(lambda queries, gallery: drawn.append(setup.nearest_picture(queries, gallery)))
 
     try:
-        progress = fit(
-            model, experiment.objective, experiment.batches, validate if data.split.val else None,
-            experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
-            loggers=experiment.loggers, picture=drawn.pop, stop=stop, data_fingerprint=data.table.fingerprint,
-            follow=follow,
-        )  # fmt: skip
+        if trained is not None:
+            progress = _taken(trained, run_dir, model)
+            for logger in experiment.loggers:
+                logger.start(progress.step)
+        else:
+            progress = fit(
+                model, experiment.objective, experiment.batches, validate if data.split.val else None,
+                experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
+                loggers=experiment.loggers, picture=drawn.pop, stop=stop, data_fingerprint=data.table.fingerprint,
+                follow=follow,
+            )  # fmt: skip
     finally:
         experiment.batches.close()
 
@@ -253,8 +289,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     scores: dict[str, Any] = {}
     test = None
     if data.split.test is not None:
-        queries, gallery = setup.embed(data.split.test)
-        test = setup.score(queries, gallery, partial=run_dir / store.PARTIAL)
+        queries, gallery, test = setup.test(data.split.test, partial=run_dir / store.PARTIAL)
         scores["test"] = test.scores
         save_embeddings(
             run_dir / store.EMBEDDINGS, queries, gallery,
@@ -264,7 +299,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
             save_distance(run_dir / store.DISTANCE, model.distance)
         atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
-        scores["val"] = test.scores if test is not None and data.split.val_is_test else setup.validate()
+        is_test = test is not None and data.split.val_is_test and setup.matching is None
+        scores["val"] = test.scores if test is not None and is_test else setup.validate()
     if experiment.protocol.leaves_plan:
         plan = plan_of(
             read_history(run_dir / HISTORY), first_rate=first_rate, best_step=progress.best_step,
@@ -275,6 +311,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     kept = (BEST,) if settings.keep in ("best", "both") else ()
     hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, *kept))
     result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
+    if trained is not None:
+        result["weights_of"] = trained.parent.name
     for logger in experiment.loggers:  # before the result: who has it needs no training any more
         final = {f"{part}/{name}": value for part, values in scores.items() for name, value in values.items()}
         logger.summary(progress.step, final)
@@ -315,6 +353,7 @@ def _result(
         "val_is_test": split.val_is_test,
         **({"facts": dict(split.facts)} if split.facts else {}),
         "search": test.search if test else setup.spec.search,
+        **({"matching": setup.matching.description} if test and setup.matching is not None else {}),
         "metrics": scores,
         "n_query": test.n_query if test else 0,
         **_published_queries(setup.data),

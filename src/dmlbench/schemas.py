@@ -49,6 +49,7 @@ class TrainConfig:
     loss: Any = MISSING
     miner: Any = None
     regularizer: Any = None
+    matching: Any = None
     optim: Any = MISSING
     schedule: Any = None
     fit: Any = MISSING
@@ -85,6 +86,7 @@ class EvaluateConfig:
     metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
+    matching: Any = None
     device: str = "auto"
     num_workers: int | None = None
 

@@ -38,7 +38,7 @@ OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss"
 TOGETHER = (
     ("pooling", "loss", "fit", "optim", "schedule", "transform"),
     ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths"),
-    ("miner", "regularizer"),
+    ("miner", "regularizer", "matching"),
     ("head",),
 )
 

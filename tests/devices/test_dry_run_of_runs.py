@@ -31,6 +31,7 @@ from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.concatenated_levels import ConcatenatedLevels
+from dmlbench.models.diml import DimlDistance
 from dmlbench.models.head import MetricModel
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.global_pooling import Gap
@@ -71,6 +72,7 @@ STAY: Mapping[str, str] = {
     "pairwise_search.py _unit: _local_scalar_dense": CHECKED,
     "pairwise.py _checked: _local_scalar_dense": SEARCHED,
     "back_ends.py moved_to: _to_copy from the host": MOVED,
+    "diml.py _plan: _local_scalar_dense": "a list's updates end when its last one moves little",
 }
 
 
@@ -254,6 +256,26 @@ def test_search_by_a_distance_scores_as_on_the_cpu() -> None:
         found = evaluate(on_gpu(queries), distance=distance)
     assert not unknown(device)
     assert found.scores == evaluate(queries, distance=distance).scores
+
+
+def test_lists_ranked_again_score_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    model = PooledModel(TinyBackbone(), Gap(), Projection(8, 6)).eval()
+    images = torch.randint(0, 256, (60, 3, 64, 64), dtype=torch.uint8)
+    distance, labels = DimlDistance(num_neighbors=9), torch.arange(60) % 6
+    with torch.inference_mode():
+        queries = EmbeddingSet(model.rows_with_cells(images, 4), labels, torch.arange(60))
+    with pretended_cuda() as device:
+        found = evaluate(on_gpu(queries), spec=EvaluationSpec(back_end="torch"), distance=distance)
+        assert not unknown(device)
+        moved(model)
+        there = images.to(CUDA)
+        device.waits.clear()
+        assert model.rows_with_cells(there, 4).device == CUDA
+        assert not device.waits
+    expected = evaluate(queries, distance=distance).scores
+    assert found.scores == expected
+    assert expected != evaluate(EmbeddingSet(distance.center_rows(queries.rows), labels, queries.ids)).scores
 
 
 def test_collections_score_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

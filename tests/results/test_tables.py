@@ -145,6 +145,21 @@ def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
     assert cell_labels([cell("gap", "None"), cell("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
 
+def test_lists_ranked_again_are_said_behind_the_name() -> None:
+    def cell(count: int | None, **config: object):
+        matching = {"matching._target_": "dmlbench.models.diml.DimlDistance", "matching.grid_size": 4}
+        again = {} if count is None else matching | {"matching.num_neighbors": count}
+        return {"pooling": "gap", "matching": "diml"}, {"optim.lr": 1.0} | again | config
+
+    labels, notes = cell_labels([cell(None), cell(100), cell(10), cell(10, **{"fit.max_steps": 0})])
+    ours = "gap (DIML, 4 x 4, first {})"
+    assert labels == ["gap", ours.format(100), ours.format(10), ours.format(10) + " (untrained)"]
+    assert notes == []
+    assert cell_labels([cell(100), cell(100, **{"matching.temperature": 0.1})])[0] == [
+        ours.format(100), "gap matching.temperature=0.1 (DIML, 4 x 4, first 100)"
+    ]  # fmt: skip
+
+
 def test_settings_that_labels_hide_are_noted() -> None:
     def cell(pooling: str, steps: int, **config: object):
         choices = {"backbone": "r", "pooling": pooling, "loss": "l"}

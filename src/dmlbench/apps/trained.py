@@ -45,7 +45,7 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         return None
-    distance = build.build_distance(config)
+    distance = build.build_matching(config) or build.build_distance(config)
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance

@@ -8,6 +8,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
+from dmlbench.models.diml import cells_of
 from dmlbench.models.head import Head, MetricModel, NamedGroups
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
@@ -116,6 +117,25 @@ class PooledModel(_Model):
         if self.pooling.needs == "native":
             return self.backbone.native(images)[:, :, None, None]
         return self.backbone(images)[-1]
+
+    def require_cells(self) -> None:
+        """Raises ConfigError where ``rows_with_cells`` has no map, or cells of another width than the embedding."""
+        pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
+        if self.pooling.needs == "native":
+            raise ConfigError(f"matching compares cells of a map, and {pooling} uses none; {remedy}")
+        if self.embedding_size != self.projection.out_features:
+            raise ConfigError(
+                f"matching compares cells of {self.projection.out_features} numbers with embeddings, and {pooling} "
+                f"makes some of {self.embedding_size}; {remedy}"
+            )
+
+    def rows_with_cells(self, images: Tensor, grid_size: int) -> Tensor:
+        """Rows [B, (1 + g g) D] in float32: the embedding, then the projected map's g x g cells (``diml.cells_of``)."""
+        self.require_cells()
+        x = self._features(images)
+        center = self.pooling(x, self.projection).embedding
+        cells = cells_of(self.projection(x), grid_size)
+        return torch.cat([center, cells.flatten(1)], dim=1).to(torch.float32)
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -210,6 +210,8 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """The hash of the weights of a run that can be adapted."""
     if not result["metrics"].get("test"):
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    if "matching" in result:
+        raise RunError(f"{run_dir} ranks its lists again, which episodes do not; name the same run without matching")
     head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")
     if not issubclass(head, Projection):
         raise RunError(f"{run_dir} has no linear layer that makes its embeddings (its head is {head.__name__})")

@@ -92,8 +92,9 @@ def transfer(cfg: DictConfig) -> Transferred:
             data=dataclasses.replace(setup.data, table=table),
             images=open_images(load_config(name / CONFIG).transform.eval),
         )
-        found = other.score(*other.embed(test), spec)
-        rows.append((f"{name.parent.name}/{name.name}", str(result["dataset"]), found.scores))
+        _, _, found = other.test(test, spec)
+        again = "" if setup.matching is None else f" ({setup.matching.description})"
+        rows.append((f"{name.parent.name}/{name.name}{again}", str(result["dataset"]), found.scores))
         if own_data.name != table.name:
             notes += [f"NOT THE PUBLISHED DATA: {own_data.name}: {note}" for note in own_data.notes]
     rows.append((features.measured_by, "as it is", _scores(features, test, spec)))

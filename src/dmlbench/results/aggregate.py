@@ -121,7 +121,7 @@ def aggregate_cell(
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),
         **({"data_notes": notes} if notes else {}),
-        **{key: first[key] for key in ("n_query_published", "imported") if key in first},  # type: ignore[misc]
+        **{key: first[key] for key in ("n_query_published", "imported", "matching") if key in first},  # type: ignore[misc]
         **rule.summarize(runs_of_cell, spec),
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),

@@ -26,6 +26,8 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
         notes.append(queries(scored))
     if notes:
         found.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
+    if again := scored.get("matching"):
+        found.append(f"RE-RANKED: {again} neighbors by cosine; those behind them keep their order")
     if scored["val_is_test"]:
         found.append("SELECTED ON TEST: the validation set is the test set")
     if scored.get("scored_on") == "validation":
@@ -37,7 +39,7 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
 
 def incomparable(scored: Mapping[str, Any]) -> list[str]:
     """Those of ``cautions`` that forbid to compare with published scores; what papers do themselves is none of them."""
-    done_by_papers = (PARTIAL, IMPORTED, "SELECTED ON TEST", "scored on the validation classes")
+    done_by_papers = (PARTIAL, IMPORTED, "RE-RANKED", "SELECTED ON TEST", "scored on the validation classes")
     return [caution for caution in cautions(scored) if not caution.startswith(done_by_papers)]
 
 

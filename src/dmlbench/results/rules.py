@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
+from dmlbench.evaluation.search.rerank import ranks_lists
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
@@ -93,7 +94,8 @@ class AggregationRule(Protocol):
 class Collections:
     """Mean and population deviation over all collections of one run per fold, apart (separated) and joined.
 
-    Joined embeddings rank the whole gallery, also where the runs ranked a shortlist.
+    Joined embeddings rank the whole gallery, also where the runs ranked a shortlist. Runs whose test ranked lists again
+    are not joined: their values belong to the lists of one model.
     """
 
     scored_on: Literal["test", "val"] = "test"
@@ -106,7 +108,8 @@ class Collections:
             text = frame.to_csv(index=False).encode()
             atomic_write(cell.path / COLLECTIONS, text)
         folds = sorted({fold for fold, _ in tested})
-        scores: dict[str, dict[str, Any]] = {"separated": {}, "concatenated": {}}
+        joins = _can_be_joined(cell)
+        scores: dict[str, dict[str, Any]] = {"separated": {}, **({"concatenated": {}} if joins else {})}
         for column, value in summarize(frame).items():
             kind, _, score = column.partition("_")
             scores[kind][score] = value
@@ -121,7 +124,7 @@ class Collections:
             "n_collections": len(frame),
             "collections_sha256": hashlib.sha256(text).hexdigest(),
             **({} if spec.search == "exact" else {"concatenated_search": "exact"}),
-            "dimension": {"separated": dimension, "concatenated": dimension * len(folds)},
+            "dimension": {"separated": dimension, **({"concatenated": dimension * len(folds)} if joins else {})},
             "interval_95": intervals,
             "raw": _by_name(tested),
         }
@@ -134,7 +137,11 @@ class Collections:
         loaded = [[load_embeddings(cell.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
         known = None if cell.force or cell.known is None else stored_collections(cell.path, cell.known)
         ranked = pd.DataFrame() if known is None else known.filter(regex=f"^{_JOINED}")
-        asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked]
+        asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked and _can_be_joined(cell)]
+        distances = [[cell.distance_of(cell.runs[key]) for key in fold] for fold in keys]
+        rows = loaded[0][0].queries.rows
+        if distances[0][0] is not None and ranks_lists(distances[0][0]):  # cells are no dimensions of the embedding
+            rows = distances[0][0].center_rows(rows[:1])
         frame = collections(
             [[stored.queries for stored in fold] for fold in loaded],
             None
@@ -144,7 +151,7 @@ class Collections:
             metrics=score_names(asked),
             tile_bytes=spec.tile_bytes,
             device=spec.device,
-            distances=[[cell.distance_of(cell.runs[key]) for key in fold] for fold in keys],
+            distances=distances,
             partial=cell.path / PARTIAL,
             progress=cell.progress,
         )
@@ -154,7 +161,11 @@ class Collections:
             joined = in_table_order(name.removeprefix(_JOINED) for name in columns if name.startswith(_JOINED))
             apart = [name for name in columns if not name.startswith(_JOINED)]
             frame = frame[[*apart, *(_JOINED + name for name in joined)]]
-        return frame, int(loaded[0][0].queries.rows.shape[1])
+        return frame, int(rows.shape[1])
+
+
+def _can_be_joined(cell: CellRuns) -> bool:
+    return "matching" not in cell.first
 
 
 @dataclass(frozen=True)

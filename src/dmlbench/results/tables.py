@@ -17,6 +17,8 @@ NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "sched
 IMPORTED = "imported"
 """The one choice of an imported cell: what its row is called."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
+_OF_MATCHING = ("matching.grid_size", "matching.num_neighbors")
+"""Settings of it that a label says in words."""
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")
 
 
@@ -282,13 +284,15 @@ def cell_labels(
         words = [" ".join(_words(choices, groups)) for choices, _ in cells]
     configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
+    kinds = [(_matched(config), no) for config, no in zip(configs, is_untrained, strict=True)]
     labels = []
-    for name, config, untrained in zip(words, configs, is_untrained, strict=True):
-        alike = zip(words, configs, is_untrained, strict=True)
-        rivals = [other for word, other, trained in alike if (word, trained) == (name, untrained)]
+    for name, config, kind in zip(words, configs, kinds, strict=True):
+        alike = zip(words, configs, kinds, strict=True)
+        rivals = [other for word, other, of_kind in alike if (word, of_kind) == (name, kind)]
         differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
         values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
-        labels.append(" ".join([name, *values]) + " (untrained)" * untrained)
+        matched, untrained = kind
+        labels.append(" ".join([name, *values]) + matched + " (untrained)" * untrained)
     trained = [(label, config) for label, config, no in zip(labels, configs, is_untrained, strict=True) if not no]
     notes = []
     for key in sorted({key for _, config in trained for key in config}):
@@ -297,7 +301,8 @@ def cell_labels(
             if key in config:
                 held.setdefault("null" if config[key] is None else str(config[key]), []).append(label)
         hidden = [label for label, config in trained if config.get(key) is not None and f" {key}=" not in label]
-        if len(held) > 1 and hidden and key.partition(".")[0] not in (*groups, IMPORTED):
+        said = key in _OF_MATCHING or key.partition(".")[0] in (*groups, IMPORTED)
+        if len(held) > 1 and hidden and not said:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
     for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
@@ -305,6 +310,15 @@ def cell_labels(
             if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
                 notes.append(f"{key}: {config[key]} ({label}), {value}")
     return labels, notes
+
+
+def _matched(config: Mapping[str, Any]) -> str:
+    """How the first neighbors of the test are ranked again, behind the name of a row."""
+    if "matching._target_" not in config:
+        return ""
+    name = str(config["matching._target_"]).rpartition(".")[2].removesuffix("Distance").upper()
+    size, count = (config.get(key) for key in _OF_MATCHING)
+    return f" ({name}, {size} x {size}, first {count})"
 
 
 def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,19 +1,27 @@
 """Ranking of a shortlist by a distance: the nearest items by unit vectors, in the order of the distance.
 
-Letters: Q queries, T of them in a tile, N items of the shortlist, k places that matter.
+Of a list whose values belong together (``rematched``) the items behind the shortlist follow by unit vectors.
+
+Letters: Q queries, T of them in a tile, N items of the shortlist, k places that matter, W numbers of a row.
 """
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
 
+from dmlbench.evaluation.search.back_ends import moved_to
+from dmlbench.evaluation.search.on_device import halved_where_full, tiles_on_host, to_device, to_host
 from dmlbench.evaluation.search.pairwise_search import PairwiseSearch
-from dmlbench.evaluation.search.parallel import over_threads, single_threaded_products
+from dmlbench.evaluation.search.parallel import num_threads, over_threads, single_threaded_products
 from dmlbench.evaluation.search.scan import ScanState
 from dmlbench.evaluation.search.top_k import PADDING, Keys, column_of, settle
 from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -88,3 +96,103 @@ def reranked(
             result = finish(part, keys)
         state.done += len(part)
         yield part, result
+
+
+def ranks_lists(distance: object) -> bool:
+    """Whether a distance ranks the first ``num_neighbors`` of lists again that its ``center_rows`` made."""
+    return hasattr(distance, "reranked_similarities")
+
+
+def rematched(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    distance: "BaseDistance",
+    k: int,
+    *,
+    wanted: IntArray,
+    tile_bytes: int,
+    back_end: BackEnd = "auto",
+    device: torch.device | None = None,
+    bar: tqdm | None = None,
+) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:
+    """(queries [T], gallery items [T, k] nearest first or -1, values of the re-ranked ones [T, K <= k]), tile by tile.
+
+    The list of a query is that of exact search among the distance's ``center_rows`` as unit vectors, ties by gallery
+    index. Its first ``num_neighbors`` are put into the order of ``reranked_similarities`` in float64, ties as they
+    were; what these values separate by rounding alone may depend on the device. The others stay where they are.
+
+    Args:
+        queries: rows [Q, W].
+        gallery: rows, or None: the queries are searched among themselves.
+        distance: which ``ranks_lists``.
+        k: places that matter; all ``num_neighbors`` are compared also where it is less.
+        wanted: queries, in the order in which they come.
+        tile_bytes: bound of the memory taken beyond the sets.
+        back_end: of the first search.
+        device: where it runs, and where values are computed; None is where the rows lie.
+        bar: counts queries.
+
+    Raises:
+        RunError: the sets cannot be searched, or the distance gives NaN.
+    """
+    of, device = distance.center_rows, device or queries.rows.device
+
+    def centers(part: EmbeddingSet) -> EmbeddingSet:
+        return EmbeddingSet(of(part.rows), part.labels, part.ids)
+
+    reference = queries if gallery is None else gallery
+    short = unit_search(
+        centers(queries), None if gallery is None else centers(gallery),
+        back_end=back_end, tile_bytes=tile_bytes // 2, device=device,
+    )  # fmt: skip
+    num_listed = min(distance.num_neighbors, len(reference))
+    depth = min(max(k, num_listed), len(reference))
+
+    def listed(part: IntArray, keys: Keys) -> IntArray:
+        return column_of(settle(keys, short.exact(part), k=depth, slack=short.slack)[:, :depth])
+
+    def there(rows: Tensor) -> Tensor:
+        """Rows on the device, if it has room for all."""
+        moved = None if rows.device == device or tiles_on_host(device) else moved_to(device, rows.cpu().numpy())
+        return rows if moved is None else moved
+
+    items = there(reference.rows)
+    asked = items if gallery is None else there(queries.rows)
+
+    def rows_at(rows: Tensor, places: IntArray) -> Tensor:
+        (index,) = to_device(rows.device, places)
+        return rows[index].to(device, torch.float64)
+
+    def compare(part: IntArray, columns: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
+        """The items ``columns`` [T, N] of the queries ``part`` [T] in their new order, and their values."""
+        ordered, values = columns.copy(), np.full(columns.shape, -np.inf)
+
+        def work(start: int, stop: int) -> None:
+            (known,) = to_device(device, columns[start:stop] >= 0)
+            neighbors = rows_at(items, columns[start:stop].clip(min=0))
+            value = distance.reranked_similarities(rows_at(asked, part[start:stop]), neighbors, known)
+            (found,) = to_host(value.masked_fill(~known, -torch.inf))
+            if np.isnan(found).any():
+                raise RunError(f"{type(distance).__name__} gave NaN for finite embeddings; embed the images again")
+            order = np.argsort(-found, axis=1, kind="stable")
+            ordered[start:stop] = np.take_along_axis(columns[start:stop], order, 1)
+            values[start:stop] = np.take_along_axis(found, order, 1)
+
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            halved_where_full(work, 0, len(part), device=device)
+        if bar is not None:
+            with tqdm.get_lock():
+                bar.update(len(part))
+        return ordered, values
+
+    threads = num_threads() if tiles_on_host(device) else 1
+    # neighbors as they are, in float64, as unit vectors and while these are made
+    size = max(1, tile_bytes // (2 * threads * 4 * 8 * num_listed * items.shape[1]))
+    for part, columns in short.ranked(depth, listed, wanted=wanted):
+        parts = [slice(start, start + size) for start in range(0, len(part), size)]
+        work = [(part[some], columns[some, :num_listed]) for some in parts]
+        with single_threaded_products():
+            found = list(over_threads(lambda one: compare(*one), work, threads=threads))
+        first, values = (np.concatenate(x) for x in zip(*found, strict=True))
+        columns[:, : first.shape[1]] = first
+        yield part, columns[:, :k], values[:, :k]
