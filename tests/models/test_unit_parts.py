@@ -1,9 +1,15 @@
 """Unit parts: the embedding by hand, over GAP and over a pooling that projects first."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
@@ -53,3 +59,17 @@ def test_embeddings_that_are_no_parts_of_one_size_are_refused() -> None:
     for weights in ((), (1.0, 0.0)):
         with pytest.raises(ConfigError, match="must be above 0"):
             UnitParts(8, 8, weights=weights)
+
+
+def test_a_run_of_diva_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Path) -> None:
+    small = ["dataset.table.num_classes=16", "dataset.table.images_per_class=4", "dataset.table.image_size=32",
+             "device=cpu", "fit.max_steps=2", "fit.validate_every=2", "sampler.classes_per_batch=4",
+             "sampler.images_per_class=2", "num_workers=0", f"paths.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+    with pytest.raises(SystemExit) as info:
+        main(["train", "head=unit_parts", "loss=diva", "regularizer=diva", f"paths.output_dir={tmp_path}", *small])
+    (path,) = tmp_path.rglob("result.json")
+    assert info.value.code == 0 and json.loads(path.read_text())["steps"] == 2
+    again = evaluate_from(compose("evaluate", [f"run={path.parent}", "from_checkpoint=true", "device=cpu"]))
+    assert again.evaluation.scores == again.stored
+    lengths = again.queries.rows.unflatten(1, (4, 32)).norm(dim=2)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
