@@ -59,8 +59,8 @@ class Diva(WholeBatchLoss):
     "within_class", the ooDML study's code "permuted" for both. What depends on labels alone is drawn from torch's
     generator of the CPU, the rest from the device's.
 
-    Source: Milbich et al., DiVA: Diverse Visual Feature Aggregation for Deep Metric Learning, ECCV 2020, sections 3.1
-    to 3.3; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, diva_main.py, batchminer/;
+    Source: Milbich et al., DiVA: Diverse Visual Feature Aggregation for Deep Metric Learning, ECCV 2020;
+    Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, diva_main.py, batchminer/;
     CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_diva_main.py.
     """
 

@@ -23,7 +23,7 @@ class PartDecorrelation(Regularizer):
 
     Gradients to the embeddings, of both sides, are reversed: the regressors raise these squares, the parts lower them.
 
-    Source: Milbich et al., DiVA, ECCV 2020, section 3.4; sizes and weights as in the code
+    Source: Milbich et al., DiVA, ECCV 2020; sizes and weights as in the code
     (Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, criteria/adversarial_separation.py). There, and in the ooDML
     study's code, the regressors' weights do not decay.
     """
@@ -74,7 +74,7 @@ class SelfSimilarity(Regularizer):
     of the same kind. The code shuffles images before keys are made, which would matter to batch norms that normalize
     by the batch; keys are made in evaluation mode, there as here.
 
-    Source: Milbich et al., DiVA, ECCV 2020, section 3.2; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049,
+    Source: Milbich et al., DiVA, ECCV 2020; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049,
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.
     """
 
