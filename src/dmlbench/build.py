@@ -419,7 +419,7 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
     for name, requires in objective.requires.items():
         for side in requires:
-            if side not in model.provides:
+            if side not in (*model.provides, "keys"):  # which the training loop makes
                 of = (cfg.pooling or cfg.head)._target_
                 raise ConfigError(
                     f"regularizer '{name}' needs '{side}' of the pooling, which {of} does not provide (it provides: "
@@ -462,8 +462,9 @@ def build_optimizer(
 
 
 def build_train_batches(
-    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, seed: int, device: torch.device
-) -> TrainBatches:
+    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, seed: int, device: torch.device,
+    second_views: bool = False,
+) -> TrainBatches:  # fmt: skip
     """The endless training batches of a run."""
     sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
     return TrainBatches(
@@ -476,6 +477,7 @@ def build_train_batches(
         seed=seed,
         device=device,
         num_workers=cfg.num_workers,
+        second_views=second_views,
     )
 
 

@@ -270,7 +270,9 @@ def make_experiment(
         cell_sha256=cell_sha256(cfg),
         config_sha256=identity,
         plan=plan,
-        batches=build.build_train_batches(cfg, setup.data, opened[0], seed=seed, device=device),
+        batches=build.build_train_batches(
+            cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None
+        ),
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,

@@ -43,7 +43,8 @@ def taken(tensor: Tensor, index: Tensor) -> Tensor:
 def batch_on(batch: Batch, device: torch.device) -> Batch:
     """A batch on the device; its labels and ids with a host copy."""
     labels, ids = (with_host_copy(x, device) for x in (batch.labels, batch.ids))
-    return Batch(to_device(batch.images, device), labels, ids)
+    second = None if batch.second_views is None else to_device(batch.second_views, device)
+    return Batch(to_device(batch.images, device), labels, ids, second)
 
 
 def ahead_of_computing(device: torch.device, make: Callable[[], Batch]) -> Batch:
@@ -55,8 +56,9 @@ def ahead_of_computing(device: torch.device, make: Callable[[], Batch]) -> Batch
         batch = make()
     computing = torch.cuda.current_stream(device)
     computing.wait_stream(stream)
-    for tensor in (batch.images, batch.labels, batch.ids):
-        tensor.record_stream(computing)  # its memory must not be given away before the step is done
+    for tensor in (batch.images, batch.labels, batch.ids, batch.second_views):
+        if tensor is not None:
+            tensor.record_stream(computing)  # its memory must not be given away before the step is done
     return batch
 
 

@@ -186,11 +186,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch: uint8 or float images [B, 3, H, W] in RGB, labels [B] in [0, num_classes), table rows [B]."""
+    """A training batch: uint8 or float images [B, 3, H, W] in RGB, labels [B] in [0, num_classes), table rows [B].
+
+    ``second_views`` [B, 3, H, W] are the same images, transformed once more; None where no part of the objective wants
+    keys.
+    """
 
     images: Tensor
     labels: Tensor
     ids: Tensor
+    second_views: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,8 @@ class ModelOutput:
         side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
             prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent in the same case),
             "pooled" [B, D], "weights" [B, H, W]; in training "features" and "features_max" [B, C], average and
-            maximum of what is pooled.
+            maximum of what is pooled. "keys" [B, D], embeddings of second views by a copy of the network that follows
+            it, are the training loop's, for objectives that want them.
     """
 
     embedding: Tensor

@@ -280,6 +280,32 @@ def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
         assert (cfg.sampler.classes_per_batch, cfg.optim.lr_multipliers.loss) == (classes, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "alpha", "rho", "queue", "weights"),
+    [
+        ("cub200", 0.3, 1500, 30 * 108, [0.75, 1.25, 1.25, 1.25]),
+        ("cars196", 0.15, 100, 30 * 108, [0.5, 1.5, 1.5, 1.5]),
+        ("sop", 0.2, 150, 70 * 108, [1, 1, 1, 1]),
+    ],
+)
+def test_diva_of_oodml_is_that_of_its_script(dataset: str, alpha: float, rho: float, queue: int, weights) -> None:
+    base = ["recipe=oodml", "backbone=resnet50", f"dataset={dataset}", "loss=diva", "head=unit_parts"]
+    cfg = compose("train", base)
+    similarity, decorrelation = cfg.regularizer.self_similarity, cfg.regularizer.decorrelation
+    assert cfg.miner is None
+    assert cfg.loss.shared_weight == cfg.loss.intra_weight == similarity.weight == alpha
+    assert (cfg.loss.shared, cfg.loss.intra, similarity.shares) == ("permuted", "permuted", "of_batch")
+    assert (cfg.loss.margin, cfg.loss.beta, cfg.loss.learn_beta) == (0.2, 1.2, True)
+    assert (decorrelation.weight, decorrelation.hidden_size, cfg.regularizer.mixing) == (rho, 512, "add")
+    found = (similarity.queue_size, similarity.key_momentum, similarity.temperature)
+    assert found == (queue, 0.9, 0.01)
+    assert (similarity.nearest, similarity.farthest) == (0.5, 1.4)
+    assert (cfg.head.weights, cfg.head.out_features, value(cfg, "batch")) == (weights, 512, 108)
+    multipliers = cfg.optim.lr_multipliers
+    assert (cfg.optim.lr * multipliers.loss, multipliers.get("regularizer")) == (pytest.approx(5e-4), 1)
+    assert compose("train", [*base, "regularizer=none"]).regularizer is None
+
+
 def test_the_first_reality_check_has_one_rate_for_all() -> None:
     for loss in ("triplet", "proxy_nca", "soft_triple"):
         cfg = compose("train", ["experiment=mlrc_musgrave", f"loss={loss}"])

@@ -131,6 +131,26 @@ def test_loss(loss: str) -> None:
         assert not waits
 
 
+@pytest.mark.parametrize(("shared", "intra"), [("permuted", "permuted"), ("across_classes", "within_class")])
+@pytest.mark.parametrize("shares", ["of_batch", "of_queue"])
+def test_diva_with_keys(shared: str, intra: str, shares: str) -> None:
+    others = option("regularizer", "diva")
+    others["self_similarity"] |= {"queue_size": 20, "shares": shares}
+    loss = option("loss", "diva") | {"shared": shared, "intra": intra}
+    objective = objective_of(configuration(loss=loss, regularizer=others)).train()
+    with pretended_cuda() as device:
+        moved(objective)
+        device.waits.clear()
+        for step in range(1, STEPS + 1):
+            rows = torch.randn(12, SIZE, device=CUDA, requires_grad=True)
+            keys = torch.randn(12, SIZE, device=CUDA)
+            parts = objective(ModelOutput(rows, {"keys": keys}), batch_labels(), step=step)
+            assert parts.keys() == {"loss", "dml", "decorrelation", "self_similarity"}
+            assert {x.device for x in parts.values()} == {CUDA}
+            assert torch.isfinite(parts["loss"].detach().twin)
+    assert not device.waits
+
+
 @pytest.mark.parametrize("loss", OF_PAIRS)
 def test_loss_with_a_memory(loss: str) -> None:
     waits = waits_of_loss(loss=option("loss", "xbm") | {"loss": option("loss", loss)})

@@ -24,8 +24,10 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.cross_batch import CrossBatchRegularizer
+from dmlbench.losses.diva import Diva
 from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
+from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
@@ -38,6 +40,7 @@ from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.projection import Projection
 from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.models.unit_parts import UnitParts
 from dmlbench.training import fit as fit_module
 from dmlbench.training.fit import FitSettings, fit
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
@@ -57,6 +60,7 @@ STAY: Mapping[str, str] = {
     "class_splits.py _read_state: _local_scalar_dense": LOADED,
     "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
     "xbm.py _read_position: _local_scalar_dense": LOADED,
+    "part_regularizers.py _read_filled: _local_scalar_dense": LOADED,
     "sets.py ids_of: _to_copy to the host": CHECKED,
     "sets.py labels_of: _to_copy to the host": CHECKED,
     "sets.py check_finite: _local_scalar_dense": CHECKED,
@@ -93,7 +97,7 @@ class TinyBackbone(Backbone):
         return tuple(maps[1:])
 
 
-def batches(transform: Transform) -> TrainBatches:
+def batches(transform: Transform, *, second_views: bool = False) -> TrainBatches:
     random = np.random.default_rng(0)
     labels = np.repeat(np.arange(6), 5)
     table = make_table(
@@ -106,6 +110,7 @@ def batches(transform: Transform) -> TrainBatches:
     return TrainBatches(
         table, rows, images=images, class_index=class_index(table, rows), transform=transform, seed=0, device=CUDA,
         sampler=ClassBalancedBatchSampler(labels, classes_per_batch=4, images_per_class=2, seed=0),
+        second_views=second_views,
     )  # fmt: skip
 
 
@@ -115,24 +120,27 @@ SHIFTED = random_shift(padding=2, padding_mode="constant", flip=0.5)
 @pytest.mark.parametrize("transform", [SHIFTED, random_resized_crop(crop=8, resize=12, scale=(0.5, 1.0))])
 def test_batches_are_those_of_the_cpu_and_nothing_waits_for_them(transform: Transform) -> None:
     with pretended_cuda() as device:
-        on_gpu = batches(transform)
+        on_gpu = batches(transform, second_views=True)
         device.waits.clear()
         found = list(islice(on_gpu, 2))
         assert not device.waits
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(batches.__globals__, "CUDA", torch.device("cpu"))
-            expected = list(islice(batches(transform), 2))
+            expected = list(islice(batches(transform, second_views=True), 2))
     for one, other in zip(found, expected, strict=True):
-        for name in ("images", "labels", "ids"):
+        for name in ("images", "labels", "ids", "second_views"):
             assert getattr(one, name).device == CUDA
             assert torch.equal(getattr(one, name).twin, getattr(other, name))
 
 
-def trained(device: PretendedCuda, run_dir: Path, source: TrainBatches, saved: list[int], **settings: Any) -> None:
+def trained(
+    device: PretendedCuda, run_dir: Path, source: TrainBatches, saved: list[int],
+    projection: type[Projection] = Projection, objective: Objective | None = None, **settings: Any,
+) -> None:  # fmt: skip
     """``fit`` with gradients of ones, as nothing is differentiated; ``saved`` gets the steps of its checkpoints."""
     torch.manual_seed(0)
-    model = PooledModel(TinyBackbone(), Gsp(16, 4, memory_rows=16), Projection(8, 16))
-    objective = Objective(
+    model = PooledModel(TinyBackbone(), Gsp(16, 4, memory_rows=16), projection(8, 16))
+    objective = objective or Objective(
         CrossBatchMemory(ContrastiveC1(), 16, 32, start_step=1), regularizers={"xml": CrossBatchRegularizer(0.1)}
     )
     moved(nn.ModuleList([model, objective]))
@@ -161,6 +169,16 @@ def test_a_training_waits_every_log_every_steps_alone(tmp_path: Path) -> None:
     waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
     assert waits == {"readings.py read: _to_copy to the host": 2}
     assert saved == [4]
+
+
+def test_a_training_with_keys_of_second_views_waits_no_more(tmp_path: Path) -> None:
+    others = {"decorrelation": PartDecorrelation(1.0, 16), "self_similarity": SelfSimilarity(0.3, 16, queue_size=20)}
+    objective = Objective(Diva(6, 16), regularizers=others, mixing="add")
+    with pretended_cuda() as device:
+        trained(device, tmp_path, batches(SHIFTED, second_views=True), [], UnitParts, objective)
+    assert {x.device for x in objective.buffers()} == {CUDA}
+    waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
+    assert waits == {"readings.py read: _to_copy to the host": 2}
 
 
 def test_nan_stops_a_training_before_any_checkpoint(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def train(
     optimizer, _ = build.build_optimizer(cfg, model, objective)
     device = torch.device("cpu")
     images = build.image_opener(cfg, data.table, device)(cfg.transform.train)
-    batches = build.build_train_batches(cfg, data, images, seed=0, device=device)
+    wants_keys = objective.key_momentum is not None
+    batches = build.build_train_batches(cfg, data, images, seed=0, device=device, second_views=wants_keys)
     run_dir.mkdir(exist_ok=True)
     fit(model, objective, batches, None, optimizer, build.build_fit_settings(cfg), run_dir, device=device)
     values: dict[str, list[float]] = {}
@@ -93,10 +94,39 @@ def test_regularizer_of_features_trains_over_both_poolings(data: Data, tmp_path:
         assert not torch.equal(parameter, start), key
 
 
-@pytest.mark.parametrize("name", OF_FEATURES)
+DIVA = ("head=unit_parts", "loss=diva", "regularizer=diva", "regularizer.decorrelation.weight=5",
+        "regularizer.decorrelation.hidden_size=8", "regularizer.self_similarity.queue_size=12",
+        "regularizer.self_similarity.temperature=0.5")  # fmt: skip
+
+
+@pytest.mark.parametrize("triplets", [(), ("loss.shared=across_classes", "loss.intra=permuted")], ids=["own", "others"])
+@pytest.mark.parametrize("pooling", [("pooling=gap",), GSP], ids=["gap", "gsp"])
+def test_diva_trains_every_part_over_both_poolings(data: Data, tmp_path: Path, pooling, triplets) -> None:
+    model, objective, values = train(data, tmp_path / "run", *DIVA, *pooling, *triplets)
+    named = zip(*(values[f"train/{x}"] for x in ("loss", "dml", "decorrelation", "self_similarity")), strict=True)
+    for whole, dml, decorrelation, similarity in named:
+        assert whole == pytest.approx(dml + 5 * decorrelation + 0.3 * similarity, rel=1e-5)
+        assert decorrelation < 0
+    assert values["train/self_similarity"][0] == 0
+    assert min(values["train/self_similarity"][1:]) > 0
+    assert objective.regularizers["self_similarity"].filled == 12
+    fresh = build.build_objective(cfg := compose_small(data, *DIVA, *pooling), build.build_model(cfg))
+    start = dict(fresh.loss.named_parameters())
+    assert all(not torch.equal(beta, start[name]) for name, beta in objective.loss.named_parameters())
+    if pooling is GSP:
+        assert model.pooling.prototypes.grad.abs().sum() > 0
+
+
+INTERRUPTED = {
+    **{name: ("loss=margin_oodml", "miner=rho_distance_weighted", f"regularizer={name}", *more)
+       for name, more in OF_FEATURES.items()},
+    "diva": DIVA,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interrupted_training_ends_in_the_same_bits(data: Data, tmp_path: Path, monkeypatch, name: str) -> None:
-    overrides = ("loss=margin_oodml", "miner=rho_distance_weighted", "pooling=gap", f"regularizer={name}",
-                 *OF_FEATURES[name], "fit.checkpoint_every=1")  # fmt: skip
+    overrides = (*INTERRUPTED[name], "pooling=gap", "fit.checkpoint_every=1")
     whole = train(data, tmp_path / "whole", *overrides)
 
     class Killed(Exception):

@@ -90,6 +90,18 @@ def test_of_a_pooling_that_projects_first_maps_are_kept_within_the_limit(tmp_pat
         features_of(run_dir, memory_bytes=1000)
 
 
+def test_of_a_head_of_unit_parts_the_finished_embeddings_are_adapted(tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path, "head=unit_parts", "head.weights=[0.5,1,1,2]", choices={"head": "unit_parts"})
+    features, rows = features_of(run_dir)
+    stored = load_embeddings(run_dir / EMBEDDINGS).queries
+    assert torch.allclose(features.all_embeddings(features.projection), stored.rows, rtol=1e-5, atol=1e-6)
+    adaptation = Adaptation(2, 1e-2, 0.0, batch_size=8)
+    adapted = adapt(features, np.arange(len(rows)), stored.labels.numpy(), adaptation, seed=0)
+    assert not torch.equal(adapted.weight, features.projection.weight)
+    lengths = features.all_embeddings(adapted).unflatten(1, (4, 2)).norm(dim=2)
+    assert torch.allclose(lengths, torch.tensor([0.5, 1.0, 1.0, 2.0]).expand_as(lengths), atol=1e-5)
+
+
 # --- adaptation
 
 

@@ -1,4 +1,4 @@
-"""Rho-regularization: now and then a negative of the anchor's own class, so that classes stay spread."""
+"""Which images of a batch are compared, where pytorch-metric-learning has no miner for it."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,23 @@ from dmlbench.types import ConfigError
 Triplets = tuple[Tensor, Tensor, Tensor]
 
 
+def log_inverse_density(distances: Tensor, size: int) -> Tensor:
+    """-log q(d) + constant of distances d in (0, 2], q their density between random points on the unit sphere.
+
+        q(d) ~ d^(size - 2) (1 - d^2 / 4)^((size - 3) / 2)
+
+    Args:
+        distances: of any shape.
+        size: dimensions of the space.
+
+    Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4.
+    """
+    rest = (1 - distances.square() / 4).clamp(min=torch.finfo(distances.dtype).tiny)  # opposite points are 2 apart
+    return (2.0 - size) * distances.log() - (size - 3) / 2 * rest.log()
+
+
 class SwitchedNegatives(nn.Module):
-    """Replace the negative of a triplet, with probability rho, by another image of the anchor's class.
+    """Rho-regularization: the negative of a triplet is, with probability rho, another image of the anchor's class.
 
     Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
     class in the batch, without the anchor; it may be the triplet's positive. "R-Margin" is the margin loss with

@@ -29,6 +29,10 @@ class Objective(nn.Module):
     With regularizers r_i of weights w_i the whole is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
     ("add"). A regularizer whose side outputs are not there yet (a pooling's prototypes have not started) is left out,
     its weight too.
+
+    Attributes:
+        key_momentum: of the copy of the network by which the training loop makes the side output "keys", embeddings
+            [B, D] of second views of the images; None where no regularizer requires it.
     """
 
     def __init__(
@@ -79,6 +83,13 @@ class Objective(nn.Module):
                 f"the regularizers' weights sum to {total:g}, which leaves nothing to the loss; keep the sum below 1 "
                 "or set regularizer.mixing=add"
             )
+        momenta = {name: r.key_momentum for name, r in (regularizers or {}).items() if r.key_momentum is not None}
+        if len(set(momenta.values())) > 1:
+            raise ConfigError(
+                f"regularizers read keys of one copy of the network, but want it to follow with different momenta "
+                f"({', '.join(f'{name}: {momentum}' for name, momentum in momenta.items())}); set them to the same"
+            )
+        self.key_momentum = next(iter(momenta.values()), None)
         self._active: tuple[str, ...] = ()
 
     @property

@@ -19,10 +19,13 @@ class Regularizer(nn.Module):
             the run is built.
         weight: lambda, the share of the regularizer in the objective.
         num_classes: how many classes it has parameters for; None where it knows of none.
+        key_momentum: of the copy of the network that embeds second views, for one that requires the side output
+            "keys"; else None.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
     num_classes: int | None = None
+    key_momentum: float | None = None
 
     def __init__(self, weight: float) -> None:
         """

@@ -109,7 +109,8 @@ class PooledModel(_Model):
         """Embedding, not normalized, and the pooling's side outputs."""
         x = self._features(images)
         pooled: Pooled = self.pooling(x, self.projection)
-        return ModelOutput(pooled.embedding.to(torch.float32), pooled.side | self._sides(x))
+        embedding = self.projection.finished(pooled.embedding.to(torch.float32))
+        return ModelOutput(embedding, pooled.side | self._sides(x))
 
     def _features(self, images: Tensor) -> Tensor:
         """What the pooling works on: [B, C, H, W], or the backbone's own vector as [B, C, 1, 1]."""

@@ -61,6 +61,10 @@ class Projection(Head):
             projected = F.linear(rows, self.weight, self.bias)
         return projected if x.ndim == 2 else projected.permute(0, 3, 1, 2)
 
+    def finished(self, embedding: Tensor) -> Tensor:
+        """What becomes of the pooled embedding [B, D]; a head that computes on with it overrides this."""
+        return embedding
+
     def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
         from dmlbench.models.net import PooledModel  # which holds a projection
 

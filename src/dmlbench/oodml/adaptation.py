@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
 from dmlbench.losses.margin_oodml import MarginOodml
+from dmlbench.losses.miners import log_inverse_density
 from dmlbench.models.projection import Projection
 from dmlbench.oodml.cached_features import CachedFeatures
 from dmlbench.runtime import derive_seed, single_threaded_torch
@@ -147,7 +148,6 @@ def negative_weights(embeddings: Tensor, labels: Tensor) -> Tensor:
     possible = (labels[:, None] != labels[None, :]) & (distance < _FARTHEST)
     # Those that are left out lie up to 2 apart, where the logarithm is infinite.
     kept = distance.clamp(max=_FARTHEST)
-    log_weight = (2.0 - size) * kept.log() - (size - 3) / 2 * (1 - kept.square() / 4).log()
-    log_weight = log_weight.where(possible, -torch.inf)
+    log_weight = log_inverse_density(kept, size).where(possible, -torch.inf)
     largest = log_weight.amax(1, keepdim=True)
     return (log_weight - largest.where(largest.isfinite(), 0)).exp()

@@ -38,15 +38,15 @@ class CachedFeatures:
     precision: Precision
     batch_size: int
 
-    def embeddings(self, positions: Tensor, projection: nn.Module) -> Tensor:
+    def embeddings(self, positions: Tensor, projection: Projection) -> Tensor:
         """Rows [B, D] float32 of the images at ``positions`` [B], with gradients to the projection."""
         values = self.values[positions].to(self.device)
         with autocast(self.device, self.precision):
             rows: Tensor = projection(values) if self.pooling is None else self.pooling(values, projection).embedding
-        return rows.to(torch.float32)
+        return projection.finished(rows.to(torch.float32))
 
     @torch.no_grad()
-    def all_embeddings(self, projection: nn.Module) -> Tensor:
+    def all_embeddings(self, projection: Projection) -> Tensor:
         """Rows [N, D] of all images, in main memory."""
         parts = torch.arange(len(self.values)).split(self.batch_size)
         return torch.cat([self.embeddings(part, projection).cpu() for part in parts])

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
+from dmlbench.training.following import FollowingCopy
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
 from dmlbench.training.optim import (
@@ -168,6 +169,9 @@ def fit(
     Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
     the next step depends on).
 
+    Where the objective has a ``key_momentum``, a copy of the model follows it with that momentum, one move after every
+    step, and the objective is given what it makes of the batches' second views.
+
     ``loggers`` are started here, told of all that the history has, and closed by the caller. They also get what differs
     between two runs of the same numbers: images trained on per second of training (without validations and checkpoints)
     since they were last told, and the largest memory so far. For them alone there is ``picture``, which returns one
@@ -191,6 +195,10 @@ def fit(
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
+    momentum: float | None = getattr(objective, "key_momentum", None)
+    copied = None if momentum is None else FollowingCopy(model, momentum)
+    if copied is not None:
+        parts_of_state["following_copy"] = copied
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     history = History(run_dir / HISTORY, resume_step=state.step)
     logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
@@ -216,6 +224,11 @@ def fit(
             output: ModelOutput = network(images.contiguous(memory_format=memory_format))
         return output
 
+    def keys_of(images: Tensor) -> Tensor:
+        assert copied is not None
+        with autocast(device, settings.precision):
+            return copied(images.contiguous(memory_format=memory_format))
+
     goes_on = True
     started = time.monotonic() - state.wall_s
     bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
@@ -230,7 +243,7 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             with frozen(settings.warmup_frozen if step <= settings.warmup_steps else (), model, objective):
                 values = accumulate_gradients(
-                    model, objective, next_batch, step=step, forward=forward,
+                    model, objective, next_batch, step=step, forward=forward, keys=copied and keys_of,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch,
                 )  # fmt: skip
                 with decay_added(optimizer, settings.clip_form):
@@ -238,6 +251,8 @@ def fit(
                         optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
                     )
                     optimizer.step()
+            if copied is not None:
+                copied.follow()
             step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from dmlbench.training.readings import BatchValues
 from dmlbench.types import Batch, ConfigError, ModelOutput
 
 Forward = Callable[[Tensor], ModelOutput]
+Keys = Callable[[Tensor], Tensor]
+"""From images [N, 3, H, W] to embeddings [N, D] without gradients."""
 
 
 def accumulate_gradients(
     model: MetricModel, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
-    accumulate: int = 1, forward_batch: int | None = None,
+    keys: Keys | None = None, accumulate: int = 1, forward_batch: int | None = None,
 ) -> list[BatchValues]:  # fmt: skip
     """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
 
@@ -45,6 +47,8 @@ def accumulate_gradients(
         next_batch: gives the next batch, on the device.
         step: number of the optimizer step under way, from 1.
         forward: the model in the precision and memory format of the training.
+        keys: embeds second views, for the objective alone; None where it wants none. It changes nothing and draws no
+            random numbers.
         accumulate: batches, at least 1.
         forward_batch: images per forward pass, at least 1; None takes a batch at once.
 
@@ -62,12 +66,16 @@ def accumulate_gradients(
         batch = next_batch()
         images, labels = batch.images, batch.labels
         parts = 1 if forward_batch is None else math.ceil(len(images) / forward_batch)
+        side: dict[str, Tensor] = {}
+        if keys is not None:
+            assert batch.second_views is not None  # as the objective wants keys, the batches were made with them
+            side["keys"] = torch.cat([keys(part) for part in batch.second_views.tensor_split(parts)])
         if parts == 1:
-            values.append(_backward(model, objective, forward(images), labels, step=step, accumulate=accumulate))
+            values.append(_backward(model, objective, forward(images), side, labels, step=step, accumulate=accumulate))
         else:
             values.append(
                 _backward_in_parts(
-                    model, objective, images.tensor_split(parts), labels, step=step, accumulate=accumulate,
+                    model, objective, images.tensor_split(parts), side, labels, step=step, accumulate=accumulate,
                     forward=forward,
                 )
             )  # fmt: skip
@@ -75,17 +83,18 @@ def accumulate_gradients(
 
 
 def _backward(
-    model: MetricModel, objective: nn.Module, output: ModelOutput, labels: Tensor, *, step: int, accumulate: int
-) -> BatchValues:
+    model: MetricModel, objective: nn.Module, output: ModelOutput, side: Mapping[str, Tensor], labels: Tensor, *,
+    step: int, accumulate: int,
+) -> BatchValues:  # fmt: skip
     noted = model.observe(output, step=step) or {}
-    losses = objective(output, labels, step=step)
+    losses = objective(ModelOutput(output.embedding, {**output.side, **side}), labels, step=step)
     (losses["loss"] / accumulate).backward()
     return BatchValues({name: value.detach() for name, value in losses.items()}, noted)
 
 
 def _backward_in_parts(
-    model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], labels: Tensor, *, step: int, accumulate: int,
-    forward: Forward,
+    model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], side: Mapping[str, Tensor], labels: Tensor, *,
+    step: int, accumulate: int, forward: Forward,
 ) -> BatchValues:  # fmt: skip
     outputs: list[ModelOutput] = []
     draws: list[dict[str, Any]] = []
@@ -96,7 +105,7 @@ def _backward_in_parts(
     whole = _joined(outputs, [len(images) for images in parts])
     # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
     before = copy.deepcopy(model.observer.state_dict())
-    values = _backward(model, objective, whole, labels, step=step, accumulate=accumulate)
+    values = _backward(model, objective, whole, side, labels, step=step, accumulate=accumulate)
     after, draws_after = copy.deepcopy(model.observer.state_dict()), random_state()
     model.observer.load_state_dict(before)
     gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]

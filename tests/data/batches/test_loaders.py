@@ -53,8 +53,9 @@ def table_of(root: str, pixels: np.ndarray | None) -> ImageTable:
 
 
 def batches_of(
-    table: ImageTable, transform: Transform, *, num_workers: int | None = 0, seed: int = 3, rows: IntArray = TRAIN
-) -> TrainBatches:
+    table: ImageTable, transform: Transform, *, num_workers: int | None = 0, seed: int = 3, rows: IntArray = TRAIN,
+    second_views: bool = False,
+) -> TrainBatches:  # fmt: skip
     sampler = ClassBalancedBatchSampler(table.labels[rows], classes_per_batch=3, images_per_class=2, seed=1)
     index = class_index(table, rows)
     return TrainBatches(
@@ -66,6 +67,7 @@ def batches_of(
         transform=transform,
         seed=seed,
         num_workers=num_workers,
+        second_views=second_views,
     )
 
 
@@ -152,6 +154,36 @@ def test_the_images_are_the_same_for_any_number_of_workers(kind: str, tmp_path: 
     assert equal(list(islice(helped, 9)), alone)
     helped.close()
     assert torch.equal(torch.get_rng_state(), before)  # else a model's dropout would depend on num_workers
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["files", "array"])
+def test_second_views_are_other_draws_of_the_same_images_and_change_no_first_one(
+    kind: str, num_workers: int, tmp_path: Path
+) -> None:
+    table = file_table(tmp_path) if kind == "files" else array_table()
+    transform = small_crops() if kind == "files" else random_shift(padding=2)
+    plain = list(islice(batches_of(table, transform), 6))
+    assert all(batch.second_views is None for batch in plain)
+    source = batches_of(table, transform, num_workers=num_workers, second_views=True)
+    batches = list(islice(source, 3))
+    state = source.state_dict()
+    batches += islice(source, 3)
+    assert equal(batches, plain)
+    source.load_state_dict(state)
+    again = list(islice(source, 3))
+    source.close()
+    for batch, repeated in zip(batches[3:], again, strict=True):
+        assert torch.equal(batch.second_views, repeated.second_views)
+    for batch in batches:
+        assert batch.second_views.shape == batch.images.shape
+        assert not any(torch.equal(a, b) for a, b in zip(batch.images, batch.second_views, strict=True))
+    if kind == "array":  # both views are the image, moved by at most 2 pixels
+        for views in (batches[0].images, batches[0].second_views):
+            for row, view in zip(batches[0].ids.tolist(), views, strict=True):
+                padded = np.pad(table.pixels[row], 2, mode="reflect")
+                boxes = [padded[y : y + 12, x : x + 10] for y in range(5) for x in range(5)]
+                assert any(np.array_equal(view[0].numpy(), box) for box in boxes)
 
 
 def test_the_same_image_differs_between_epochs_and_seeds(tmp_path: Path) -> None:
@@ -288,6 +320,8 @@ def test_wrong_arguments_are_named() -> None:
         batches_of(table, identity(), num_workers=-1)
     with pytest.raises(ConfigError, match="batch_size"):
         eval_batches(table, TRAIN, identity(), batch_size=0)
+    with pytest.raises(ConfigError, match=r"second views are wanted, .*not random.*; choose one that is"):
+        batches_of(table, identity(), second_views=True)
     with pytest.raises(ConfigError, match="evaluation transform is random"):
         eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
     sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)

@@ -30,7 +30,8 @@ class TrainBatches:
     """An endless iterator over training batches whose state is that of the last batch that was returned.
 
     The randomness of an image comes from (seed, epoch, number of the batch in it, position in the batch), so the
-    images are the same for any number of workers and after resuming. Images are uint8 [B, 3, H, W] RGB, on the device.
+    images are the same for any number of workers and after resuming, with second views or without. Images are uint8
+    [B, 3, H, W] RGB, on the device.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TrainBatches:
         seed: int,
         device: torch.device | str = "cpu",
         num_workers: int | None = 0,
+        second_views: bool = False,
     ) -> None:
         """Set up; nothing is read and no worker is started before the first batch is requested.
 
@@ -60,10 +62,17 @@ class TrainBatches:
             seed: of the transform's randomness.
             device: where the batches are wanted, and mirrored.
             num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
+            second_views: whether batches have each image once more, transformed by draws of its own.
 
         Raises:
-            ConfigError: a negative number of workers, or a sampler of other rows.
+            ConfigError: a negative number of workers, a sampler of other rows, or second views of a transform that is
+                not random.
         """
+        if second_views and not transform.is_random:
+            raise ConfigError(
+                "second views are wanted, and the training transform is not random, so they would be the images again; "
+                "choose one that is, such as transform=mlrc, or leave the regularizer that wants them out"
+            )
         self._rows = np.asarray(rows, dtype=np.int64)
         self._class_index = np.asarray(class_index, dtype=np.int64)
         self._device = torch.device(device)
@@ -78,6 +87,7 @@ class TrainBatches:
             )
         self._sampler = sampler
         self._reader = _Reader(images, transform)
+        self._draws = ("image", "second view") if second_views else ("image",)
         self._seed = seed
         self._stream: Iterator[_Read] | None = None
         self._state = sampler.state_dict()
@@ -98,18 +108,20 @@ class TrainBatches:
             read = next(self._stream)
             if isinstance(read, DmlbenchError):
                 raise read
-            labels = self._class_index[self._labels[read[0].rows]]
+            index = read[0].index
+            assert index is not None
+            labels = self._class_index[self._labels[self._rows[index.rows]]]
             batch = ahead_of_computing(self._device, lambda: _batch(read, labels, self._device))
         except BaseException:
             self.close()
             raise
-        assert read[0].index is not None
-        self._state = self._sampler.state_after(read[0].index)
+        self._state = self._sampler.state_after(index)
         return batch
 
     def _request(self, index: IndexBatch) -> "_Request":
-        seeds = [derive_seed(self._seed, "image", index.epoch, index.index, i) for i in range(len(index.rows))]
-        return _Request(self._rows[index.rows], seeds, index)
+        positions = range(len(index.rows))
+        seeds = [derive_seed(self._seed, draw, index.epoch, index.index, i) for draw in self._draws for i in positions]
+        return _Request(np.tile(self._rows[index.rows], len(self._draws)), seeds, index)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state after the last batch that was returned, whatever was read ahead."""
@@ -191,7 +203,7 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class _Request:
-    """Table rows [B] to read, a seed for each, and the sampler's batch that they come from."""
+    """Table rows [B] to read ([2 B] with second views), a seed for each, and the sampler's batch they come from."""
 
     rows: IntArray
     seeds: Sequence[int]
@@ -226,7 +238,9 @@ class _Reader(Dataset[_Read]):
 
 def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tuple[Tensor, Tensor]:
     """Images [B, 3, crop, crop] in channels-last order, not yet mirrored, and which of them are to be [B]."""
-    images = [source.read(row) for row in request.rows.tolist()]
+    rows = request.rows.tolist()
+    read = {row: source.read(row) for row in dict.fromkeys(rows)}  # a second view costs no second decoding
+    images = [read[row] for row in rows]
     cut = transform.plan(np.array([image.shape[:2] for image in images]), request.seeds)
     result = np.empty((len(images), transform.crop, transform.crop, 3), dtype=np.uint8)
     for out, image, box in zip(result, images, cut.boxes.tolist(), strict=True):
@@ -241,7 +255,9 @@ def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torc
     if bool(flip.any()):
         chosen = to_device(flip.nonzero()[:, 0], device)
         images[chosen] = images[chosen].flip(-1)
-    return Batch(images, *(with_host_copy(torch.from_numpy(x), device) for x in (labels, request.rows)))
+    views = images.split(len(labels))  # the second half are second views, where there are some
+    rows = request.rows[: len(labels)]
+    return Batch(views[0], *(with_host_copy(torch.from_numpy(x), device) for x in (labels, rows)), *views[1:])
 
 
 def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:

@@ -1,0 +1,270 @@
+"""DiVA equals the public codes in value and gradient; its triplets come from where they should."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from dmlbench.losses import diva
+from dmlbench.losses.contrastive_c1 import ContrastiveC1
+from dmlbench.losses.diva import PARTS, Diva, drawn_triplets, unit_parts
+from dmlbench.losses.metrix import Metrix
+from dmlbench.losses.miners import log_inverse_density
+from dmlbench.losses.objective import Objective
+from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
+from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.types import ConfigError, ModelOutput
+
+PUBLIC = dict(zip(PARTS, ("discriminative", "shared", "selfsimilarity", "intra"), strict=True))
+OF_TRIPLETS = ("discriminative", "shared", "intra")
+CASES = ("d0", "d1", "d2")
+EXACT = {"rtol": 1e-8, "atol": 1e-12}
+
+
+def recorded(golden_dir: Path, case: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    with np.load(golden_dir / "diva.npz", allow_pickle=False) as file:
+        values = {k[3:]: torch.from_numpy(file[k]) for k in file.files if k.startswith(f"{case}_")}
+        return values, json.loads(str(file["meta"]))[case]
+
+
+def no_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+    raise AssertionError("it takes no loss of embeddings")
+
+
+def similarity_of(values: dict[str, Tensor], meta: dict[str, float], **arguments) -> SelfSimilarity:
+    made = SelfSimilarity(
+        meta["alpha"], values["embeddings"].shape[1], queue_size=len(values["queue"]), temperature=meta["temperature"],
+        **arguments,
+    ).double()  # fmt: skip
+    made.queue, made._filled = values["queue"], len(values["queue"])
+    return made
+
+
+def output_of(values: dict[str, Tensor]) -> ModelOutput:
+    """Embeddings, scaled by part, and keys whose other parts nobody reads."""
+    rows = values["embeddings"].requires_grad_()
+    keys = torch.randn(rows.shape, dtype=rows.dtype, generator=torch.Generator().manual_seed(5))
+    size, at = values["keys"].shape[1], PARTS.index("self_similarity")
+    keys[:, at * size : (at + 1) * size] = 3 * values["keys"]
+    return ModelOutput(rows, {"keys": keys})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_whole_objective_equals_public_code(golden_dir: Path, monkeypatch, case: str) -> None:
+    values, meta = recorded(golden_dir, case)
+    output = output_of(values)
+    size = output.embedding.shape[1]
+    loss = Diva(meta["num_classes"], size, shared_weight=meta["alpha"], intra_weight=meta["alpha"]).double()
+    given = iter(OF_TRIPLETS)
+    monkeypatch.setattr(diva, "drawn_triplets", lambda *_: values[f"triplets_{next(given)}"].unbind(1))
+    decorrelation = PartDecorrelation(meta["rho"], size, hidden_size=meta["hidden_size"]).double()
+    for part, margin in loss.margins.items():
+        margin.beta.data.copy_(values[f"beta_{PUBLIC[part]}"])
+    for part, regressor in decorrelation.regressors.items():
+        for name, parameter in regressor.named_parameters():
+            parameter.data.copy_(values[f"{PUBLIC[part]}.{name}"])
+    similarity = similarity_of(values, meta)
+    # in float64, which an objective does not take
+    dml = loss(output.embedding, values["labels"])
+    adversarial = decorrelation(output, values["labels"], no_loss)
+    alike = similarity(output, values["labels"], no_loss)
+    torch.testing.assert_close(meta["rho"] * adversarial, values["value_separation"], **EXACT)
+    torch.testing.assert_close(alike, values["value_selfsimilarity"], **EXACT)
+    torch.testing.assert_close(similarity.queue, values["queue_after"], **EXACT)
+    whole = dml + decorrelation.weight * adversarial + similarity.weight * alike
+    torch.testing.assert_close(whole, values["loss"], **EXACT)
+    whole.backward()
+    torch.testing.assert_close(output.embedding.grad, values["grad"], **EXACT)
+    for part, margin in loss.margins.items():
+        wanted = {"discriminative": 1.0}.get(part, meta["alpha"]) * margin(
+            unit_parts(output.embedding)[part], values["labels"], values[f"triplets_{part}"].unbind(1)
+        )
+        torch.testing.assert_close(wanted, {"discriminative": 1.0}.get(part, meta["alpha"]) * values[f"value_{part}"])
+        torch.testing.assert_close(margin.beta.grad, values[f"grad_beta_{PUBLIC[part]}"], **EXACT)
+    for part, regressor in decorrelation.regressors.items():
+        for name, parameter in regressor.named_parameters():
+            torch.testing.assert_close(parameter.grad, values[f"grad_{PUBLIC[part]}.{name}"], **EXACT)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("shares", "name"), [("of_batch", "selfsimilarity"), ("of_queue", "fixed")])
+def test_both_shares_of_the_queue_equal_public_codes(golden_dir: Path, case: str, shares: str, name: str) -> None:
+    values, meta = recorded(golden_dir, case)
+    output = output_of(values)
+    value = similarity_of(values, meta, shares=shares)(output, values["labels"], no_loss)
+    expected = values["fixed" if name == "fixed" else "value_selfsimilarity"]
+    torch.testing.assert_close(value, expected, **EXACT)
+    torch.testing.assert_close(torch.autograd.grad(value, output.embedding)[0], values[f"grad_{name}"], **EXACT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_the_decorrelation_are_reversed_for_embeddings_alone(golden_dir: Path, case: str) -> None:
+    values, _ = recorded(golden_dir, case)
+    torch.manual_seed(0)
+    rows = values["embeddings"].requires_grad_()
+    module = PartDecorrelation(1.0, rows.shape[1], hidden_size=3).double()
+    parts = unit_parts(rows)
+    plain = sum(
+        -(parts["discriminative"] * normalize(module.regressors[name](parts[name]))).square().mean()
+        for name in ("shared", "self_similarity", "intra")
+    )
+    value = module(ModelOutput(rows), values["labels"], no_loss)
+    torch.testing.assert_close(value, plain)
+    ours, naive = (torch.autograd.grad(x, [rows, *module.parameters()]) for x in (value, plain))
+    torch.testing.assert_close(ours[0], -naive[0])
+    for mine, wanted in zip(ours[1:], naive[1:], strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["labels", "across_classes"])
+def test_negatives_are_drawn_as_often_as_public_code_draws_them(golden_dir: Path, case: str, kind: str) -> None:
+    values, _ = recorded(golden_dir, case)
+    rows, labels = unit_parts(values["embeddings"])["discriminative"], values["labels"]
+    torch.manual_seed(1)
+    counts = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for _ in range(600):
+        anchor, positive, negative = drawn_triplets(kind, rows, labels)
+        counts[anchor, negative] += 1
+        assert (labels[anchor] != labels[negative]).all()
+        if kind == "labels":
+            assert (labels[anchor] == labels[positive]).all()
+            assert (anchor != positive).all()
+        else:
+            assert (labels[positive] != labels[anchor]).all()
+            assert (labels[positive] != labels[negative]).all()
+    has_positive = (labels[:, None] == labels).sum(1) > 1
+    assert torch.equal(anchor, torch.arange(len(rows)) if kind == "across_classes" else has_positive.nonzero()[:, 0])
+    torch.testing.assert_close(counts[anchor] / 600, values["negatives"][anchor], atol=0.08, rtol=0)
+
+
+def test_permuted_labels_give_triplets_of_any_classes_by_distance() -> None:
+    torch.manual_seed(0)
+    rows, labels = normalize(torch.randn(8, 4)), torch.arange(4).repeat_interleave(2)
+    pairs = torch.zeros(8, 8)
+    for _ in range(2000):
+        anchor, positive, negative = drawn_triplets("permuted", rows, labels)
+        assert torch.equal(anchor, torch.arange(8))
+        assert (positive != negative).all()
+        assert (anchor != negative).all()
+        pairs[anchor, positive] += 1 / 2000
+    # Of 8 images with permuted labels each other one is as likely the second of its pair.
+    torch.testing.assert_close(pairs, (1 - torch.eye(8)) / 7, atol=0.04, rtol=0)
+
+
+def test_triplets_within_a_class_are_drawn_evenly_with_repetition() -> None:
+    torch.manual_seed(0)
+    labels = torch.tensor([5, 5, 5, 9, 9])
+    rows = normalize(torch.randn(5, 4))
+    counts = torch.zeros(3, 5)
+    for _ in range(2000):
+        triplets = torch.stack(drawn_triplets("within_class", rows, labels))
+        assert triplets.shape == (3, 5)
+        assert (labels[triplets] == labels[triplets[0]]).all()
+        counts += torch.stack([x.bincount(minlength=5) for x in triplets])
+    expected = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4]).expand(3, 5)  # classes are drawn evenly, not images
+    torch.testing.assert_close(counts / 10_000, expected, atol=0.015, rtol=0)
+
+
+def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -> None:
+    torch.manual_seed(0)
+    module = SelfSimilarity(1.0, 8, queue_size=5)
+    labels, rows = torch.arange(3), torch.randn(3, 8, 8)
+    values = []
+    for step in range(3):
+        values.append(module(ModelOutput(rows[0, :3], {"keys": rows[step, :3]}), labels, no_loss))
+        assert int(module.filled) == module._filled == min(3 * (step + 1), 5)
+    assert float(values[0]) == 0  # there is nothing to be told from
+    assert float(values[1]) > 0
+    latest = torch.cat([unit_parts(rows[step, :3])["self_similarity"] for step in range(3)])[-5:]
+    torch.testing.assert_close(module.queue, latest)
+    module.eval()
+    before = module.queue.clone()
+    module(ModelOutput(rows[0, :3], {"keys": rows[1, :3]}), labels, no_loss)
+    assert torch.equal(module.queue, before)
+    again = SelfSimilarity(1.0, 8, queue_size=5)
+    again.load_state_dict(module.state_dict())
+    assert again._filled == 5
+
+
+def test_opposite_and_equal_vectors_have_finite_weights() -> None:
+    assert log_inverse_density(torch.tensor([0.5, 2.0]), 128).isfinite().all()
+    module = SelfSimilarity(1.0, 8, queue_size=4)
+    module.queue, module._filled = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]]), 4
+    rows = torch.tensor([[1.0, 0], [0, 1]]).repeat(1, 4).requires_grad_()
+    value = module(ModelOutput(rows, {"keys": -rows.detach()}), torch.arange(2), no_loss)
+    assert torch.autograd.grad(value, rows)[0].isfinite().all()
+
+
+def test_the_loss_normalizes_each_part_by_itself() -> None:
+    torch.manual_seed(0)
+    rows, labels = torch.randn(8, 12), torch.arange(4).repeat_interleave(2)
+    loss = Diva(4, 12)
+    scaled = rows * torch.tensor([0.5, 3.0, 2.0, 1.5]).repeat_interleave(3)
+    values = []
+    for each in (rows, scaled):
+        torch.manual_seed(3)
+        values.append(loss(each, labels))
+    torch.testing.assert_close(*values)
+    # nothing is learned of the fourth part here
+    gradient = torch.autograd.grad(loss(rows.requires_grad_(), labels), rows)[0].unflatten(1, (4, 3)).abs().sum((0, 2))
+    assert gradient[PARTS.index("self_similarity")] == 0
+    assert (gradient[[0, 1, 3]] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "arguments", "message"),
+    [
+        ([0, 1, 2, 3], {}, r"batch of 4 has 4 classes of at most 1; raise sampler.images_per_class"),
+        ([0, 0, 0, 0], {}, r"has 1 classes of at most 4; .* sampler.classes_per_batch"),
+        ([0, 0, 1, 1], {"shared": "across_classes"}, r"three classes, and the batch has 2; raise .*classes_per_batch"),
+    ],
+)
+def test_batches_without_triplets_are_refused(labels, arguments, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Diva(4, 8, **arguments)(torch.randn(4, 8), torch.tensor(labels))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Diva(4, 10), r"embedding_size \(10\) is not a multiple of 4; set head.out_features"),
+        (lambda: PartDecorrelation(1.0, 6), r"embedding_size \(6\)"),
+        (lambda: SelfSimilarity(1.0, 6), r"embedding_size \(6\)"),
+        (lambda: Diva(4, 8, intra_weight=-1), r"intra_weight \(-1\)"),
+        (lambda: Diva(4, 8, shared="third"), "shared 'third'"),
+        (lambda: Diva(4, 8, margin=-1), r"margin \(-1\)"),
+        (lambda: PartDecorrelation(1.0, 8, hidden_size=0), r"hidden_size \(0\)"),
+        (lambda: SelfSimilarity(1.0, 8, queue_size=0), r"queue_size \(0\)"),
+        (lambda: SelfSimilarity(1.0, 8, temperature=0), r"temperature \(0\)"),
+        (lambda: SelfSimilarity(1.0, 8, key_momentum=1.1), r"key_momentum \(1.1\)"),
+        (lambda: SelfSimilarity(1.0, 8, farthest=2.5), r"farthest \(2.5\)"),
+        (lambda: SelfSimilarity(1.0, 8, shares="none"), "shares 'none'"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_what_does_not_compose_says_so() -> None:
+    with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
+        CrossBatchMemory(Diva(4, 8), 8, 16)
+    with pytest.raises(ConfigError, match="Diva has no mixed labels here"):
+        Metrix(Diva(4, 8))
+    with pytest.raises(ConfigError, match=r"draws triplets of its own .* set miner=null"):
+        Diva(4, 8)(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]), (torch.tensor([0]),) * 3)
+    two = {"a": SelfSimilarity(0.1, 8), "b": SelfSimilarity(0.1, 8, key_momentum=0.99)}
+    with pytest.raises(ConfigError, match=r"different momenta \(a: 0.9, b: 0.99\)"):
+        Objective(Diva(4, 8), regularizers=two)
+
+
+def test_an_objective_says_whether_it_wants_keys() -> None:
+    assert Objective(ContrastiveC1()).key_momentum is None
+    assert Objective(Diva(4, 8), regularizers={"d": PartDecorrelation(0.1, 8)}).key_momentum is None
+    wants = Objective(Diva(4, 8), regularizers={"s": SelfSimilarity(0.1, 8, key_momentum=0.0)})
+    assert wants.key_momentum == 0.0

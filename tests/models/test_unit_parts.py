@@ -1,0 +1,75 @@
+"""Unit parts: the embedding by hand, over GAP and over a pooling that projects first."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.cli.front import compose
+from dmlbench.cli.main import main
+from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.global_pooling import Gap
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.models.unit_parts import UnitParts
+from dmlbench.types import ConfigError
+
+WEIGHTS = (0.5, 1.5, 1.0, 2.0)
+
+
+def embedding_of(pooling: Pooling, images: Tensor, weights: tuple[float, ...] = WEIGHTS) -> tuple[Tensor, Tensor]:
+    """As the model gives it, and as its pooling does."""
+    torch.manual_seed(0)
+    backbone = ResNet20().eval()
+    head = UnitParts(backbone.channels[-1], 12, weights=weights)
+    model = head.model(backbone, pooling).eval()
+    maps = backbone(backbone.preprocess(images))[-1]
+    assert "weights" not in dict(model.state_dict())
+    return model(images).embedding, pooling(maps, head).embedding
+
+
+@pytest.mark.parametrize("pooling", [Gap(), Gsp(12, 4, transport_ratio=0.4, memory_rows=8)], ids=["gap", "gsp"])
+def test_each_part_is_a_unit_vector_times_its_weight(pooling: Pooling) -> None:
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    given, pooled = embedding_of(pooling, images)
+    for row, raw in zip(given, pooled, strict=True):
+        for i, weight in enumerate(WEIGHTS):
+            part = raw[3 * i : 3 * i + 3]
+            torch.testing.assert_close(row[3 * i : 3 * i + 3], weight * part / part.square().sum().sqrt())
+
+
+def test_the_cosine_is_the_mean_of_the_parts_weighted_by_squares() -> None:
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    given, _ = embedding_of(Gap(), images)
+    alike, _ = embedding_of(Gap(), images, (1.0, 1.0, 1.0, 1.0))
+    of_parts = alike.unflatten(1, (4, 3)).prod(0).sum(1)
+    squares = torch.tensor(WEIGHTS).square()
+    cosine = torch.cosine_similarity(given[0], given[1], dim=0)
+    torch.testing.assert_close(cosine, (squares * of_parts).sum() / squares.sum())
+
+
+def test_embeddings_that_are_no_parts_of_one_size_are_refused() -> None:
+    backbone = ResNet20()
+    head = UnitParts(backbone.channels[-1], 10)
+    with pytest.raises(ConfigError, match=r"embeddings of 10 dimensions are not 4 parts .* head.out_features"):
+        head.model(backbone, Gap())
+    for weights in ((), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            UnitParts(8, 8, weights=weights)
+
+
+def test_a_run_of_diva_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Path) -> None:
+    small = ["dataset.table.num_classes=16", "dataset.table.images_per_class=4", "dataset.table.image_size=32",
+             "device=cpu", "fit.max_steps=2", "fit.validate_every=2", "sampler.classes_per_batch=4",
+             "sampler.images_per_class=2", "num_workers=0", f"paths.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+    with pytest.raises(SystemExit) as info:
+        main(["train", "head=unit_parts", "loss=diva", "regularizer=diva", f"paths.output_dir={tmp_path}", *small])
+    (path,) = tmp_path.rglob("result.json")
+    assert info.value.code == 0 and json.loads(path.read_text())["steps"] == 2
+    again = evaluate_from(compose("evaluate", [f"run={path.parent}", "from_checkpoint=true", "device=cpu"]))
+    assert again.evaluation.scores == again.stored
+    lengths = again.queries.rows.unflatten(1, (4, 32)).norm(dim=2)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
