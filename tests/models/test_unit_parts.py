@@ -51,6 +51,16 @@ def test_the_cosine_is_the_mean_of_the_parts_weighted_by_squares() -> None:
     torch.testing.assert_close(cosine, (squares * of_parts).sum() / squares.sum())
 
 
+@torch.no_grad()
+def test_cells_to_be_matched_are_cut_into_parts_as_the_embedding_is() -> None:
+    model = UnitParts(64, 8, weights=[2.0, 1.0]).model(ResNet20(stem_stride=2), Gap()).eval()
+    images = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
+    center, *cells = model.rows_with_cells(images, 2).unflatten(1, (5, 8)).unbind(1)
+    torch.testing.assert_close(center, model(images).embedding)
+    for cell in cells:
+        torch.testing.assert_close(cell.unflatten(1, (2, 4)).norm(dim=2), torch.tensor([2.0, 1.0]).expand(3, 2))
+
+
 def test_embeddings_that_are_no_parts_of_one_size_are_refused() -> None:
     backbone = ResNet20()
     head = UnitParts(backbone.channels[-1], 10)

@@ -134,9 +134,10 @@ class PooledModel(_Model):
         """Rows [B, (1 + g g) D] in float32: the embedding, then the projected map's g x g cells (``diml.cells_of``)."""
         self.require_cells()
         x = self._features(images)
-        center = self.pooling(x, self.projection).embedding
-        cells = cells_of(self.projection(x), grid_size)
-        return torch.cat([center, cells.flatten(1)], dim=1).to(torch.float32)
+        center = self.pooling(x, self.projection).embedding.to(torch.float32)
+        cells = cells_of(self.projection(x), grid_size).to(torch.float32)
+        rows = torch.cat([center[:, None], cells], dim=1)  # [B, 1 + g g, D]
+        return self.projection.finished(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).flatten(1)
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
