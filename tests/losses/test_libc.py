@@ -173,7 +173,10 @@ def test_a_part_of_weight_0_is_not_computed() -> None:
     assert torch.equal(torch.get_rng_state(), state)  # no dropout
     value.backward()
     assert value == alone._cross_entropy(alone.classifier(x), LABELS)
-    assert {name for name, p in alone.named_parameters() if p.grad is not None} == {"classifier.weight", "classifier.bias"}
+    assert {name for name, p in alone.named_parameters() if p.grad is not None} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
     assert alone(x[:1], LABELS[:1]).isfinite()  # one image is a batch
     refined = loss_of(backbone_weight=0.0)
     refined(x, LABELS).backward()
