@@ -431,11 +431,13 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
 def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
     """The regularizers by name, and how they are mixed with the loss.
 
+    They are made in the order of their names: a cell is the same whichever was asked for first, so its draws must be.
     One whose constructor has ``make_objective`` is given a function that makes the run's loss and miner anew, with
     parameters of their own, for embeddings of another size.
     """
     found: dict[str, Any] = {}
-    for name, node in (cfg.regularizer or {}).items():
+    for name in sorted(cfg.regularizer or (), key=str):
+        node = cfg.regularizer[name]
         takes = parameters_of(imported(node._target_, f"regularizer.{name}"))[0] if "_target_" in (node or ()) else {}
         given = {"make_objective": functools.partial(_objective_of_size, cfg)} if "make_objective" in takes else {}
         found[str(name)] = node if name == "mixing" else component(node, **given)

@@ -8,11 +8,12 @@ from omegaconf import OmegaConf
 from dmlbench.apps.own_values import BY_HAND, given_otherwise
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
-from dmlbench.results.tables import NAMING_GROUPS
+from dmlbench.results.tables import NAMING_GROUPS, cell_labels
+from dmlbench.types import flatten
 
 RUNTIME = {
     "num_classes": 4, "num_channels": 64, "map_size": [7, 7], "embedding_size": 128, "image_size": [48, 48],
-    "steps_per_epoch": 5,
+    "steps_per_epoch": 5, "num_features": 64,
 }  # fmt: skip
 
 
@@ -47,6 +48,16 @@ def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 )
 def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
     assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
+
+
+def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_options(stored) -> None:
+    given = "regularizer=[zsr,s2sd]", "regularizer.zsr.weight=0.2"
+    cells = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]
+    assert given_otherwise(cells[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    cells[2]["regularizer"]["s2sd"]["feature_size"] = 2048  # as another backbone has it: no setting
+    labels, notes = cell_labels([(cell["runtime"]["choices"], flatten(cell)) for cell in cells])
+    assert not any("feature_size" in text for text in (*labels, *notes))
+    assert [label.split()[:2] for label in labels] == [["gsp"], ["gsp", "s2sd+zsr"], ["gsp", "s2sd+xml"]]
 
 
 def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ LIBC: dict[str, tuple[Any, ...]] = {  # config_{cub,cars,inshop,sop}_train.yaml 
     "transform.train.scale": ([0.08, 1.0],) * 4,
     "transform.train.crop": (227,) * 4,
     "transform.eval.resize": (256,) * 4,
-    "backbone.batch_norm": ("all",) * 4,
+    "backbone.batch_norm": ("none",) * 4,
     "protocol.num_repeats": (3,) * 4,
 }
 

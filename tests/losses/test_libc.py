@@ -163,6 +163,26 @@ def test_everything_trains_in_the_group_loss_and_no_state_but_parameters_is_kept
     assert values[2] < values[1] < values[0]
 
 
+def test_a_part_of_weight_0_is_not_computed() -> None:
+    x = batch_of()
+    alone = loss_of(dropout=0.1, refined_weight=0.0)
+    with torch.no_grad():
+        alone.enter.weight.fill_(torch.nan)
+    state = torch.get_rng_state()
+    value = alone(x, LABELS)
+    assert torch.equal(torch.get_rng_state(), state)  # no dropout
+    value.backward()
+    assert value == alone._cross_entropy(alone.classifier(x), LABELS)
+    assert {name for name, p in alone.named_parameters() if p.grad is not None} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    assert alone(x[:1], LABELS[:1]).isfinite()  # one image is a batch
+    refined = loss_of(backbone_weight=0.0)
+    refined(x, LABELS).backward()
+    assert refined.classifier.weight.grad is None
+
+
 def test_bf16_embeddings_under_autocast_give_the_value_of_float32() -> None:
     objective, x = Objective(loss_of(torch.float32)), batch_of(torch.bfloat16).requires_grad_()
     expected = objective(ModelOutput(x.detach().float()), LABELS, step=1)["loss"]
@@ -183,6 +203,8 @@ def test_bad_settings_and_batches_are_refused() -> None:
         ({"temperature": 0.0}, r"temperature \(0.0\)"),
         ({"temperature": math.inf}, r"temperature \(inf\)"),
         ({"refined_weight": -1.0}, r"refined_weight \(-1.0\)"),
+        ({"backbone_weight": 0.0, "refined_weight": 0.0}, r"backbone_weight \(0.0\) and refined_weight \(0.0\)"),
+        ({"backbone_weight": math.inf}, r"backbone_weight \(inf\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             loss_of(**settings)

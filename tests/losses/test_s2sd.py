@@ -127,6 +127,22 @@ def test_every_head_has_a_loss_of_its_own_size_and_own_parameters() -> None:
     assert len({id(p) for p in objective.parameters()}) == len(list(objective.parameters())) == 1 + 2 * (4 + 1)
 
 
+def test_losses_of_heads_have_the_rate_of_the_loss_and_heads_that_of_regularizers() -> None:
+    """criteria/s2sd.py takes each target criterion's own groups, criteria/proxynca.py's with its lrmulti."""
+    cfg = compose("train", ["loss=proxy_anchor", "regularizer=s2sd", "regularizer.s2sd.sizes=[24]"])
+    cfg.runtime.num_classes = 4
+    cfg.optim.lr_multipliers.update({"loss": 100.0, "regularizer": 3.0})
+    model = build.build_model(cfg)
+    objective = build.build_objective(cfg, model)
+    optimizer, _ = build.build_optimizer(cfg, model, objective)
+    rates = {id(p): group["lr"] / cfg.optim.lr for group in optimizer.param_groups for p in group["params"]}
+    s2sd = objective.regularizers["s2sd"]
+    assert [rates[id(p)] for p in (objective.loss.proxies, s2sd.objectives[0].loss.proxies)] == pytest.approx(
+        [100, 100]
+    )
+    assert {round(rates[id(p)], 9) for p in s2sd.heads.parameters()} == {3}
+
+
 def test_a_memory_is_the_losses_alone_and_a_miner_every_heads() -> None:
     cfg = compose("train", ["loss=xbm", "miner=multi_similarity", "regularizer=s2sd", "regularizer.s2sd.sizes=[24]"])
     cfg.runtime.num_classes = 4

@@ -38,7 +38,8 @@ def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict
     for group in groups:
         if not isinstance(container.get(group), dict):
             continue
-        option = _option(group, choices.get(group, ""), choices)
+        several = (_option(group, each, choices) for each in choices.get(group, "").split("+"))  # zsr+xml
+        option = functools.reduce(_merged, several)
         own[group] = option  # among the other values of the run, which the option's may refer to
         target = str(container[group].get("_target_"))
         is_of_the_user = not option and choices.get(group) != target.rpartition(".")[2]

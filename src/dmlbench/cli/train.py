@@ -49,6 +49,8 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}
     given: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    if cfg.regularizer and "regularizer" not in choices:  # of several options Hydra says nothing
+        choices["regularizer"] = "+".join(sorted(str(name) for name in cfg.regularizer if name != "mixing"))
     choices |= cfg.runtime.recipe.get("chosen", {})
     choices |= settle_targets(cfg, given, choices, folders)
     if choices.get("backbone") == "timm":

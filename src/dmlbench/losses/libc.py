@@ -56,8 +56,8 @@ class Libc(WholeBatchLoss):
             dropout: in [0, 1).
             temperature: of both cross entropies, above 0.
             label_smoothing: in [0, 1), share of the label that is spread over all classes.
-            backbone_weight: of the part that sees each image alone, at least 0.
-            refined_weight: of the part that sees the batch, at least 0.
+            backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
+            refined_weight: of the part that sees the batch, likewise.
 
         Raises:
             ConfigError: a number is out of its range.
@@ -70,10 +70,11 @@ class Libc(WholeBatchLoss):
             )
         if not (0 <= dropout < 1 and 0 <= label_smoothing < 1):
             raise ConfigError(f"dropout ({dropout}) and label_smoothing ({label_smoothing}) must be in [0, 1)")
-        if not 0 < temperature < math.inf or not (backbone_weight >= 0 and refined_weight >= 0):
+        weights = (backbone_weight, refined_weight)
+        if not 0 < temperature < math.inf or not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
             raise ConfigError(
                 f"LIBC wants a temperature ({temperature}) above 0, backbone_weight ({backbone_weight}) and "
-                f"refined_weight ({refined_weight}) of at least 0"
+                f"refined_weight ({refined_weight}) of at least 0, one of them above it, and all of them finite"
             )
         self.num_classes = num_classes
         self.concatenate_layers = concatenate_layers
@@ -91,6 +92,16 @@ class Libc(WholeBatchLoss):
         nn.init.normal_(self.refined_classifier.weight, std=0.001)
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        parts = []
+        if self.backbone_weight:
+            parts.append(self.backbone_weight * self._cross_entropy(self.classifier(embeddings), labels))
+        if self.refined_weight:
+            refined = self.refined_classifier(self.norm(self._refined(embeddings)))
+            parts.append(self.refined_weight * self._cross_entropy(refined, labels))
+        return torch.stack(parts).sum()
+
+    def _refined(self, embeddings: Tensor) -> Tensor:
+        """[B, D], or [B, L D] of all layers."""
         if embeddings.shape[0] < 2:
             raise ConfigError("LIBC normalizes over the batch, which has 1 image; take batches of at least 2")
         hidden = [self.enter(normalize(embeddings))]
@@ -98,10 +109,7 @@ class Libc(WholeBatchLoss):
         with sdpa_kernel(SDPBackend.MATH):
             for layer in self.layers:
                 hidden.append(layer(hidden[-1]))
-        refined = torch.cat(hidden[1:], dim=1) if self.concatenate_layers else hidden[-1]  # [B, D or L D]
-        return self.backbone_weight * self._cross_entropy(self.classifier(embeddings), labels) + (
-            self.refined_weight * self._cross_entropy(self.refined_classifier(self.norm(refined)), labels)
-        )
+        return torch.cat(hidden[1:], dim=1) if self.concatenate_layers else hidden[-1]
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits / self.temperature, labels, label_smoothing=self.label_smoothing)

@@ -47,7 +47,8 @@ class Objective(nn.Module):
         Args:
             loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
             miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
-            regularizers: by name; their parameters are trained as the group "regularizer".
+            regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
+                their own as the group "loss".
             mixing: how they are joined with the loss.
 
         Raises:

@@ -16,7 +16,7 @@ NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "sched
 """Groups whose chosen options name a cell; the last only where the others do not tell it apart."""
 IMPORTED = "imported"
 """The one choice of an imported cell: what its row is called."""
-_OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size")
+_OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "feature_size")
 _OF_MATCHING = ("matching.grid_size", "matching.num_neighbors")
 """Settings of it that a label says in words."""
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")

@@ -62,8 +62,8 @@ def parameter_groups(model_groups: NamedGroups, objective: nn.Module) -> dict[st
 
 
 def _objective_group(name: str) -> str:
-    # Proxies have rates of their own, which the label embeddings of ZSR do not share.
-    return "regularizer" if name.startswith("regularizers.") else "loss"
+    # Proxies have rates of their own, which the label embeddings of ZSR do not share, but those of S2SD's heads do.
+    return "regularizer" if name.startswith("regularizers.") and ".objectives." not in name else "loss"
 
 
 def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimizer:
