@@ -40,10 +40,10 @@ def test_commands_behind_published_results_compose_to_their_former_cells(folder:
 
 def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_losses_need() -> None:
     rows = {each.score.row: each for each in own_commands() if each.score.dataset == "cub200_2010"}
-    assert len(rows) == 21
+    assert len(rows) == 33
     made = {
         row: compose("train", [f"experiment={rows[row].table}", *rows[row].overrides])
-        for row in ("C2+GSP", "PAnchor+GSP", "C2+XBM", "PAnchor-AVSL")
+        for row in ("C2+GSP", "PAnchor+GSP", "C2+XBM", "C2+Metrix+GAP", "C2+GAP+DIML", "PAnchor-AVSL")
     }
     names = {row: cell_id(cfg).rpartition("-")[2] for row, cfg in made.items()}
     birds = PUBLISHED["cub200_2010"]
@@ -52,6 +52,9 @@ def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_loss
     xbm, c2 = made["C2+XBM"].loss, made["C2+GSP"].loss
     assert (xbm.loss, xbm.memory_size, xbm.start_step, xbm.variant) == (c2, 512, 50, "paper")
     assert c2.neg_margin == 0.8
+    assert made["C2+Metrix+GAP"].loss.loss == c2
+    made["C2+GAP+DIML"].matching = None  # what it was trained as
+    assert cell_id(made["C2+GAP+DIML"]).rpartition("-")[2] == birds["experiment=cub200_2010 pooling=gap"]
     avsl = made["PAnchor-AVSL"]
     assert value(avsl, "rate of proxies") == value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(3e-3)
     assert (avsl.pooling, avsl.head.level_size, avsl.backbone.out_indices) == (None, 128, [1, 2, 3])
