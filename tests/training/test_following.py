@@ -6,38 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import SmallModel
 from torch import Tensor, nn
 
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gsp import Gsp
-from dmlbench.models.projection import Projection
 from dmlbench.training.fit import BEST, LAST, FitSettings, fit
 from dmlbench.training.following import FollowingCopy
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.types import Batch, ModelOutput
 
 
-class Model(nn.Module):
+def fresh_model() -> SmallModel:
     """With what trains otherwise than it tests: batch norm, dropout, prototypes that start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.3))
-        self.pooling = Gsp(4, 3, transport_ratio=0.4, memory_rows=6)
-        self.projection = Projection(6, 4)
-
-    def forward(self, images: Tensor) -> ModelOutput:
-        pooled = self.pooling(self.backbone(images), self.projection)
-        return ModelOutput(pooled.embedding, pooled.side)
-
-    @property
-    def observer(self) -> nn.Module:
-        return self.pooling
-
-    def observe(self, output: ModelOutput, *, step: int) -> None:
-        self.pooling.observe(Pooled(output.embedding, output.side), step=step)
+    return SmallModel(Gsp(4, 3, transport_ratio=0.4, memory_rows=6), nn.BatchNorm2d(6), nn.Dropout(0.3))
 
 
 class Nearness(Regularizer):
@@ -79,9 +62,9 @@ class Batches:
         self.step = state["step"]
 
 
-def trained(run_dir: Path, batches: Batches | None = None, **settings: Any) -> tuple[Model, Objective]:
+def trained(run_dir: Path, batches: Batches | None = None, **settings: Any) -> tuple[SmallModel, Objective]:
     torch.manual_seed(0)
-    model, objective = Model(), Objective(Size(), regularizers={"near": Nearness(0.2)})
+    model, objective = fresh_model(), Objective(Size(), regularizers={"near": Nearness(0.2)})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     run_dir.mkdir(exist_ok=True)
     values = {"max_steps": 4, "validate_every": 10, "log_every": 1, "checkpoint_every": 1} | settings
@@ -92,7 +75,7 @@ def trained(run_dir: Path, batches: Batches | None = None, **settings: Any) -> t
 
 def test_weights_follow_and_all_else_is_the_models() -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = fresh_model()
     model.observe(model(images_of(0)), step=1)
     follower = FollowingCopy(model, 0.75)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -121,7 +104,7 @@ def test_weights_follow_and_all_else_is_the_models() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 1.0])
 def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = fresh_model()
     follower, before = FollowingCopy(model, momentum), copy.deepcopy(dict(model.named_parameters()))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -134,7 +117,7 @@ def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
 @pytest.mark.parametrize("forward_batch", [None, 3])
 def test_the_objective_gets_keys_of_the_second_views(forward_batch: int | None) -> None:
     torch.manual_seed(0)
-    model, near = Model(), Nearness(0.2)
+    model, near = fresh_model(), Nearness(0.2)
     follower = FollowingCopy(model, 0.75)
     accumulate_gradients(
         model, Objective(Size(), regularizers={"near": near}), Batches().__next__, step=1, forward=model,
@@ -143,9 +126,9 @@ def test_the_objective_gets_keys_of_the_second_views(forward_batch: int | None) 
     torch.testing.assert_close(near.seen, FollowingCopy(_at_start(), 0.75)(images_of(1001)), rtol=1e-3, atol=1e-4)
 
 
-def _at_start() -> Model:
+def _at_start() -> SmallModel:
     torch.manual_seed(0)
-    return Model()
+    return fresh_model()
 
 
 def test_an_objective_without_keys_embeds_no_second_view(tmp_path: Path, monkeypatch) -> None:

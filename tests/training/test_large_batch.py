@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
+from small_model import SmallModel
 from torch import Tensor, nn
 
 from dmlbench.losses.cross_batch import CrossBatchRegularizer
@@ -26,27 +27,6 @@ from dmlbench.training.optim import frozen
 from dmlbench.types import Batch, ConfigError, ModelOutput
 
 CPU = torch.device("cpu")
-
-
-class SmallModel(nn.Module):
-    """Images [B, 3, 6, 6] to embeddings [B, 4] in whatever type its parameters have."""
-
-    def __init__(self, pooling: nn.Module, *layers: nn.Module) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), *layers)
-        self.pooling = pooling
-        self.projection = Projection(6, 4)
-
-    def forward(self, images: Tensor) -> ModelOutput:
-        pooled = self.pooling(self.backbone(images), self.projection)
-        return ModelOutput(pooled.embedding, pooled.side)
-
-    @property
-    def observer(self) -> nn.Module:
-        return self.pooling
-
-    def observe(self, output: ModelOutput, *, step: int) -> None:
-        self.pooling.observe(Pooled(output.embedding, output.side), step=step)
 
 
 @pytest.fixture
