@@ -32,3 +32,13 @@ def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: P
     assert "one_run" not in text
     with pytest.raises(DataError, match="no table whose rows have deviations"):
         measured(tmp_path / "one_run")
+
+
+def test_a_row_without_concatenated_models_shows_a_dash(tmp_path: Path) -> None:
+    (tmp_path / "methods").mkdir()
+    kinds = [f"{kind} (8-D) {metric}" for kind in ("separated", "concatenated") for metric in ("P@1", "MAP@R")]
+    head = ",".join(f"{name} {what}" for name in kinds for what in ("mean", "std"))
+    (tmp_path / "methods" / "birds-mlrc.csv").write_text(
+        f"row,{head},notes\na,1,.5,2,.5,3,.5,4,.5,\nb (re-ranked),5,.5,6,.5,,,,,\n"
+    )
+    assert "|  | b (re-ranked) | **5.00 ± 0.50** / – | **6.00 ± 0.50** / – |" in measured(tmp_path)

@@ -75,9 +75,13 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
     assert found == {
         "pooling.num_prototypes": "where the option has 64",
         "pooling.x": BY_HAND,
-        "optim.lr_multipliers.loss": "where the option has 100.0",
-    }  # smoothing is the recipe's for a loss with proxies
-    assert by_hand["pooling"]["smoothing"] == 0.5
+        "pooling.smoothing": "where the option has 5.0",  # what this project's own recipe set is no paper's
+        "optim.lr_multipliers.loss": "where the option has 1.0",
+    }
+    of_paper = "recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"
+    assert given_otherwise(stored(*of_paper), NAMING_GROUPS) == {}
+    margin = given_otherwise(stored(*of_paper, "loss.margin=0.3"), NAMING_GROUPS)
+    assert margin == {"loss.margin": "where the option has 0.119"}
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
     weighed = stored("pooling=gsp", "regularizer=zsr", "regularizer.zsr.weight=0.7")

@@ -52,17 +52,23 @@ def _columns(row: dict[str, str], metric: str) -> Iterator[str]:
         yield from (name[:-5] for name in row if re.fullmatch(rf"{kind} \(.*\) {re.escape(metric)} mean", name))
 
 
-def _deviations(row: dict[str, str]) -> list[str]:
-    found = [row[f"{name} std"] for metric in _METRICS for name in _columns(row, metric)]
-    return found if all(found) else []
+def _deviations(row: dict[str, str]) -> bool:
+    """Whether every score has one; re-ranked results have none of concatenated models."""
+    names = (name for metric in _METRICS for name in _columns(row, metric) if row[f"{name} mean"])
+    return all(row[f"{name} std"] for name in names)
 
 
 def _best(rows: list[dict[str, str]], metric: str) -> dict[str, float]:
-    return {name: max(float(row[f"{name} mean"]) for row in rows) for name in _columns(rows[0], metric)}
+    return {
+        name: max(float(mean) for row in rows if (mean := row[f"{name} mean"])) for name in _columns(rows[0], metric)
+    }
 
 
 def _scores(row: dict[str, str], metric: str, best: dict[str, float]) -> Iterator[str]:
     for name in _columns(row, metric):
+        if not row[f"{name} mean"]:
+            yield "–"
+            continue
         mean = float(row[f"{name} mean"])
         text = f"{mean:.2f}" + (f" ± {float(row[f'{name} std']):.2f}" if row[f"{name} std"] else "")
         yield f"**{text}**" if mean == best[name] else text

@@ -17,9 +17,9 @@ _ABSENT = object()
 def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
     """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
-    The option's value is that of its file or of the recipe that took part. Where there is none (a key that
-    was added, a component that is named by its ``_target_`` alone) the value is ``BY_HAND``. Of options that do not
-    come with the project, the command line says what was.
+    The option's value is that of its file or of the paper's recipe that took part; what this project's own recipe
+    set no paper has. Where there is none (a key that was added, a component that is named by its ``_target_`` alone)
+    the value is ``BY_HAND``. Of options that do not come with the project, the command line says what was.
 
     Args:
         container: the configuration of a run, resolved.
@@ -32,6 +32,8 @@ def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict
         choices["backbone"] = "timm"  # which is called by its model
     given = runtime.get("given") or ()
     recipe = runtime.get("recipe") or {}
+    if "paper" not in (_file(f"recipe/{recipe.get('name')}") or {"paper": "of the user"}):
+        recipe = {}
     of_recipe, replaced = recipe.get("places", {}), recipe.get("overridden", {})
     found: dict[str, str] = {}
     own = OmegaConf.create(dict(container))
