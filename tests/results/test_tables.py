@@ -181,6 +181,8 @@ def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
     labels, notes = cell_labels(cells, [{}, {"pooling.m": "by hand"}])
     assert labels == ["gap", "gsp"]
     assert notes == ["pooling.m: 7 (gsp), by hand"]
+    alike = [*cells, ({"pooling": "gsp_zsr"}, {"pooling.m": 7})]
+    assert cell_labels(alike, [{}, *[{"pooling.m": "by hand"}] * 2])[1] == ["pooling.m: 7 (gsp, gsp_zsr), by hand"]
     two = [*cells, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
     assert cell_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
         ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],

@@ -305,10 +305,12 @@ def cell_labels(
         if len(held) > 1 and hidden and not said:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
+    rows_of: dict[tuple[str, str, str], list[str]] = {}
     for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
-        for key, value in own.items():
+        for key, said_of_it in own.items():
             if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
-                notes.append(f"{key}: {config[key]} ({label}), {value}")
+                rows_of.setdefault((key, str(config[key]), said_of_it), []).append(label)
+    notes += [f"{key}: {value} ({', '.join(rows)}), {said_of_it}" for (key, value, said_of_it), rows in rows_of.items()]
     return labels, notes
 
 
