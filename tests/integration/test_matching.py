@@ -135,6 +135,7 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
         (("pooling=native",), "compares cells of a map, and Native uses none"),
         (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.rerank=50",), "rerank"),
+        (("protocol=hpo",), "protocol 'hpo' has none; set matching=none"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),
         (("matching.grid_size=0",), r"matching.grid_size \(0\)"),
     ],
