@@ -190,6 +190,12 @@ def _check_head(cfg: DictConfig) -> None:
                 f"matching ranks lists of unit vectors again, which {name} does not compare; set it to null"
             )
         refuse_what_unit_vectors_have(spec, matching)
+        protocol = component(cfg.protocol)
+        if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
+            raise ConfigError(
+                f"matching ranks the test again, and protocol '{protocol.name}' has none; set matching=none, which has "
+                "the same scores of validation"
+            )
 
 
 def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:

@@ -312,7 +312,10 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, *kept))
     result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
     if trained is not None:
-        result["weights_of"] = trained.parent.name
+        made = store.read_result(trained)
+        result |= {"weights_of": trained.parent.name, "weights_code": store.code_of(made)}
+        if "weights_sha256" in made:
+            result["weights_sha256"] = made["weights_sha256"]
     for logger in experiment.loggers:  # before the result: who has it needs no training any more
         final = {f"{part}/{name}": value for part, values in scores.items() for name, value in values.items()}
         logger.summary(progress.step, final)

@@ -180,6 +180,9 @@ def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
     assert mixtures(same, to_do=False) == []
     (added,) = mixtures(same, to_do=True)
     assert str(git_commit())[:12] in added
+    _write(plan.runs[0], weights_code="xyz")
+    both, *_ = mixtures([run for run in plan.refreshed().runs if run.code == "abc"], to_do=False)
+    assert both == "MIXED CODE: abc (2 runs), xyz (1 runs)"
 
 
 def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path: Path) -> None:

@@ -246,6 +246,8 @@ def test_a_paper_stands_beside_a_cell_of_its_recipe_and_choices(cells: list[Cell
     assert all(one["verdict"] == "not comparable" and "resnet20_small instead of" in one["note"] for one in ours)
     assert all("fit.max_steps 6 instead of " in one["note"] for one in ours)
     assert paper_scores(cells) == []  # no recipe
+    again = {**summary, "choices": {**choices, "matching": "diml"}}
+    assert paper_scores([Cell(cells[1].path, cells[1].runs, again, "x")]) == []  # ranked again, as no row there
 
 
 def test_a_page_without_its_images_has_all_else(

@@ -259,7 +259,8 @@ def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
         assert (cfg.loss.beta, cfg.miner._target_.rpartition(".")[2]) == (1.2, "DistanceWeightedMiner")
         cfg = compose("train", [*base, f"dataset={dataset}", "miner=rho_distance_weighted"])
         assert (cfg.loss.beta, cfg.miner.switch_probability) == (beta, rho)
-        assert (value(cfg, "batch"), cfg.head.out_features, cfg.backbone.batch_norm) == (112, 512, "all")
+        assert (value(cfg, "batch"), cfg.head.out_features) == (112, 512)
+        assert (cfg.head.bias, cfg.backbone.batch_norm) == (True, "stats")
 
 
 def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
@@ -304,6 +305,7 @@ def test_diva_of_oodml_is_that_of_its_script(dataset: str, alpha: float, rho: fl
     assert found == (queue, 0.9, 0.01)
     assert (similarity.nearest, similarity.farthest) == (0.5, 1.4)
     assert (cfg.head.weights, cfg.head.out_features, value(cfg, "batch")) == (weights, 512, 108)
+    assert (cfg.head.bias, cfg.backbone.batch_norm) == (True, "stats")
     multipliers = cfg.optim.lr_multipliers
     assert (cfg.optim.lr * multipliers.loss, multipliers.get("regularizer")) == (pytest.approx(5e-4), 1)
     assert compose("train", [*base, "regularizer=none"]).regularizer is None

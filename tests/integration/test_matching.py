@@ -108,13 +108,17 @@ def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> Non
 
 
 def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_module.run(config(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "git_commit", lambda: "of an earlier day")
+        plain = run_module.run(config(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_result", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_module.run(config(tmp_path, "matching=diml"))
     run = run_module.run(config(tmp_path, "matching=diml"))
-    assert read_result(run)["weights_of"] == plain.parent.name
+    result = read_result(run)
+    assert result["weights_of"] == plain.parent.name
+    assert result["weights_code"] == read_result(plain)["git_commit"] != result["git_commit"]
     shutil.rmtree(plain.parent)
     written = (run / "result.json").read_bytes()
     assert run_module.run(config(tmp_path, "matching=diml")) == run  # complete without the other
@@ -135,6 +139,7 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
         (("pooling=native",), "compares cells of a map, and Native uses none"),
         (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.rerank=50",), "rerank"),
+        (("protocol=hpo",), "protocol 'hpo' has none; set matching=none"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),
         (("matching.grid_size=0",), r"matching.grid_size \(0\)"),
     ],

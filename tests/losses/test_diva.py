@@ -200,6 +200,24 @@ def test_opposite_and_equal_vectors_have_finite_weights() -> None:
     assert torch.autograd.grad(value, rows)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("shares", ["of_batch", "of_queue"])
+def test_one_near_key_leaves_the_shares_of_others_as_they_are_in_float32(shares: str) -> None:
+    torch.manual_seed(0)
+    part, batch = 128, 16
+    queue = normalize(torch.randn(300, part))  # almost orthogonal: weights of exp(-90) beside that of the near key
+    rows, keys = torch.randn(2, batch, 4 * part)
+    rows[3] = queue[7].repeat(4)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        module = SelfSimilarity(1.0, 4 * part, queue_size=300, shares=shares).to(dtype)
+        module.queue, module._filled = queue.to(dtype), 300
+        output = ModelOutput(rows.to(dtype).requires_grad_(), {"keys": keys.to(dtype)})
+        value = module(output, torch.arange(batch), no_loss)
+        found.append((value, torch.autograd.grad(value, output.embedding)[0]))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-5)
+
+
 def test_the_loss_normalizes_each_part_by_itself() -> None:
     torch.manual_seed(0)
     rows, labels = torch.randn(8, 12), torch.arange(4).repeat_interleave(2)

@@ -25,6 +25,7 @@ from dmlbench.one_run import folders_of_cell, stored_identity
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
+    code_of,
     folder_of_run,
     read_result,
     require_own_place,
@@ -81,6 +82,7 @@ class Run:
         code: the code that made a done run, else None.
         fingerprint: of the data of a done run, else None.
         weights: SHA-256 of the file of weights that a done run started from; None where it names none.
+        weights_code: the code that trained what a done run took from another, else None.
     """
 
     cell: Cell
@@ -93,6 +95,7 @@ class Run:
     code: str | None = None
     fingerprint: str | None = None
     weights: str | None = None
+    weights_code: str | None = None
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -353,9 +356,10 @@ def _looked_at(run: Run) -> Run:
         "done",
         f"{run.path} has lost its {EMBEDDINGS}: its scores stay, others need another run" if lost else "",
         float(result["wall_s"]),
-        result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"),
+        code_of(result),
         result["dataset_fingerprint"],
         result.get("weights_sha256"),
+        result.get("weights_code"),
     )
 
 

@@ -200,7 +200,7 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
         runs: of a table.
         to_do: whether others are to be added by the code of now.
     """
-    code = Counter(run.code for run in runs if run.code is not None)
+    code = Counter(name for run in runs for name in dict.fromkeys((run.code, run.weights_code)) if name is not None)
     if to_do and code:
         code[git_commit() or __version__] += 0
     found = []

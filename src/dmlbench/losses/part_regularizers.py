@@ -1,5 +1,6 @@
 """DiVA's regularizers: parts of an embedding are decorrelated, and one part learns to tell images from each other."""
 
+import math
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -12,6 +13,8 @@ from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Shares = Literal["of_batch", "of_queue"]
+
+_LOG_SMALLEST = math.log(1e-45)  # of a weight beside the largest, as in the code
 
 
 class PartDecorrelation(Regularizer):
@@ -148,11 +151,11 @@ class SelfSimilarity(Regularizer):
         if not cosines.shape[1]:
             return cosines
         distances = (2 - 2 * cosines).clamp(min=0).sqrt().clamp(min=self.nearest)
+        # A near key's weight is up to exp(92) times that of others, which are no normal float32 then: logarithms are.
         weights = log_inverse_density(distances, self.queue.shape[1])
         largest = weights.max() if self.shares == "of_batch" else weights.amax(1, keepdim=True)
-        tiny = torch.finfo(weights.dtype).tiny  # the code's 1e-45 is 0 on devices without denormal numbers
-        weights = (weights - largest).exp().masked_fill(distances > self.farthest, 0).clamp(min=tiny)
-        return weights / weights.sum(0 if self.shares == "of_batch" else 1, keepdim=True)
+        weights = (weights - largest).masked_fill(distances > self.farthest, _LOG_SMALLEST).clamp(min=_LOG_SMALLEST)
+        return weights.softmax(0 if self.shares == "of_batch" else 1)
 
 
 def _read_filled(module: SelfSimilarity, _: object) -> None:

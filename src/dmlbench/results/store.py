@@ -90,6 +90,11 @@ def write_result(run_dir: Path, result: dict[str, Any]) -> None:
     write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
 
 
+def code_of(result: Mapping[str, Any]) -> str:
+    """What code made a result: its commit, else its version."""
+    return str(result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"))
+
+
 def read_result(run_dir: Path) -> dict[str, Any]:
     """The result of a complete run.
 

@@ -17,7 +17,7 @@ from dmlbench.results.cautions import incomparable
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.results.verdicts import NEEDS, compare
 
-_GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer")
+_GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "matching")
 """Options by which a row of a paper is known."""
 _TOLD_OTHERWISE = (*NOT_PART_OF_A_CELL, "dataset", "backbone", "evaluation", "protocol.num_repeats")
 """Settings of which data notes, the origin of the weights and the number of runs tell more."""
@@ -25,7 +25,7 @@ _MOST_SETTINGS = 6
 
 
 def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Every printed score of the rows whose recipe, pooling, head, loss, miner and regularizer a cell has.
+    """Every printed score of the rows whose recipe, pooling, head, loss, miner, regularizer and matching a cell has.
 
     What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
     said with each; a score of which anything differs has no verdict but "not comparable".
