@@ -225,7 +225,7 @@ def _run_without_matching(cfg: DictConfig, run_dir: Path) -> Path | None:
 
 
 def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
-    """What came out of the training of a complete run, whose weights and history are copied.
+    """What came out of the training of a complete run, whose weights and history are copied, and whose time is its own.
 
     Raises:
         RunError: a file is not its own.
@@ -236,9 +236,7 @@ def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
         atomic_write(run_dir / path.name, path.read_bytes())
     model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
     log.info("%s takes the weights of %s, which differs in the ranking of its test alone", run_dir, trained)
-    return FitResult(
-        step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=result["wall_s"]
-    )
+    return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
 
 def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow | None, trained: Path | None) -> None:

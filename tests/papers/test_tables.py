@@ -75,8 +75,9 @@ def test_a_table_has_the_labels_and_scores_of_the_paper(name: str) -> None:
 
 
 def test_every_quoted_row_says_what_it_lacks_or_what_runs_its_method(name: str) -> None:
-    for row in {score.row for score in load_table(name) if score.origin == "quoted"}:
-        assert re.search("lacks .|the method is `loss[=.]", why_quoted(name, row)), row
+    for row, dataset in {(score.row, score.dataset) for score in load_table(name) if score.origin == "quoted"}:
+        assert re.search("lacks .|the method is `loss[=.]", why_quoted(name, row, dataset)), row
+        assert "LIBC" not in row or f"recipe=libc dataset={dataset} " in why_quoted(name, row, dataset)
 
 
 def test_no_score_stands_twice(name: str) -> None:

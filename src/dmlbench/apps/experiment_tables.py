@@ -149,7 +149,7 @@ def lines_of(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str
 
 def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> Line:
     if score.origin == QUOTED:  # also of a row that others' and own scores share
-        return Line(score, (), f"{QUOTED} {why_quoted(name, score.row)}")
+        return Line(score, (), f"{QUOTED} {why_quoted(name, score.row, score.dataset)}")
     if score.row not in (reproduce.get("rows") or {}):
         return Line(score, (), instead_of_rows(reproduce) or "needs a command: its experiment does not name this row")
     asked = {

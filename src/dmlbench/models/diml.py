@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dmlbench.types import ConfigError, RunError
 
+_COLDEST = 0.005  # exp(-2 / 0.005) is 1e-174, whose sums and quotients float64 holds
+
 
 def cells_of(projected: Tensor, grid_size: int) -> Tensor:
     """Cells [B, g g, D], row by row, of projected maps [B, D, H, W].
@@ -56,7 +58,7 @@ class DimlDistance(BaseDistance):
         Args:
             grid_size: g.
             num_neighbors: K, how many of the nearest by cosine are ranked again; the others stay behind them.
-            temperature: of the kernel, above 0.
+            temperature: of the kernel, at least 0.005.
             max_iterations: updates at most.
             tolerance: mean change of r that ends them, at least 0.
             marginals: "uniform" is 1 / g g for every cell.
@@ -72,8 +74,10 @@ class DimlDistance(BaseDistance):
         ):
             if count < 1:
                 raise ConfigError(f"matching.{name} ({count}) must be at least 1")
-        if not temperature > 0:
-            raise ConfigError(f"matching.temperature ({temperature}) must be positive")
+        if not temperature >= _COLDEST:
+            raise ConfigError(
+                f"matching.temperature ({temperature}) must be at least {_COLDEST}, below which a kernel may vanish"
+            )
         if not tolerance >= 0:
             raise ConfigError(f"matching.tolerance ({tolerance}) must be at least 0, where max_iterations are made")
         if marginals not in ("cross_correlation", "uniform"):

@@ -109,12 +109,13 @@ def load_table(name: str) -> tuple[PaperScore, ...]:
 
 
 @cache
-def why_quoted(name: str, row: str) -> str:
+def why_quoted(name: str, row: str, dataset: str) -> str:
     """Why a row that a paper took from elsewhere is not run with it, and how to run its method.
 
     Args:
         name: of the table.
         row: the paper's label, with or without its citation.
+        dataset: of the row, for whose settings a recipe is asked.
 
     Raises:
         DataError: nothing is known of the method.
@@ -125,7 +126,7 @@ def why_quoted(name: str, row: str) -> str:
         raise DataError(f"quoted.csv does not know '{method}' of {name}: {closest(method, tuple(known))}")
     line = known[method]
     here = (
-        f"the method is `{line['run']}`"
+        f"the method is `{line['run'].format(dataset=dataset)}`"
         if line["run"]
         else f"the method is not in dmlbench, which lacks {line['lacks']}"
     )
