@@ -1,5 +1,6 @@
 """Recipes: papers' settings as printed or as in their code, between an option's own values and those that are given."""
 
+import csv
 import functools
 import itertools
 import json
@@ -60,9 +61,11 @@ def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_loss
     assert (avsl.pooling, avsl.head.level_size, avsl.backbone.out_indices) == (None, 128, [1, 2, 3])
 
 
-def test_the_birds_of_2010_keep_the_names_of_their_cells() -> None:
-    table = (CONF.parent / "outputs/published/cub200_2010/runs.csv").read_text().splitlines()[1:]
-    assert {row.split(",")[3].rpartition("-")[2] for row in table} == set(PUBLISHED["cub200_2010"].values())
+@pytest.mark.parametrize("folder", ["cub200_2010", "cub200_2010_methods"])
+def test_the_birds_of_2010_keep_the_names_of_their_cells(folder: str) -> None:
+    with (CONF.parent / "outputs/published" / folder / "runs.csv").open(encoding="utf-8", newline="") as file:
+        cells = {row["cell"].rpartition("-")[2] for row in csv.DictReader(file)}
+    assert cells == set(PUBLISHED[folder].values())
 
 
 @functools.cache
