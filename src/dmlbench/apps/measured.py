@@ -54,8 +54,8 @@ def _columns(row: dict[str, str], metric: str) -> Iterator[str]:
 
 def _deviations(row: dict[str, str]) -> bool:
     """Whether every score has one; re-ranked results have none of concatenated models."""
-    names = (name for metric in _METRICS for name in _columns(row, metric) if row[f"{name} mean"])
-    return all(row[f"{name} std"] for name in names)
+    names = [name for metric in _METRICS for name in _columns(row, metric) if row[f"{name} mean"]]
+    return bool(names) and all(row[f"{name} std"] for name in names)
 
 
 def _best(rows: list[dict[str, str]], metric: str) -> dict[str, float]:
