@@ -30,10 +30,10 @@ class Gsp(PrototypePooling):
 
         gmp:           sum_j p_j project(x)_j + project(max_j x_j)
         weighted_gmp:  project(max_j n p_j x_j); project(max_j x_j) until the start
-        gem:           project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), the power learned; GAP until the start
+        gem:           project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), power learned; GAP until the start
 
-    Side outputs: "pooled" [B, D] (the embedding without ``gmp``'s maximum; the average until the start), "weights" [B, H, W] (rows
-    sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
+    Side outputs: "pooled" [B, D] (the embedding without ``gmp``'s maximum; the average until the start), "weights"
+    [B, H, W] (rows sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
     "reconstruction" [B, D] (sum of the prototypes, as they are stored, with these shares).
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
@@ -142,7 +142,7 @@ class Gsp(PrototypePooling):
         return Pooled(pooled, side)
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """The weights; with ``gmp`` their mean with the maximum's, otherwise shares of the weighted maxima or powers."""
+        """The weights; with ``gmp`` their mean with the maximum's, else shares of the weighted maxima or powers."""
         weights = self(x, project).side["weights"]
         if self.combine == "gmp":
             return (weights + share_of_largest(x, 1)) / 2
