@@ -184,8 +184,7 @@ def fit(
         follow: called after each validation's checkpoint but the last; False ends the training.
 
     Raises:
-        ConfigError: the schedule waits for falling scores; the warm-up leaves nothing to train; a batch cannot be taken
-            in parts.
+        ConfigError: the schedule, warm-up or ``forward_batch`` does not fit the model and loss.
         Diverged: a loss is not finite.
         RunError: a checkpoint cannot be read or written, or a logger cannot write.
         NotFollowed: ``follow`` said no.
@@ -267,9 +266,7 @@ def fit(
 
     monitor.close()
     if not goes_on:
-        raise NotFollowed(
-            f"{run_dir} was stopped at step {state.step}; the same configuration continues it", state.step
-        )
+        raise NotFollowed(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
     elif state.best_step:
