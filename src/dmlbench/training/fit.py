@@ -174,7 +174,7 @@ def fit(
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
-    Resumes from ``run_dir/last.ckpt`` if it exists. Writes ``best.ckpt`` (weights) and ``last.ckpt`` (everything that the
+    Resumes from ``run_dir/last.ckpt`` if it exists. Writes ``best.ckpt`` (weights) and ``last.ckpt`` (all that the
     next step depends on). If the objective has a ``key_momentum``, a momentum encoder embeds the second views.
 
     Args:
