@@ -141,6 +141,13 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "fit.compile": False,
     "matching": None,
 }
+# The same for arguments of what a ``_target_`` names, wherever it stands.
+_ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
+    "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
+    "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
+    "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
+    "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
+}
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
 # once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.
@@ -220,7 +227,18 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
             node = node.get(parent) or {}
         if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
             node.pop(last, None)
+    _drop_added_arguments(container)
     return container
+
+
+def _drop_added_arguments(node: Any) -> None:
+    """Remove ``_ARGUMENTS_SAME_AS_ABSENT`` from nested lists and dicts."""
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _drop_added_arguments(child)
+    if isinstance(node, dict):
+        for key, value in _ARGUMENTS_SAME_AS_ABSENT.get(str(node.get("_target_")), {}).items():
+            if node.get(key) == value:
+                node.pop(key, None)
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
