@@ -137,6 +137,7 @@ NOT_PART_OF_A_RUN = (
 # so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
 _SAME_AS_ABSENT: dict[str, Any] = {
     "optim.decay_biases": False,
+    "optim.without_decay": [],
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,
