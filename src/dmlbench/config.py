@@ -147,6 +147,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
 # The same for arguments of what a ``_target_`` names, wherever it stands.
 _ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
     "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
+    "dmlbench.losses.libc.Libc": {"init": "kaiming_uniform_a5"},
     "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
     "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
     "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
