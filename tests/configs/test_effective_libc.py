@@ -19,8 +19,9 @@ DECAY = {"cub200": 6.059722614369727e-6, "cars196": 2.551918610962277e-9, "sop":
     "dataset", ["cub200", "cars196", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sop", "inshop"))]
 )
 def test_epochs_decay_and_class_vectors_are_those_of_the_code(dataset: str) -> None:
-    """config/config_*_train.yaml, net/resnet.py:187 and net/load_trained_net.py:70 (torch's linear layers), net/gnn_base.py:85-90 and
-    net/utils.py:162-165 (normal, 0.001), trainer.py:88-94 (one group of all parameters) and 145 (70 epochs)."""
+    """config/config_*_train.yaml, net/resnet.py:187 and net/load_trained_net.py:70 (torch's linear layers),
+    net/gnn_base.py:85-90 and net/utils.py:162-165 (normal, 0.001), trainer.py:88-94 (one group of all parameters) and
+    145 (70 epochs)."""
     found = effective("experiment=gsp_conventional", "recipe=libc", f"dataset={dataset}", "loss=libc", "pooling=gmp")
     steps = EPOCHS[dataset]
     assert (found.steps_per_epoch, found.settings.max_steps) == (steps, 70 * steps)
