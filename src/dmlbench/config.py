@@ -140,6 +140,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "fit.clip_form": "plain",
     "fit.compile": False,
     "matching": None,
+    "regularizer.zsr.halves": "random",
 }
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
