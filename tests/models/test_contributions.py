@@ -52,7 +52,7 @@ def test_gem_counts_powers() -> None:
     torch.testing.assert_close(shares, torch.tensor([[[(1 / 5 + 1) / 2, (4 / 5 + 0) / 2]]]))
 
 
-@pytest.mark.parametrize(("combine", "least"), [("gmp", 0.3), ("gem", 0.6)])
+@pytest.mark.parametrize(("combine", "least"), [("gmp", 0.3), ("weighted_gmp", 0.9), ("gem", 0.6)])
 def test_a_strong_pixel_counts_by_what_is_combined_with_gsp(combine: Combination, least: float) -> None:
     torch.manual_seed(0)
     pooling, project = Gsp(6, 4, memory_rows=8, combine=combine), Projection(5, 6)

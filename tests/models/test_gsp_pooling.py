@@ -174,11 +174,13 @@ def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
         Gsp(6, 4, memory_rows=8)(batch(0), Projection(5, 7))
 
 
-def test_gsp_with_projection_equals_the_official_module(golden_dir: Path) -> None:
-    """Case m0 of the authors' PyTorch port: normalized embedding, classifier on top, gradients of all inputs."""
+@pytest.mark.parametrize(("case", "combine", "smoothing"), [("m0", None, 5.0), ("m1", "weighted_gmp", 0.5)])
+def test_gsp_with_projection_equals_the_official_module(golden_dir: Path, case, combine, smoothing: float) -> None:
+    """yetigurbuz/generalized-sum-pooling b765b889, pytorch/gsp/embed_layer.py:140-184, pooling_method gap and gmp:
+    normalized embedding, classifier on top, gradients of all inputs."""
     with np.load(golden_dir / "gsp_module.npz", allow_pickle=False) as arrays:
-        golden = {name[3:]: torch.from_numpy(arrays[name]) for name in arrays.files if name.startswith("m0_")}
-    gsp = Gsp(8, 64, transport_ratio=0.3, smoothing=5.0, memory_rows=128).double()
+        golden = {name[3:]: torch.from_numpy(arrays[name]) for name in arrays.files if name.startswith(f"{case}_")}
+    gsp = Gsp(8, 64, transport_ratio=0.3, smoothing=smoothing, memory_rows=128, combine=combine).double()
     gsp.load_state_dict(
         gsp.state_dict() | {"prototypes": golden["prototypes"], "prototypes_started": torch.tensor(True)}
     )

@@ -32,6 +32,7 @@ MAKERS: dict[str, Callable[[], Pooling]] = {
     "gsp_residual": lambda: Gsp(6, 5, memory_rows=10, weighting="residual"),
     "gmp_gsp": lambda: Gsp(6, 5, memory_rows=10, combine="gmp"),
     "gem_gsp": lambda: Gsp(6, 5, memory_rows=10, combine="gem"),
+    "weighted_gmp_gsp": lambda: Gsp(6, 5, memory_rows=10, combine="weighted_gmp"),
     "gap_histogram": lambda: GapHistogram(6, 5),
     "gap_histogram_paper": lambda: GapHistogram(6, 5, variant="paper"),
     "netvlad": lambda: NetVlad(num_centers=3, feature_size=2),
@@ -108,6 +109,8 @@ def naive_gsp(pooling: Gsp, image: Tensor, pixels: Tensor, weight: Tensor) -> Te
         power = pooling.power.flatten()
         powers = torch.stack([(n * mass[j] * image[j]).clamp(min=1e-6) ** power for j in range(n)])
         pooled = weight @ powers.mean(dim=0) ** (1 / power)
+    elif pooling.combine == "weighted_gmp":
+        pooled = weight @ torch.stack([n * mass[j] * image[j] for j in range(n)]).amax(dim=0)
     else:
         pooled = torch.stack([mass[j] * pixels[j] for j in range(n)]).sum(dim=0)
     if pooling.combine == "gmp":
@@ -282,6 +285,17 @@ def test_gmp_gsp_is_the_sum_of_both_before_and_after_its_start() -> None:
     assert torch.allclose(both(x, project).embedding, expected, atol=1e-5)
 
 
+def test_the_weighted_maximum_is_the_plain_one_until_its_start_from_averages() -> None:
+    gsp, project = Gsp(6, 5, memory_rows=10, combine="weighted_gmp"), Projection(8, 6)
+    x = torch.rand(10, 8, 3, 4, generator=torch.Generator().manual_seed(6))
+    pooled = gsp(x, project)
+    assert torch.equal(pooled.embedding, Gmp()(x, project).embedding)
+    gsp.observe(pooled, step=1)
+    alone = Gsp(6, 5, memory_rows=10)
+    alone.observe(Pooled(Gap()(x, project).embedding), step=1)
+    assert gsp.started and torch.allclose(gsp.prototypes, alone.prototypes, atol=1e-5)
+
+
 def test_gem_gsp_pools_as_gap_until_it_has_started_and_learns_its_power() -> None:
     torch.manual_seed(0)
     gsp, project = Gsp(6, 5, memory_rows=10, combine="gem"), Projection(8, 6)
@@ -344,7 +358,7 @@ def test_codebooks_declare_the_widths_of_the_study() -> None:
     [
         (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), r"transport_ratio below 1 \(is 1.0\)"),
         (lambda: Gsp(6, weighting="all"), r"weighting 'all' is unknown.*residual, transported"),
-        (lambda: Gsp(6, combine="max"), r"combine 'max' is unknown.*gem, gmp"),
+        (lambda: Gsp(6, combine="max"), r"combine 'max' is unknown.*gem, gmp, weighted_gmp"),
         (lambda: Gsp(6, combine="gem", power=0.0), r"power \(0\.0\) of gsp"),
         (lambda: GapHistogram(0), r"embedding_size \(0\)"),
         (lambda: GapHistogram(6, smoothing=0.0), r"smoothing \(0.0\)"),

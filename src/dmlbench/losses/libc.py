@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -45,6 +46,7 @@ class Libc(WholeBatchLoss):
         label_smoothing: float = 0.1,
         backbone_weight: float = 1.0,
         refined_weight: float = 1.0,
+        init: str = "kaiming_uniform_a5",
     ) -> None:
         """
         Args:
@@ -58,6 +60,7 @@ class Libc(WholeBatchLoss):
             label_smoothing: in [0, 1), share of the label that is spread over all classes.
             backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
             refined_weight: of the part that sees the batch, likewise.
+            init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.
 
         Raises:
             ConfigError: a number is out of its range.
@@ -83,6 +86,9 @@ class Libc(WholeBatchLoss):
         self.backbone_weight = backbone_weight
         self.refined_weight = refined_weight
         self.classifier = nn.Linear(embedding_size, num_classes)
+        if init != "kaiming_uniform_a5":  # which it has
+            init_class_vectors(self.classifier.weight, init)
+            nn.init.zeros_(self.classifier.bias)
         self.enter = nn.Linear(embedding_size, embedding_size)
         self.layers = nn.ModuleList(_layer(embedding_size, num_heads, dropout) for _ in range(num_layers))
         width = embedding_size * (num_layers if concatenate_layers else 1)

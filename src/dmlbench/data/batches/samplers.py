@@ -6,8 +6,11 @@ They differ in what they draw without replacement:
 sampler                            classes of a batch              images of a class
 =================================  ==============================  ===============================================
 ``ClassBalancedBatchSampler``      without, over the epoch         without, over the epoch
+``EqualClassBatchSampler``         each as often as the others     without, until all are used up; then again
+``SplitClassBatchSampler``         as many groups as images need   without, but for what fills the last group
 ``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
 ``IndependentClassBatchSampler``   without, within the batch       with
+``RepeatingClassBatchSampler``     with                            with
 ``RandomClassBatchSampler``        a few; any number of images     with
 ``RandomBatchSampler``             ignored                         without, over the epoch
 =================================  ==============================  ===============================================
@@ -197,7 +200,7 @@ class _BalancedSampler(BatchSampler):
 
 
 class ClassBalancedBatchSampler(_BalancedSampler):
-    """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement (GSP).
+    """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement.
 
     In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; leftover
     images sit this epoch out. A class with fewer images gives one group, filled up by repeating its own images. Groups
@@ -205,9 +208,6 @@ class ClassBalancedBatchSampler(_BalancedSampler):
     first, the others shuffled, and cuts the sequence into batches. The epoch ends when fewer than ``classes_per_batch``
     classes have groups left. So both images and classes come without replacement until they are used up. With classes
     of unequal size, epochs may differ by a few batches, since the shuffle decides which class is left over.
-
-    Source: the sampling of Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV
-        2023 (public code).
     """
 
     def _plan_epoch(self, epoch: int) -> IntArray:
@@ -240,6 +240,91 @@ class ClassBalancedBatchSampler(_BalancedSampler):
         # The remainder wraps around only in a class smaller than a group.
         within %= self._sizes[owner][:, None]
         return shuffled[start[owner][:, None] + within], first
+
+
+class EqualClassBatchSampler(_BalancedSampler):
+    """Each class as often as any other, whatever its size, of each the next images of its shuffled sequence (GSP).
+
+    With N images of C classes an epoch has R = ceil(N / C / images_per_class) rounds. Each round visits every class
+    once in random order; a class's sequence is shuffled anew when it is used up, within a group if need be. The rounds
+    are cut into batches one after the other, so a batch across two rounds may have a class twice. Groups that do not
+    fill a batch are left out (the public code begins its next epoch with them).
+
+    Source: yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py, MPerClass.
+    """
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        size, num_classes = self.images_per_class, len(self._sizes)
+        rounds = -(-len(self.labels) // (num_classes * size))
+        images = np.empty((num_classes, rounds * size), dtype=np.int64)
+        position = np.arange(rounds * size)
+        for turn in range(int(-(-images.shape[1] // self._sizes.min()))):  # each with sequences shuffled anew
+            shuffled, start = self._shuffled_by_class(random)
+            owner, column = np.nonzero(position // self._sizes[:, None] == turn)
+            images[owner, column] = shuffled[start[owner] + column % self._sizes[owner]]
+        order = np.concatenate([random.permutation(num_classes) for _ in range(rounds)])
+        groups = images.reshape(num_classes, rounds, size)[order, np.repeat(np.arange(rounds), num_classes)]
+        batches = len(groups) // self.classes_per_batch
+        return groups[: batches * self.classes_per_batch].reshape(batches, -1)
+
+
+class SplitClassBatchSampler(_BalancedSampler):
+    """Batches of ``classes_per_batch`` groups of ``images_per_class`` images; a class may have several groups (LIBC).
+
+    In an epoch the images of each class are shuffled and cut into groups. Random images of the class complete the last
+    group; a class that fills its groups exactly gets one more of random images. A class with fewer images than a group
+    is first filled up with random ones of its own. The groups of all classes are shuffled and cut into batches, the
+    last of which is completed by random groups.
+
+    Source: dvl-tum/intra_batch a1ae3de8, combine_sampler.py, CombineSampler and NumberSampler.
+    """
+
+    def __init__(
+        self,
+        labels: IntArray,
+        *,
+        classes_per_batch: int,
+        images_per_class: int,
+        seed: int,
+        vary_classes: bool = False,
+    ) -> None:
+        """Plan batches.
+
+        Args:
+            labels: [N] class of each training row; any integers.
+            classes_per_batch: groups of a batch, at least 1.
+            images_per_class: images of a group, at least 1.
+            seed: of every draw.
+            vary_classes: each epoch has another number of groups in its batches of the same size: a random divisor of
+                it from 2 to its half.
+
+        Raises:
+            ConfigError: a number below 1, or more classes than ``labels`` has.
+        """
+        batch_size = classes_per_batch * images_per_class
+        divisors = [n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0]
+        self.shapes = (
+            [(n, batch_size // n) for n in divisors] if vary_classes else [(classes_per_batch, images_per_class)]
+        )
+        super().__init__(labels, classes_per_batch=classes_per_batch, images_per_class=images_per_class, seed=seed)
+        groups = [(np.maximum(self._sizes, size) // size + 1).sum() for _, size in self.shapes]
+        lengths = [-(-n // count) for n, (count, _) in zip(groups, self.shapes, strict=True)]
+        self._length = round(float(np.mean(lengths)))  # of the nominal epoch, whatever the first one has
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        count, size = self.shapes[random.integers(len(self.shapes))]
+        shuffled, start = self._shuffled_by_class(random)
+        groups = []
+        for first, images in zip(start, self._sizes, strict=True):
+            own = shuffled[first : first + images]
+            own = np.concatenate([own, random.choice(own, max(size - images, 0))])
+            missing = size - len(own) % size
+            groups.append(np.concatenate([own, random.choice(own, missing, replace=False)]).reshape(-1, size))
+        together = random.permutation(np.concatenate(groups))
+        more = random.choice(len(together), -len(together) % count, replace=False)
+        return np.concatenate([together, together[more]]).reshape(-1, count * size)
 
 
 class RotatingClassBatchSampler(_BalancedSampler):
@@ -287,6 +372,24 @@ class IndependentClassBatchSampler(_BalancedSampler):
         classes = self._draw_classes(random, self._whole_batches(batch_size), self.classes_per_batch)
         owner = classes.repeat(self.images_per_class, axis=1)  # [batches, B]
         return self._with_replacement(random, owner)
+
+
+class RepeatingClassBatchSampler(_BalancedSampler):
+    """Each batch: classes with replacement, and of each draw images with replacement (ooDML).
+
+    A class that is drawn twice has twice as many images in the batch, and an image may be there several times.
+
+    Source: Milbich et al., NeurIPS 2021; Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
+        datasampler/class_random_sampler.py, whose epoch has floor(N / B) batches (here at least one).
+    """
+
+    with_replacement: ClassVar[bool] = True
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        batches = max(1, len(self.labels) // (self.classes_per_batch * self.images_per_class))
+        classes = random.integers(0, len(self._sizes), (batches, self.classes_per_batch))
+        return self._with_replacement(random, classes.repeat(self.images_per_class, axis=1))
 
 
 class RandomClassBatchSampler(BatchSampler):

@@ -15,7 +15,7 @@ from dmlbench.models.transport import Solver, check_transport, prototype_cost, t
 from dmlbench.types import ConfigError, check_choice
 
 Weighting = Literal["transported", "residual"]
-Combination = Literal["gmp", "gem"]
+Combination = Literal["gmp", "weighted_gmp", "gem"]
 
 
 class Gsp(PrototypePooling):
@@ -28,16 +28,18 @@ class Gsp(PrototypePooling):
 
     ``combine`` joins it with another pooling, p the weights (n p_j has mean 1):
 
-        gmp:  sum_j p_j project(x)_j + project(max_j x_j)
-        gem:  project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), the power learned; GAP until the start
+        gmp:           sum_j p_j project(x)_j + project(max_j x_j)
+        weighted_gmp:  project(max_j n p_j x_j); project(max_j x_j) until the start
+        gem:           project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), power learned; GAP until the start
 
-    Side outputs: "pooled" [B, D] (the embedding; without the maximum's part with ``gmp``), "weights" [B, H, W] (rows
-    sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
+    Side outputs: "pooled" [B, D] (the embedding without ``gmp``'s maximum; the average until the start), "weights"
+    [B, H, W] (rows sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
     "reconstruction" [B, D] (sum of the prototypes, as they are stored, with these shares).
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
     appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
-    TensorFlow code (yetigurbuz/generalized-sum-pooling).
+    TensorFlow code, weighted_gmp as in their PyTorch code for LIBC (yetigurbuz/generalized-sum-pooling b765b889,
+    pytorch/gsp/embed_layer.py).
     """
 
     provides: ClassVar[tuple[str, ...]] = ("histogram", "weights", "pooled", "reconstruction")
@@ -69,7 +71,7 @@ class Gsp(PrototypePooling):
             memory_rows: embeddings that the prototypes are chosen from (paper's code: 1,024), at least 2 m.
             start_step: training steps before the memory begins to fill (warm-up of proxy losses).
             weighting: ``transported``, or ``residual`` for prototypes of the background (transport_ratio below 1).
-            combine: None, ``gmp`` or ``gem``.
+            combine: None, ``gmp``, ``weighted_gmp`` or ``gem``.
             power: where the power of ``gem`` starts, above 0 (code: 3).
             epsilon: smallest value that ``gem`` takes a weighted feature for, above 0 (code: 1e-6).
 
@@ -120,9 +122,12 @@ class Gsp(PrototypePooling):
                 pixel_weights = stays / (1 - self.transport_ratio)
             with torch.autocast(x.device.type, enabled=False):
                 side["reconstruction"] = plan.histogram @ self.prototypes
-                if self.combine == "gem":
-                    relative = pixel_weights.view(batch, 1, height, width) * (height * width)
-                    pooled = project(generalized_mean(x.to(relative.dtype) * relative, self.power, self.epsilon))
+                if self.combine in ("gem", "weighted_gmp"):
+                    weighted = _weighted(x, pixel_weights)
+                    if self.combine == "gem":
+                        pooled = project(generalized_mean(weighted, self.power, self.epsilon))
+                    else:
+                        pooled = project(weighted.amax(dim=(2, 3)))
                 else:
                     pooled = torch.bmm(pixel_weights[:, None, :], rows.to(pixel_weights.dtype))[:, 0]  # [B, D]
             side["weights"] = pixel_weights.view(batch, height, width)
@@ -130,17 +135,21 @@ class Gsp(PrototypePooling):
             pooled = rows.mean(dim=1)
             side["weights"] = rows.new_full((batch, height, width), 1.0 / (height * width))
         side["pooled"] = pooled
-        embedding = pooled + project(x.amax(dim=(2, 3))) if self.combine == "gmp" else pooled
-        return Pooled(embedding, side)
+        if self.combine == "gmp":
+            return Pooled(pooled + project(x.amax(dim=(2, 3))), side)
+        if self.combine == "weighted_gmp" and not self._started:
+            return Pooled(project(x.amax(dim=(2, 3))), side)
+        return Pooled(pooled, side)
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """The weights; with ``gmp`` their mean with the maximum's, with ``gem`` the shares of the weighted powers."""
+        """The weights; with ``gmp`` their mean with the maximum's, else shares of the weighted maxima or powers."""
         weights = self(x, project).side["weights"]
         if self.combine == "gmp":
             return (weights + share_of_largest(x, 1)) / 2
+        if self.combine == "weighted_gmp":
+            return share_of_largest(_weighted(x, weights), 1)
         if self.combine == "gem" and self._started:
-            relative = weights[:, None] * weights[0].numel()
-            return power_shares(x.to(relative.dtype) * relative, self.power, self.epsilon)
+            return power_shares(_weighted(x, weights), self.power, self.epsilon)
         return weights
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
@@ -149,3 +158,9 @@ class Gsp(PrototypePooling):
             return None
         rows = project(x).flatten(2).transpose(1, 2)
         return prototype_cost(rows, self.prototypes).argmin(dim=1).view(x.shape[0], *x.shape[2:])
+
+
+def _weighted(x: Tensor, weights: Tensor) -> Tensor:
+    """The features [B, C, H, W] times their weights [B, H, W] or [B, HW], which are scaled to a mean of 1."""
+    relative = weights.view(x.shape[0], 1, *x.shape[2:]) * x[0, 0].numel()
+    return x.to(relative.dtype) * relative
