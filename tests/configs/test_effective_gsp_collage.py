@@ -67,3 +67,10 @@ def test_collages_have_adam_plateau_and_images_of_the_code() -> None:
     assert {key: cfg.schedule[key] for key in ("factor", "patience", "threshold", "min_lr", "cooldown")} == {
         "factor": 0.5, "patience": 5, "threshold": 1e-3, "min_lr": 1e-6, "cooldown": 2,
     }  # fmt: skip
+
+
+def test_proxies_start_as_in_the_code() -> None:
+    run = effective("experiment=cifar100_collage", "loss=proxy_nca_gsp", table=collages())
+    (proxies,) = (value for name, value in run.parameters.items() if name.startswith("objective.loss"))
+    assert proxies.shape == (128, CLASSES)
+    assert proxies.norm(dim=0).mean().item() == pytest.approx(NORM, rel=0.05)
