@@ -143,6 +143,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "fit.compile": False,
     "fit.reset_after_warmup": False,
     "matching": None,
+    "regularizer.zsr.halves": "random",
 }
 # The same for arguments of what a ``_target_`` names, wherever it stands.
 _ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {

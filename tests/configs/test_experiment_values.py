@@ -116,6 +116,7 @@ def of_gsp_collage(command: Command) -> Values:
     kept |= {"loss.neg_margin": 0.3841} if "loss.neg_margin" in kept else {}
     wanted = kept | {
         "optim.lr": 1e-3, "optim.optimizer._target_": "torch.optim.Adam", "batch": (16, 4), "fit.monitor": "map_at_r",
+        "optim.weight_decay": 0.0, "transform.train.padding": 0, "transform.train.flip": 0.0,
         "schedule.factor": 0.5, "schedule.patience": 5, "backbone._target_": "dmlbench.models.resnet_cifar.ResNet20",
         "protocol._target_": "dmlbench.data.protocols.Conventional", "dataset.table.layout": "public",
         "dataset.table.images_per_class": None,
@@ -123,7 +124,7 @@ def of_gsp_collage(command: Command) -> Values:
     if command.score.row == "GSP":
         wanted |= {
             "pooling.num_prototypes": 128, "pooling.transport_ratio": 0.2, "pooling.smoothing": 10.0,
-            "regularizer.zsr.weight": 0.5,
+            "regularizer.zsr.weight": 0.5, "regularizer.zsr.halves": "alternate",
         }  # fmt: skip
     return wanted
 

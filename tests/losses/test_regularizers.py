@@ -251,6 +251,41 @@ def test_every_pairing_of_classes_is_drawn_equally_often() -> None:
     assert len(counts) == 6 and all(abs(count - 500) < 100 for count in counts.values())
 
 
+# Rows of a batch of collages in the public code: labels tile(range(16), [4]), halves [::2] and [1::2]
+# (yetigurbuz/generalized-sum-pooling b765b889, tensorflow: cifar_collage.py line 238, zsr_loss.py lines 119 to 123).
+COLLAGE = torch.arange(16).repeat(4)
+
+
+def test_alternating_halves_of_collages_are_the_rows_of_the_public_code_in_any_order_of_rows() -> None:
+    splits = ClassSplits(halves="alternate")
+    ((first, second),) = splits(COLLAGE)
+    assert (first.tolist(), second.tolist()) == (list(range(0, 64, 2)), list(range(1, 64, 2)))
+    for seed in range(3):
+        shuffled = COLLAGE[torch.randperm(64, generator=torch.Generator().manual_seed(seed))]
+        ((first, second),) = splits(shuffled)
+        assert set(shuffled[first].tolist()) == set(range(0, 16, 2))
+        assert set(shuffled[second].tolist()) == set(range(1, 16, 2))
+
+
+@pytest.mark.parametrize("classes", [2, 5, 8])
+def test_alternating_halves_of_some_of_the_classes_share_none_and_are_as_equal_as_can_be(classes: int) -> None:
+    drawn = torch.randperm(75, generator=torch.Generator().manual_seed(classes))[:classes]
+    of = drawn.repeat_interleave(4)
+    ((first, second),) = ClassSplits(halves="alternate")(of)
+    assert not set(of[first].tolist()) & set(of[second].tolist())
+    assert len(first) - len(second) == 4 * (classes % 2)
+
+
+def test_zsr_with_alternating_halves_equals_public_code_on_a_batch_of_collages() -> None:
+    # 2.7851536254036184: ZSRLoss of pytorch/gsp/zsr_loss.py (b765b889) in float64, given rows [::2], then [1::2], which
+    # it halves in the middle.
+    zsr = ZeroShotRegularizer(0.5, 16, 6, halves="alternate").double()
+    zsr.label_embeddings.data = 0.1 * random(16, 6, seed=3)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    output = ModelOutput(random(64, 6), {"histogram": histograms(64, 12)[order]})
+    close(zsr(output, COLLAGE[order], pair_loss), torch.tensor(2.7851536254036184, dtype=torch.float64), 1e-6)
+
+
 def test_draws_follow_the_seed_and_go_on_after_a_resume_whatever_else_draws() -> None:
     def drawn(splits: ClassSplits) -> list[list[int]]:
         return [first.tolist() for first, _ in splits(labels(32))]
@@ -322,6 +357,8 @@ def test_a_batch_of_one_class_counts_nothing_and_is_reported_once(name: str, siz
         ("zsr", {"ridge": 0.0}, r"ridge \(0.0\) must be above 0"),
         ("zsr", {"softmax_scale": -1.0}, r"softmax_scale \(-1.0\)"),
         ("zsr", {"num_splits": 0}, r"num_splits \(0\) must be at least 1"),
+        ("zsr", {"num_splits": 2, "halves": "alternate"}, "num_splits: got 2, expected 1 with halves=alternate"),
+        ("zsr", {"halves": "by_row"}, "halves 'by_row' is unknown"),
         ("zsr", {"reduction": "mean"}, "reduction 'mean' is unknown"),
         ("xml", {"ridge": -0.5}, "ridge"),
         ("xml", {"num_splits": -1}, "num_splits"),

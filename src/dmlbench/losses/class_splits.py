@@ -1,6 +1,7 @@
-"""Random halves of a batch that have no class in common."""
+"""Halves of a batch that have no class in common."""
 
 import logging
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -8,21 +9,26 @@ from torch import Tensor, nn
 
 from dmlbench.runtime import generator
 from dmlbench.transfers import on_host, with_host_copy
-from dmlbench.types import ConfigError, IntArray
+from dmlbench.types import ConfigError, IntArray, check_choice
 
 logger = logging.getLogger(__name__)
 
 Halves = tuple[Tensor, Tensor]
 """Rows of the first and of the second half, ascending."""
 
+HalvesBy = Literal["random", "alternate"]
+
 
 class ClassSplits(nn.Module):
-    """Split batches by class, at random, several times each.
+    """Split batches by class.
 
-    The classes of a batch are shuffled and the row of them is cut where the parts come nearest to equal numbers of
-    images; each part has at least one class. So a class-balanced batch with an even number of classes is halved
-    exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Splits of one batch are
-    independent draws: of few classes they may repeat.
+    ``halves: random`` shuffles the classes of a batch and cuts this sequence where the parts come nearest to equal
+    numbers of images; each part has at least one class. So a class-balanced batch with an even number of classes is
+    halved exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Several splits of
+    one batch are independent draws: of few classes they may repeat.
+
+    ``halves: alternate`` sorts the classes of a batch and puts every other class into the first half. Batches that hold
+    all classes always have the same halves.
 
     Draws depend on a seed and a counter of batches, both buffers: a resumed run draws what would have
     come. The seed is drawn as initial weights are, from torch's generator when the module is made, so that it follows
@@ -32,18 +38,26 @@ class ClassSplits(nn.Module):
     seed: Tensor
     draws: Tensor
 
-    def __init__(self, num_splits: int = 1) -> None:
+    def __init__(self, num_splits: int = 1, halves: HalvesBy = "random") -> None:
         """
         Args:
-            num_splits: splits a batch, at least 1.
+            num_splits: splits per batch, at least 1; 1 with ``halves: alternate``.
+            halves: "random" or "alternate".
 
         Raises:
-            ConfigError: less than one split.
+            ConfigError: an argument outside its range.
         """
         super().__init__()
+        check_choice("halves", halves, get_args(HalvesBy))
         if num_splits < 1:
             raise ConfigError(f"num_splits ({num_splits}) must be at least 1; the papers split each batch once")
+        if halves == "alternate" and num_splits > 1:
+            raise ConfigError(
+                f"num_splits: got {num_splits}, expected 1 with halves=alternate, whose splits are all the same. "
+                "Use halves=random."
+            )
         self.num_splits = num_splits
+        self.halves: HalvesBy = halves
         self.register_buffer("seed", torch.randint(2**62, ()))
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         # The same as Python values: to read a buffer on a GPU in every step would wait for it.
@@ -76,18 +90,19 @@ class ClassSplits(nn.Module):
                 with_host_copy(torch.from_numpy(first), labels.device),
                 with_host_copy(torch.from_numpy(second), labels.device),
             )
-            for first, second in (_halves(class_of, len(classes), rng) for _ in range(self.num_splits))
+            for first, second in (self._split(class_of, len(classes), rng) for _ in range(self.num_splits))
         ]
+
+    def _split(self, class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Rows of two halves, given each row's class in [0, num_classes) and at least two classes."""
+        if self.halves == "alternate":
+            return np.flatnonzero(class_of % 2 == 0), np.flatnonzero(class_of % 2 == 1)
+        order = rng.permutation(num_classes)
+        sizes = np.bincount(class_of, minlength=num_classes)[order]
+        imbalance = np.abs(2 * np.cumsum(sizes)[:-1] - len(class_of))
+        in_first = np.isin(class_of, order[: int(imbalance.argmin()) + 1])
+        return np.flatnonzero(in_first), np.flatnonzero(~in_first)
 
 
 def _read_state(module: ClassSplits, _: object) -> None:
     module._seed, module._draws = int(module.seed), int(module.draws)
-
-
-def _halves(class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Rows of two halves, given each row's class in [0, num_classes) and at least two classes."""
-    order = rng.permutation(num_classes)
-    sizes = np.bincount(class_of, minlength=num_classes)[order]
-    imbalance = np.abs(2 * np.cumsum(sizes)[:-1] - len(class_of))
-    in_first = np.isin(class_of, order[: int(imbalance.argmin()) + 1])
-    return np.flatnonzero(in_first), np.flatnonzero(~in_first)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmlbench.losses.class_splits import ClassSplits, Halves
+from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
 from dmlbench.types import ConfigError, ModelOutput, check_choice
@@ -56,14 +56,19 @@ def zero_shot_loss(
 
 
 class ZeroShotRegularizer(Regularizer):
-    """Mean of ``zero_shot_loss`` over random class-disjoint halves of the batch, 0 for a batch of one class.
+    """Mean of ``zero_shot_loss`` over class-disjoint halves of the batch, 0 for a batch of one class.
 
-    The label embeddings are parameters of its own, apart from any proxies, He-normal over the classes:
+    The label embeddings are separate parameters, not the proxies of a loss; He-normal over the classes:
     N(0, 2 / num_classes).
 
+    The authors' code takes even and odd rows as halves. Its batches interleave classes, so the halves share no class:
+    random ones on CUB, Cars196, SOP and In-shop, whose sampler shuffles the classes, and always the even against the
+    odd super-classes on collages of CIFAR-100, whose batches hold all 16 in label order. ``halves`` gives both for any
+    order of rows.
+
     Source: as of ``zero_shot_loss``; scale and start of the label embeddings from the authors' code
-    (yetigurbuz/generalized-sum-pooling), which halves the batch by row, whatever the classes. Repeated splits are the
-    paper's own suggestion (footnote 1).
+    (yetigurbuz/generalized-sum-pooling b765b889, zsr_loss.py; samplers.py and cifar_collage.py have the order of rows).
+    Repeated splits are the paper's suggestion (footnote 1).
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram",)
@@ -77,6 +82,7 @@ class ZeroShotRegularizer(Regularizer):
         ridge: float = 0.05,
         softmax_scale: float = 9.5,
         num_splits: int = 1,
+        halves: HalvesBy = "random",
         reduction: Reduction = "batch",
     ) -> None:
         """
@@ -87,6 +93,7 @@ class ZeroShotRegularizer(Regularizer):
             ridge: epsilon > 0 (paper: 0.05).
             softmax_scale: factor on the similarities, > 0 (code: 9.5; the paper prints none, which is 1).
             num_splits: splits a batch (paper: 1).
+            halves: "random" or "alternate", see ``ClassSplits``.
             reduction: "batch" or "halves", see ``zero_shot_loss``.
 
         Raises:
@@ -102,7 +109,7 @@ class ZeroShotRegularizer(Regularizer):
         self.ridge = ridge
         self.softmax_scale = softmax_scale
         self.reduction: Reduction = reduction
-        self.splits = ClassSplits(num_splits)
+        self.splits = ClassSplits(num_splits, halves)
         self.num_classes = num_classes
         self.label_embeddings = nn.Parameter(torch.empty(num_classes, embedding_size))
         nn.init.kaiming_normal_(self.label_embeddings, mode="fan_out")
