@@ -287,7 +287,8 @@ def of_libc(command: Command) -> Values:
         }  # fmt: skip
     return wanted | {
         "pooling": "Gsp", "pooling.combine": "weighted_gmp", "pooling.smoothing": 0.1, "pooling.transport_ratio": 0.3,
-        "loss.init": "he_normal", "regularizer.zsr.softmax_scale": 9.5, "regularizers": ["zsr"], "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
+        "loss.init": "he_normal", "regularizer.zsr.softmax_scale": 9.5, "regularizers": ["zsr"],
+        "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
     }  # fmt: skip
 
 
