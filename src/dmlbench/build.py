@@ -461,7 +461,9 @@ def build_optimizer(
     cfg: DictConfig, model: MetricModel, objective: Objective, plan: Plan | None = None
 ) -> tuple[Optimizer, Any]:
     """Optimizer over the named groups, and its schedule or None; with a ``plan``, the plan's rates instead."""
-    optimizer = make_optimizer(parameter_groups(model.parameter_groups(), objective), component(cfg.optim))
+    assert isinstance(model, nn.Module)
+    groups = parameter_groups(model.parameter_groups(), objective)
+    optimizer = make_optimizer(groups, component(cfg.optim), modules=(model, objective))
     if plan is not None:
         return optimizer, replayed(optimizer, plan, steps_per_epoch=cfg.runtime.steps_per_epoch)
     if cfg.schedule is not None and cfg.fit.max_steps:  # epochs are known now

@@ -136,6 +136,7 @@ NOT_PART_OF_A_RUN = (
 # Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,
 # so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
 _SAME_AS_ABSENT: dict[str, Any] = {
+    "optim.decay_biases": False,
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,

@@ -146,7 +146,7 @@ def trained(
     moved(nn.ModuleList([model, objective]))
     device.waits.clear()
     groups = parameter_groups(model.parameter_groups(), objective)
-    optimizer = make_optimizer(groups, OptimizerSettings(torch.optim.SGD, 1e-3))
+    optimizer = make_optimizer(groups, OptimizerSettings(torch.optim.SGD, 1e-3), modules=(model, objective))
 
     def backward(loss: Tensor) -> None:
         assert loss.device == CUDA

@@ -34,24 +34,30 @@ def _settings(**changes: object) -> OptimizerSettings:
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
     model, groups = _groups()
     objective = nn.Linear(2, 2)
-    optimizer = make_optimizer(parameter_groups(groups, objective), _settings())
+    optimizer = make_optimizer(parameter_groups(groups, objective), _settings(), modules=[model, objective])
     optimized = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(optimized) == len(set(optimized))
     assert set(optimized) == {id(p) for p in [*model.parameters(), *objective.parameters()]}
 
 
-def test_batch_norm_and_biases_do_not_decay_unless_asked_to() -> None:
-    _, groups = _groups()
-    optimizer = make_optimizer(groups, _settings())
-    decay = {p.ndim > 1: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert decay == {True: 0.1, False: 0.0}
-    everywhere = make_optimizer(groups, _settings(decay_batch_norm=True))
-    assert {group["weight_decay"] for group in everywhere.param_groups} == {0.1}
+@pytest.mark.parametrize("decay_batch_norm", [False, True])
+@pytest.mark.parametrize("decay_biases", [False, True])
+def test_batch_norm_and_other_vectors_decay_where_asked_to(decay_batch_norm: bool, decay_biases: bool) -> None:
+    model, groups = _groups()
+    power = nn.Parameter(torch.ones(1, 1, 1))  # of GeM
+    settings = _settings(decay_batch_norm=decay_batch_norm, decay_biases=decay_biases)
+    optimizer = make_optimizer({**groups, "pooling": [("power", power)]}, settings, modules=[model])
+    decays = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+    names = {name for name, p in [*model.named_parameters(), ("power", power)] if id(p) in decays}
+    weights = {"backbone.0.weight", "head.weight"}
+    normalization = {"backbone.1.weight", "backbone.1.bias"} if decay_batch_norm else set()
+    assert names == weights | normalization | ({"backbone.0.bias", "head.bias", "power"} if decay_biases else set())
 
 
 def test_rate_multipliers_apply_to_their_group_only() -> None:
-    _, groups = _groups()
-    optimizer = make_optimizer(parameter_groups(groups, nn.Linear(2, 2)), _settings(lr_multipliers={"loss": 100.0}))
+    model, groups = _groups()
+    settings = _settings(lr_multipliers={"loss": 100.0})
+    optimizer = make_optimizer(parameter_groups(groups, nn.Linear(2, 2)), settings, modules=[model])
     rates = {group["name"].split(",")[0]: group["lr"] for group in optimizer.param_groups}
     assert rates == pytest.approx({"backbone": 1e-3, "head": 1e-3, "loss": 0.1})
 
@@ -59,13 +65,13 @@ def test_rate_multipliers_apply_to_their_group_only() -> None:
 def test_unknown_group_in_the_multipliers_is_refused_with_the_nearest_name() -> None:
     _, groups = _groups()
     with pytest.raises(ConfigError, match=r"'proxy'.*known: backbone, distance, head, loss, pooling"):
-        make_optimizer(groups, _settings(lr_multipliers={"proxy": 1.0}))
+        make_optimizer(groups, _settings(lr_multipliers={"proxy": 1.0}), modules=[])
 
 
 def test_parameter_in_two_groups_is_a_defect() -> None:
     _, groups = _groups()
     with pytest.raises(ValueError, match="also in group 'backbone'"):
-        make_optimizer({**groups, "head": groups["backbone"]}, _settings())
+        make_optimizer({**groups, "head": groups["backbone"]}, _settings(), modules=[])
 
 
 @pytest.mark.parametrize("changes", [{"lr": 0.0}, {"lr": -1.0}, {"weight_decay": -1.0}])
@@ -136,7 +142,7 @@ def test_adam_decays_in_the_gradient_and_adamw_beside_it_by_group(optimizer, dec
     settings = OptimizerSettings(
         partial(optimizer, betas=(0.9, 0.99), eps=eps), lr=1e-2, weight_decay=0.1, lr_multipliers=rates
     )
-    made = make_optimizer(parameter_groups(groups, objective), settings)
+    made = make_optimizer(parameter_groups(groups, objective), settings, modules=[model, objective])
     owners = {p: name for name, members in groups.items() for _, p in members}
     owners |= dict.fromkeys(objective.parameters(), "loss")
     starts = {p: p.detach().clone() for p in owners}

@@ -84,6 +84,7 @@ def adapt(
     optimizer = make_optimizer(
         {"head": list(projection.named_parameters())},
         OptimizerSettings(partial(torch.optim.Adam, fused=True), adaptation.lr, adaptation.weight_decay),
+        modules=(projection,),
     )
     batches = ClassBalancedBatchSampler(
         np.asarray(classes, dtype=np.int64),

@@ -30,8 +30,8 @@ class OptimizerSettings:
         optimizer: ``optimizer(parameter_groups) -> torch.optim.Optimizer`` with everything but rates and decay bound.
         lr: base learning rate, > 0.
         weight_decay: decay as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
-        decay_batch_norm: whether the affine parameters of normalization layers and biases (all vectors and
-            scalars) decay too; the GSP framework excludes them.
+        decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
+        decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
         lr_multipliers: factor on ``lr`` per group; a group that is not named has factor 1.
     """
 
@@ -39,6 +39,7 @@ class OptimizerSettings:
     lr: float
     weight_decay: float = 0.0
     decay_batch_norm: bool = False
+    decay_biases: bool = False
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,10 +67,18 @@ def _objective_group(name: str) -> str:
     return "regularizer" if name.startswith("regularizers.") and ".objectives." not in name else "loss"
 
 
-def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimizer:
+_NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules: Iterable[nn.Module]) -> Optimizer:
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
+
+    Args:
+        groups: parameters by group, with their names.
+        settings: learning rates and weight decay.
+        modules: own all parameters; their normalization layers are found among their submodules.
 
     Raises:
         ConfigError: a rate multiplier names a group that does not exist; nothing is trainable.
@@ -78,6 +87,8 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimize
     for name in settings.lr_multipliers:
         if name not in GROUPS:
             raise ConfigError(f"optim.lr_multipliers names the group '{name}': {closest(name, GROUPS)}")
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, _NORMALIZATION)]
+    of_normalization = {id(p) for layer in layers for p in layer.parameters()}
     seen: dict[int, str] = {}
     result: list[dict[str, Any]] = []
     for group, members in groups.items():
@@ -88,8 +99,11 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings) -> Optimize
                 raise ValueError(f"parameter {name} of group '{group}' is also in group '{seen[id(parameter)]}'")
             seen[id(parameter)] = group
             is_vector = parameter.numel() == max(parameter.shape, default=1)  # GeM's power has the shape of a map
-            rests = is_vector and not settings.decay_batch_norm
-            (resting if rests else decaying).append(parameter)
+            if id(parameter) in of_normalization:
+                decays = settings.decay_batch_norm
+            else:
+                decays = settings.decay_biases or not is_vector
+            (decaying if decays else resting).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):
             if parameters:
