@@ -1,10 +1,13 @@
 """Which images of a batch are compared, where pytorch-metric-learning has no miner for it."""
 
+import math
 from collections.abc import Callable
 
 import torch
+from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
+from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -74,3 +77,42 @@ class SwitchedNegatives(nn.Module):
         drawn = torch.multinomial(same.float(), 1)[:, 0]  # a triplet has a positive, so no row is empty
         switched = torch.rand(len(anchor), device=anchor.device) < self.switch_probability
         return anchor, positive, torch.where(switched, drawn, negative)
+
+
+class RandomPositiveHardestNegative(BaseMiner):  # type: ignore[misc]  # PML has no types
+    """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
+
+    Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
+    equally near ones is taken. So the cutoff keeps images that lie almost on the anchor from being preferred.
+
+    Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
+    (core/selectors/hard_selector.py).
+    """
+
+    def __init__(self, *, cutoff: float = 0.5, **kwargs: object) -> None:
+        """
+        Args:
+            cutoff: upper limit of the floor, at least 0, in units of the distance.
+            kwargs: ``distance``, of pytorch-metric-learning; Euclidean by default.
+
+        Raises:
+            ConfigError: a negative cutoff.
+        """
+        super().__init__(**kwargs)
+        if not 0 <= cutoff < math.inf:
+            raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
+        self.cutoff = cutoff
+
+    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+        """Of a batch with itself, [B, D] and [B]; of a batch of one class, no triplets."""
+        _, class_of, sizes = on_host(labels).unique(return_inverse=True, return_counts=True)
+        has_positive = (sizes[class_of] > 1) & (len(sizes) > 1)
+        anchors = to_device(has_positive.nonzero()[:, 0], labels.device)
+        if not len(anchors):
+            return anchors, anchors, anchors
+        distances = self.distance(embeddings, ref_emb)  # [B, B]
+        same = labels[:, None] == ref_labels
+        floor = distances.masked_fill(~same, -torch.inf).amax().clamp(max=self.cutoff)
+        negatives = distances.clamp(min=floor).masked_fill(same, torch.inf).argmin(1)
+        positives = torch.multinomial(same.fill_diagonal_(False)[anchors].float(), 1, replacement=True)[:, 0]
+        return anchors, positives, negatives[anchors]
