@@ -137,10 +137,18 @@ NOT_PART_OF_A_RUN = (
 # so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
 _SAME_AS_ABSENT: dict[str, Any] = {
     "optim.decay_biases": False,
+    "optim.without_decay": [],
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,
     "matching": None,
+}
+# The same for arguments of what a ``_target_`` names, wherever it stands.
+_ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
+    "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
+    "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
+    "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
+    "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
 }
 
 # Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
@@ -221,7 +229,18 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
             node = node.get(parent) or {}
         if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
             node.pop(last, None)
+    _drop_added_arguments(container)
     return container
+
+
+def _drop_added_arguments(node: Any) -> None:
+    """Remove ``_ARGUMENTS_SAME_AS_ABSENT`` from nested lists and dicts."""
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _drop_added_arguments(child)
+    if isinstance(node, dict):
+        for key, value in _ARGUMENTS_SAME_AS_ABSENT.get(str(node.get("_target_")), {}).items():
+            if node.get(key) == value:
+                node.pop(key, None)
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:

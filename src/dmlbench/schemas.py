@@ -342,12 +342,12 @@ class OodmlFewShotConfig:
     cells: str | None = None
     shots: Any = (2, 5, 10)
     episodes: int = 10
-    steps: int = 1000
+    steps: int | None = None
     lr_factor: float = 10.0
-    weight_decay: float | None = None
+    weight_decay: float | None = 0.0
     batch_size: int = 112
     images_per_class: int = 2
-    beta: float = 1.2
+    beta: float | None = None
     margin: float = 0.2
     official: str | None = None
     merge_order: Any = None

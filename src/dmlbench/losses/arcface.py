@@ -1,10 +1,14 @@
 """ArcFace with a gradient that stays finite where an embedding meets its class's vector."""
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor
+
+from dmlbench.losses.initialization import init_class_vectors
 
 
 class ArcFace(ArcFaceLoss):
@@ -15,8 +19,38 @@ class ArcFace(ArcFaceLoss):
     NaN; here cos(theta + m) = cos theta cos m - sin theta sin m, and the slope of sin theta is taken as 0 where
     sin^2 theta < 1e-7. Apart from there value and gradient are PML's.
 
-    Source: Deng et al. 2019, "ArcFace", eq. 3; the branch for large angles as in PML and the authors' code.
+    With ``clamp_negative``, cosines below 0 count as 0 and have no gradient.
+
+    Source: Deng et al. 2019, "ArcFace", eq. 3; the branch for large angles as in PML and the authors' code;
+    ``clamp_negative``: Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c, criteria/arcface.py.
     """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        init: str = "normal",
+        init_std: float | None = 1.0,
+        clamp_negative: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            num_classes: C, classes of the training set.
+            embedding_size: D.
+            init, init_std: initial class vectors, see ``init_class_vectors``.
+            clamp_negative: take cosines below 0 as 0.
+            **kwargs: of pytorch-metric-learning's class.
+        """
+        initialize = partial(init_class_vectors, init=init, init_std=init_std, class_dim=1)  # of W [D, C]
+        kwargs["weight_init_func"] = kwargs.get("weight_init_func") or initialize
+        super().__init__(num_classes, embedding_size, **kwargs)
+        self.clamp_negative = clamp_negative
+
+    def get_cosine(self, embeddings: Tensor) -> Tensor:
+        cosine: Tensor = super().get_cosine(embeddings)
+        return cosine.clamp(min=0) if self.clamp_negative else cosine
 
     def modify_cosine_of_target_classes(self, cosine_of_target_classes: Tensor) -> Tensor:
         cosine = cosine_of_target_classes.clamp(-1, 1)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.margin_oodml import MarginOodml
-from dmlbench.losses.miners import Triplets, log_inverse_density
+from dmlbench.losses.miners import Triplets, drawn_by_distance
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError, check_choice
@@ -17,8 +17,6 @@ PARTS = ("discriminative", "shared", "self_similarity", "intra")
 
 Shared = Literal["permuted", "across_classes"]
 Intra = Literal["within_class", "permuted"]
-
-_NEAREST = 0.5  # smaller distances count as this one where negatives are drawn
 
 
 def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
@@ -150,7 +148,7 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     if kind == "permuted":
         known = known[torch.randperm(len(known))]
     different = to_device(known[:, None] != known[None, :], rows.device)
-    negative = _drawn_by_distance(rows.detach(), different)
+    negative = drawn_by_distance(rows.detach(), different)
     if kind == "across_classes":
         if len(classes) < 3:
             raise ConfigError(
@@ -166,11 +164,3 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
         for x in (same.any(1).nonzero()[:, 0], torch.rand(same.shape).masked_fill_(~same, -1).argmax(1))
     )
     return anchor, positive[anchor], negative[anchor]
-
-
-def _drawn_by_distance(rows: Tensor, allowed: Tensor) -> Tensor:
-    """For each of [B, D] unit rows one of those allowed [B, B], with the weight 1 / q(d)."""
-    distances = (2 - 2 * rows @ rows.T).clamp(min=0).sqrt().clamp(min=_NEAREST)
-    weights = log_inverse_density(distances, rows.shape[1])
-    # The largest of log w + Gumbel noise is a draw by w, which waits for nothing and does not underflow.
-    return (weights - torch.empty_like(weights).exponential_().log()).masked_fill_(~allowed, -torch.inf).argmax(1)

@@ -15,18 +15,16 @@ def init_class_vectors(vectors: Tensor, init: str, init_std: float | None = None
     """Fill ``vectors`` in place.
 
     Args:
-        vectors: [C, ..., D], or [D, ..., C] with ``class_dim=-1``.
+        vectors: [C, ..., D], or [D, C] with ``class_dim=1``.
         init: ``he_normal``: N(0, 2 / C), He et al. 2015 with a fan of C; ``kaiming_uniform_a5``: uniform in
             +-1 / sqrt(D), the default of ``torch.nn.Linear`` (a = sqrt(5)); ``normal``: N(0, init_std^2).
         init_std: above 0 for ``normal``, null for the others.
-        class_dim: 0 or -1.
+        class_dim: 0 or 1.
 
     Raises:
         ConfigError: an unknown ``init``, or an ``init_std`` that it does not take.
     """
-    num_classes, size = (
-        (vectors.shape[0], vectors.shape[-1]) if class_dim == 0 else (vectors.shape[-1], vectors.shape[0])
-    )
+    num_classes, size = vectors.shape[class_dim], vectors.shape[class_dim - 1]
     if init not in SCHEMES:
         raise ConfigError(f"init: got '{init}', expected one of {', '.join(SCHEMES)}.")
     if init == "normal":

@@ -17,8 +17,7 @@ class MarginOodml(nn.Module):
     loss = (sum of all terms + nu * sum of those triplets' boundaries) / number of triplets with a term above 0.
     Without such a triplet it is 0 with a gradient of 0. (PML's reduction counts a triplet with two terms twice.)
 
-    The public code draws one triplet per anchor, weighted by distance; miner=distance_weighted draws one for each
-    positive of each anchor.
+    The public code draws one triplet per anchor, weighted by distance (``miners.DistanceWeighted``).
 
     Source: Wu et al. 2017; Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
     criteria/margin.py.

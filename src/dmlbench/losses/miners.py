@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from dmlbench.transfers import on_host, to_device
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]
+Variant = Literal["official", "paper"]
 
 
 def log_inverse_density(distances: Tensor, size: int) -> Tensor:
@@ -28,31 +31,128 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
     return (2.0 - size) * distances.log() - (size - 3) / 2 * rest.log()
 
 
-class SwitchedNegatives(nn.Module):
-    """Rho-regularization: the negative of a triplet is, with probability rho, another image of the anchor's class.
+def drawn_by_distance(
+    rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
+) -> Tensor:
+    """[B]: for each row one of those allowed, drawn with the weight 1 / q(d) of its distance d.
 
-    Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
-    class in the batch, without the anchor; it may be the triplet's positive. "R-Margin" is the margin loss with
-    distance-weighted triplets treated so.
+    Each row has its own draw in the log domain, so no row underflows, whatever the other rows are.
 
-    Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
-    2020, section 5 (rho-regularization); as ooDML (Milbich et al. 2021) uses it.
+    Args:
+        rows: [B, D] unit vectors, without gradient.
+        allowed: [B, B] booleans; a row without any draws index 0.
+        cutoff: smaller distances count as this one.
+        generator: on the device of the rows; None is torch's own.
+    """
+    distances = (2 - 2 * rows @ rows.T).clamp(min=0).sqrt().clamp(min=cutoff)
+    log_weights = log_inverse_density(distances, rows.shape[1])
+    # The largest of log w + Gumbel noise is a draw by w, and nothing waits for the device.
+    noise = torch.empty_like(log_weights).exponential_(generator=generator).log()
+    return (log_weights - noise).masked_fill_(~allowed, -torch.inf).argmax(1)
+
+
+def drawn_evenly(allowed: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """[T]: for each row of ``allowed`` [T, B] one of its true columns; index 0 where there is none."""
+    uniform = torch.rand(allowed.shape, generator=generator, device=allowed.device)
+    return uniform.masked_fill_(~allowed, -1).argmax(1)
+
+
+def distance_weighted_triplets(
+    embeddings: Tensor, labels: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
+) -> Triplets:
+    """One triplet for each image: an even draw from its class, and a negative by ``drawn_by_distance``.
+
+    An image without another one of its class in the batch, or without one of another class, has no triplet.
+
+    Args:
+        embeddings: [B, D], not normalized.
+        labels: [B].
+        cutoff: smaller distances count as this one.
+        generator: on the device of the rows; None is torch's own.
+
+    Returns:
+        Anchors, positives and negatives [T], T at most B.
+    """
+    known = on_host(labels)
+    same = known[:, None] == known[None, :]
+    different = ~same
+    same = same.fill_diagonal_(False)
+    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], labels.device)
+    rows = normalize(embeddings.detach())
+    negatives = drawn_by_distance(rows, to_device(different, rows.device), cutoff=cutoff, generator=generator)
+    positives = drawn_evenly(to_device(same, rows.device), generator)
+    return anchors, positives[anchors], negatives[anchors]
+
+
+class DistanceWeighted(nn.Module):
+    """One triplet per image, its negative drawn with the weight 1 / q(d) of its distance (``log_inverse_density``).
+
+    pytorch-metric-learning's miner of these weights differs: it leaves out negatives farther than 1.4, it subtracts
+    the maximum of the whole matrix, so that most rows underflow in 512 dimensions and their images have no triplet, and
+    it draws a triplet for each positive.
+
+    Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4;
+    Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c, batchminer/distance.py, where the cutoff
+    at 1.4 is commented out.
     """
 
-    def __init__(self, miner: Callable[[Tensor, Tensor], Triplets], *, switch_probability: float = 0.4) -> None:
+    def __init__(self, *, cutoff: float = 0.5) -> None:
         """
         Args:
-            miner: miner of triplets of pytorch-metric-learning.
-            switch_probability: rho, in [0, 1].
+            cutoff: smaller distances count as this one, in (0, 2).
 
         Raises:
-            ConfigError: rho is no probability.
+            ConfigError: the cutoff is out of its range.
+        """
+        super().__init__()
+        if not 0 < cutoff < 2:
+            raise ConfigError(f"cutoff: got {cutoff}, expected a distance in (0, 2). The public code has 0.5.")
+        self.cutoff = cutoff
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
+        return distance_weighted_triplets(embeddings, labels, cutoff=self.cutoff)
+
+
+class SwitchedNegatives(nn.Module):
+    """Rho-regularization: with probability rho, a triplet pushes away another image of the anchor's class.
+
+    Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
+    class in the batch, without the anchor. What is the positive of such a triplet?
+
+    - ``official``: the anchor itself, so that the triplet only pushes (positives.append(i) in the public code).
+    - ``paper``: the positive that the miner drew. With two images a class it is the very image that is pushed away, and
+      pull and push cancel.
+
+    "R-Margin" is the margin loss with distance-weighted triplets treated so.
+
+    Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
+    2020, section 5 (rho-regularization); Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
+    batchminer/rho_distance.py.
+    """
+
+    def __init__(
+        self,
+        miner: Callable[[Tensor, Tensor], Triplets],
+        *,
+        switch_probability: float = 0.4,
+        variant: Variant = "official",
+    ) -> None:
+        """
+        Args:
+            miner: of triplets.
+            switch_probability: rho, in [0, 1].
+            variant: positives of switched triplets.
+
+        Raises:
+            ConfigError: rho is no probability; an unknown variant.
         """
         super().__init__()
         if not 0 <= switch_probability <= 1:
-            raise ConfigError(f"switch_probability ({switch_probability}) must lie in [0, 1]")
+            raise ConfigError(f"switch_probability: got {switch_probability}, expected a probability in [0, 1].")
+        check_choice("variant", variant, get_args(Variant))
         self.miner = miner
         self.switch_probability = switch_probability
+        self.variant = variant
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
         """
@@ -67,15 +167,17 @@ class SwitchedNegatives(nn.Module):
         if len(mined) != 3:
             raise ConfigError(
                 f"{type(self.miner).__name__} gives pairs, not triplets; switch the negatives of a miner of triplets, "
-                "such as DistanceWeightedMiner"
+                "such as DistanceWeighted"
             )
         anchor, positive, negative = mined
         if not len(anchor):
             return mined
         same = labels[anchor][:, None] == labels[None, :]  # [T, B]
-        same[torch.arange(len(anchor), device=anchor.device), anchor] = False
-        drawn = torch.multinomial(same.float(), 1)[:, 0]  # a triplet has a positive, so no row is empty
+        same &= torch.arange(len(labels), device=labels.device) != anchor[:, None]
+        drawn = drawn_evenly(same)  # a triplet has a positive, so no row is empty
         switched = torch.rand(len(anchor), device=anchor.device) < self.switch_probability
+        if self.variant == "official":
+            positive = torch.where(switched, anchor, positive)
         return anchor, positive, torch.where(switched, drawn, negative)
 
 

@@ -2,15 +2,18 @@
 
 import math
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
+
+PositiveMean = Literal["classes", "images"]
 
 
 class ProxyAnchor(WholeBatchLoss):
@@ -20,21 +23,38 @@ class ProxyAnchor(WholeBatchLoss):
     loss = 1/C+ sum over the C+ classes of log (1 + sum over b of class c of exp(-alpha (s_bc - margin)))
          + 1/C sum over all C classes of log (1 + sum over b of other classes of exp(alpha (s_bc + margin))).
 
+    With ``positive_mean="images"`` the first sum is a mean over the images of the batch of their classes' terms, so that
+    a class with twice as many images counts twice.
+
     Limits: a class that is all of the batch has no second term. A row of zeros, or a proxy, has the cosine 0 with all.
 
     Source: Kim et al. 2020, eq. 4; tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py. Values, gradients and
     initial proxies are those of pytorch-metric-learning's ProxyAnchorLoss, which makes several copies of all proxies.
+    ``positive_mean="images"``: Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
+    criteria/oproxy.py.
     """
 
     has_proxies: ClassVar[bool] = True
 
-    def __init__(self, num_classes: int, embedding_size: int, *, alpha: float = 32.0, margin: float = 0.1) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        *,
+        alpha: float = 32.0,
+        margin: float = 0.1,
+        positive_mean: PositiveMean = "classes",
+        init: str = "he_normal",
+        init_std: float | None = None,
+    ) -> None:
         """
         Args:
             num_classes: C, classes of the training set; at least 2.
             embedding_size: D.
             alpha: above 0, how much the hardest images outweigh the others.
             margin: in [0, 1), distance of both kinds of cosines from 0.
+            positive_mean: what the first sum is a mean over, ``classes`` or ``images``.
+            init, init_std: initial proxies, see ``init_class_vectors``.
 
         Raises:
             ConfigError: a number is out of its range.
@@ -46,18 +66,22 @@ class ProxyAnchor(WholeBatchLoss):
             raise ConfigError(f"alpha ({alpha}) must be above 0 and finite, e.g. 32")
         if not 0 <= margin < 1:
             raise ConfigError(f"margin ({margin}) is added to cosines: choose it from [0, 1), e.g. 0.1")
+        check_choice("positive_mean", positive_mean, get_args(PositiveMean))
         self.num_classes = num_classes
+        self.positive_mean = positive_mean
         self.alpha = alpha
         self.margin = margin
         self.proxies = nn.Parameter(torch.empty(num_classes, embedding_size))
-        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+        init_class_vectors(self.proxies, init, init_std)
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        evaluate = partial(_evaluate, labels=labels, offset=self.alpha * self.margin)
+        evaluate = partial(
+            _evaluate, labels=labels, offset=self.alpha * self.margin, by_class=self.positive_mean == "classes"
+        )
         return loss_of_cosines(self.alpha * normalize(embeddings), self.proxies, evaluate)
 
 
-def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: float, by_class: bool) -> tuple[Tensor, Tensor]:
     """Loss and its slope, as ``loss_of_cosines`` asks for, of the logits l = alpha s = products * inverse.
 
     The second term of a class is taken as h + log (exp(-h) + sum of exp(l + offset - h)) with h = max(0, the largest
@@ -65,7 +89,7 @@ def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: floa
     """
     right = (torch.arange(len(labels), device=labels.device), labels)
     at_right, inverse_at_right = products[right], inverse[labels]  # [B]
-    positive, slope_at_right = _positive_part(at_right * inverse_at_right, labels, offset)
+    positive, slope_at_right = _positive_part(at_right * inverse_at_right, labels, offset, by_class)
     products[right] = -torch.inf
     highest = (products.amax(0) * inverse).add_(offset).clamp_(min=0)  # [C]
     slope = torch.addcmul(offset - highest, products, inverse).exp_()  # [B, C]
@@ -77,13 +101,14 @@ def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: floa
     return positive + negative.mean(), slope
 
 
-def _positive_part(logits: Tensor, labels: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+def _positive_part(logits: Tensor, labels: Tensor, offset: float, by_class: bool) -> tuple[Tensor, Tensor]:
     """The first sum, over the classes of the batch, and its slope, of each image's logit with its own class.
 
     Args:
         logits: [B] alpha s_by.
         labels: [B].
         offset: alpha margin.
+        by_class: a mean over classes, not over images.
 
     Returns:
         A scalar and [B].
@@ -94,6 +119,7 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float) -> tuple[Tenso
     zero = logits.new_zeros(())
     of_class = exponents.expand(len(labels), -1).masked_fill(~same, -torch.inf)  # [B, B], those of b's class
     terms = of_class.logsumexp(1).logaddexp(zero)
-    share = same.sum(1).to(logits.dtype).reciprocal_()  # a class has one term, however many images
-    num_classes = share.sum()
-    return (share * terms).sum() / num_classes, (exponents - terms).exp_().neg_() / num_classes
+    images = same.sum(1).to(logits.dtype)  # [B] of b's class
+    share = images.reciprocal() if by_class else torch.ones_like(images)  # b's share of its class's term
+    slope = (exponents - terms).exp_().neg_() * (share * images)  # of all shares of the class's term
+    return (share * terms).sum() / share.sum(), slope / share.sum()

@@ -1,6 +1,6 @@
 """The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -8,14 +8,16 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.head import Head, MetricModel
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 if TYPE_CHECKING:  # poolings work with projections
     from dmlbench.models.pooling.base import Pooling
 
+Init = Literal["glorot_uniform", "kaiming_uniform_a5"]
+
 
 class Projection(Head):
-    """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W]; W starts Glorot uniform, b at 0.
+    """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
 
     The optional layer norm has no parameters and stands before the linear layer (ProxyNCA++ places it after the
     pooling). The product is always taken in float32, also under autocast: it is a small part of the work, and
@@ -24,26 +26,41 @@ class Projection(Head):
     Source: GSP code (glorot_uniform, no bias); Teh et al., ProxyNCA++, 2020, section 3.5 (layer norm).
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, layer_norm: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        layer_norm: bool = False,
+        init: Init = "glorot_uniform",
+    ) -> None:
         """
         Args:
             in_features: C, channels of the backbone's last map.
             out_features: D, what the pooling wants of the projection.
             bias: add b.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
+            init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
+                +-1 / sqrt(C), as ``torch.nn.Linear`` starts.
 
         Raises:
-            ConfigError: a width below 1.
+            ConfigError: a width below 1, or an unknown init.
         """
         super().__init__()
+        check_choice("init", init, get_args(Init))
         if in_features < 1 or out_features < 1:
             raise ConfigError(f"a projection from {in_features} to {out_features} features; both must be at least 1")
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        nn.init.xavier_uniform_(self.weight)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        if init == "glorot_uniform":
+            nn.init.xavier_uniform_(self.weight)
+        else:
+            for parameter in self.parameters():
+                nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C] to [B, D], or [B, C, H, W] to [B, D, H, W] (channels last in memory).

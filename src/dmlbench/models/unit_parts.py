@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.head import MetricModel
-from dmlbench.models.projection import Projection
+from dmlbench.models.projection import Init, Projection
 from dmlbench.types import ConfigError
 
 if TYPE_CHECKING:  # poolings work with projections
@@ -34,6 +34,7 @@ class UnitParts(Projection):
         *,
         weights: Sequence[float] = (1.0, 1.0, 1.0, 1.0),
         bias: bool = False,
+        init: Init = "glorot_uniform",
     ) -> None:
         """
         Args:
@@ -41,11 +42,12 @@ class UnitParts(Projection):
             out_features: what the pooling wants of the projection.
             weights: w, of each part, above 0; as many as there are parts.
             bias: add one to the projection.
+            init: as of ``Projection``.
 
         Raises:
             ConfigError: a width below 1, or no parts, or a weight that is not above 0.
         """
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias=bias, init=init)
         if not weights or not min(weights) > 0:
             raise ConfigError(f"weights ({list(weights)}) of the parts must be above 0, and there must be some")
         self.register_buffer("weights", torch.tensor(weights, dtype=torch.float32), persistent=False)

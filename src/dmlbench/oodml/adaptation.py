@@ -7,20 +7,16 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import normalize
 
-from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
+from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
 from dmlbench.losses.margin_oodml import MarginOodml
-from dmlbench.losses.miners import log_inverse_density
+from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
 from dmlbench.oodml.cached_features import CachedFeatures
 from dmlbench.runtime import derive_seed, single_threaded_torch
 from dmlbench.training.optim import OptimizerSettings, make_optimizer
+from dmlbench.transfers import with_host_copy
 from dmlbench.types import ConfigError, IntArray
-
-_NEAREST, _FARTHEST = 0.5, 1.4
-"""Smaller distances count as the first; negatives from the second on are not drawn (values of PML)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Adaptation:
         weight_decay: of the layer's matrix, as Adam means it.
         batch_size: images of a batch at most, 112 in the public code.
         images_per_class: of them of each class.
-        beta: boundary of the margin loss (Wu et al. 2017; the public code does not train it here).
+        beta: boundary of the margin loss, which the public code does not train here.
         margin: half the width of the band around it.
     """
 
@@ -86,7 +82,7 @@ def adapt(
         OptimizerSettings(partial(torch.optim.Adam, fused=True), adaptation.lr, adaptation.weight_decay),
         modules=(projection,),
     )
-    batches = ClassBalancedBatchSampler(
+    batches = RepeatingClassBatchSampler(
         np.asarray(classes, dtype=np.int64),
         classes_per_batch=min(adaptation.batch_size // adaptation.images_per_class, len(names)),
         images_per_class=adaptation.images_per_class,
@@ -99,56 +95,10 @@ def adapt(
     with single_threaded_torch() if features.pooling is None else contextlib.nullcontext():
         for _ in range(adaptation.steps):
             rows = torch.from_numpy(next(batches).rows)
-            batch_labels = of_class[rows].to(device)
+            batch_labels = with_host_copy(of_class[rows], device)
             embeddings = features.embeddings(positions[rows], projection)
-            mined = distance_weighted_triplets(embeddings.detach(), batch_labels, triplets)
+            mined = distance_weighted_triplets(embeddings, batch_labels, generator=triplets)
             optimizer.zero_grad()
             loss(embeddings, batch_labels, mined).backward()
             optimizer.step()
     return projection.requires_grad_(False)
-
-
-def distance_weighted_triplets(
-    embeddings: Tensor, labels: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A triplet for each anchor: any other image of its class, and a negative drawn by its distance d.
-
-    A negative's weight is 1 / q(d) with the density q(d) ~ d^(D - 2) (1 - d^2 / 4)^((D - 3) / 2) of distances between
-    random points on the unit sphere, which evens out how far negatives are; d counts as 0.5 at least, and those from
-    1.4 on are left out. An anchor without a positive or without such a negative has no triplet. All anchors are drawn
-    for at once: PML's miner of the same weights goes through the classes one by one, which would take most of the time
-    of an adaptation.
-
-    Args:
-        embeddings: [B, D], not normalized.
-        labels: [B].
-        generator: on the device of the rows.
-
-    Returns:
-        Anchors, positives and negatives [T], T at most B.
-
-    Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4; one triplet an anchor as in
-        the public code of ooDML (batchminer/distance.py).
-    """
-    weights = negative_weights(embeddings, labels)
-    same = labels[:, None] == labels[None, :]
-    same.fill_diagonal_(False)
-    anchors = torch.nonzero((weights > 0).any(1) & same.any(1))[:, 0]
-    if not len(anchors):
-        return anchors, anchors, anchors
-    uniform = torch.rand((len(anchors), len(labels)), generator=generator, device=labels.device)
-    positives = ((1 + uniform) * same[anchors]).argmax(1)
-    negatives = torch.multinomial(weights[anchors], 1, generator=generator)[:, 0]
-    return anchors, positives, negatives
-
-
-def negative_weights(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """[B, B]: how likely each image is drawn as each anchor's negative, up to a factor; a row's largest is 1."""
-    rows, size = normalize(embeddings), embeddings.shape[1]
-    distance = (2 - 2 * rows @ rows.T).clamp(min=0).sqrt().clamp(min=_NEAREST)
-    possible = (labels[:, None] != labels[None, :]) & (distance < _FARTHEST)
-    # Those that are left out lie up to 2 apart, where the logarithm is infinite.
-    kept = distance.clamp(max=_FARTHEST)
-    log_weight = log_inverse_density(kept, size).where(possible, -torch.inf)
-    largest = log_weight.amax(1, keepdim=True)
-    return (log_weight - largest.where(largest.isfinite(), 0)).exp()

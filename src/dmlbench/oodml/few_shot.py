@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from tqdm import tqdm
 
@@ -30,6 +31,8 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
+from dmlbench.losses.diva import Diva
+from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.models.projection import Projection
 from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
@@ -45,6 +48,8 @@ from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 FEW_SHOT = "few_shot.json"
 """Scores of episodes, next to a run's result, bound to the weights that were adapted."""
 _SCHEMA = 1
+_STEPS, _STEPS_OF_MANY_SHOTS, _MANY_SHOTS = 1000, 1500, 5
+"""Of 2 and 5 shots in the public code, OOD-Study_FewShot.sh."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,11 @@ class FewShotPlan:
         shots: numbers of support images of a class.
         episodes: how many episodes of each.
         spec: the scores, of rankings.
-        steps, batch_size, images_per_class, beta, margin: of ``Adaptation``.
-        lr_factor: its rate over that of the run's head.
-        weight_decay: its decay; None is the run's.
+        steps: of ``Adaptation``; None: 1,000, from 5 shots on 1,500 (public code).
+        batch_size, images_per_class, margin: of ``Adaptation``.
+        beta: of ``Adaptation``; None: the run's own initial boundary, 1.2 for losses without one (public code).
+        lr_factor: its learning rate over that of the run's head.
+        weight_decay: its decay, 0 in the public code; None: the run's.
         official: published episodes; None draws own ones.
         memory_bytes: limit of what is kept of the images.
     """
@@ -65,13 +72,13 @@ class FewShotPlan:
     shots: tuple[int, ...]
     episodes: int
     spec: EvaluationSpec
-    steps: int = 1000
+    steps: int | None = None
     batch_size: int = 112
     images_per_class: int = 2
-    beta: float = 1.2
+    beta: float | None = None
     margin: float = 0.2
     lr_factor: float = 10.0
-    weight_decay: float | None = None
+    weight_decay: float | None = 0.0
     official: OfficialEpisodes | None = None
     memory_bytes: int = 4 * 2**30
 
@@ -86,11 +93,31 @@ class FewShotPlan:
         if self.spec.rerank is not None:
             raise ConfigError("rerank ranks a shortlist of a distance of its own; the episodes compare unit vectors")
 
-    def adaptation(self, trained_by: OptimizerSettings) -> Adaptation:
-        """How a run that was trained so is adapted."""
+    def adaptation(self, trained_by: OptimizerSettings, boundary: float, shots: int) -> Adaptation:
+        """How a run that was trained so is adapted.
+
+        Args:
+            trained_by: the run's optimizer.
+            boundary: of the run's loss, see ``initial_boundary``.
+            shots: images of each class.
+        """
         lr = trained_by.lr * trained_by.lr_multipliers.get("head", 1.0) * self.lr_factor
         decay = trained_by.weight_decay if self.weight_decay is None else self.weight_decay
-        return Adaptation(self.steps, lr, decay, self.batch_size, self.images_per_class, self.beta, self.margin)
+        beta = boundary if self.beta is None else self.beta
+        steps = self.steps
+        if steps is None:
+            steps = _STEPS if shots < _MANY_SHOTS else _STEPS_OF_MANY_SHOTS
+        return Adaptation(steps, lr, decay, self.batch_size, self.images_per_class, beta, self.margin)
+
+
+def initial_boundary(loss: DictConfig) -> float:
+    """Where the boundaries of a run's margin loss started; 1.2 for losses without boundaries.
+
+    Source: ooDML's code reads --loss_margin_beta of the training command, whose default is 1.2 (parameters.py), when it
+    adapts (utilities/finetune_utils.py); S2SD was trained with 0.6 (OOD-Study_FewShot.sh).
+    """
+    has_boundaries = issubclass(imported(loss._target_, "loss"), (MarginOodml, Diva))
+    return float(loss.beta) if has_boundaries else Adaptation.beta
 
 
 @dataclass(frozen=True)
@@ -125,9 +152,11 @@ def few_shot_of_run(
     """
     result = read_result(run_dir)
     bound = _bound_to(run_dir, result)
-    adaptation = plan.adaptation(component(load_config(run_dir / CONFIG).optim))
+    config = load_config(run_dir / CONFIG)
+    trained_by, boundary = component(config.optim), initial_boundary(config.loss)
+    adaptations = {shots: plan.adaptation(trained_by, boundary, shots) for shots in plan.shots}
     held = _held(run_dir, bound)
-    keys = {shots: _key(shots, adaptation, plan.official) for shots in plan.shots}
+    keys = {shots: _key(shots, adaptations[shots], plan.official) for shots in plan.shots}
     names = set(plan.spec.score_names)
     missing = [
         (shots, episode)
@@ -140,9 +169,9 @@ def few_shot_of_run(
             run_dir, load_run(run_dir, {"num_workers": num_workers}, device=device), plan, seed=result["seed"]
         )  # fmt: skip
         for shots, episode in tqdm(missing, desc=run_dir.name, disable=not sys.stderr.isatty(), unit="episode"):
-            scores = loaded.episode(shots, episode, adaptation)
+            scores = loaded.episode(shots, episode, adaptations[shots])
             held = _held(run_dir, bound)  # as another process may have left it meanwhile
-            kept = held.setdefault(keys[shots], {"settings": _settings(shots, adaptation, plan.official)})
+            kept = held.setdefault(keys[shots], {"settings": _settings(shots, adaptations[shots], plan.official)})
             of_episode = kept.setdefault("episodes", {}).setdefault(str(episode), {})
             for kind, found in scores.items():
                 of_episode[kind] = of_episode.get(kind, {}) | found

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class OptimizerSettings:
         weight_decay: decay as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
         decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
         decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
+        without_decay: groups of which nothing decays.
         lr_multipliers: factor on ``lr`` per group; a group that is not named has factor 1.
     """
 
@@ -40,6 +41,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     decay_batch_norm: bool = False
     decay_biases: bool = False
+    without_decay: Sequence[str] = ()
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,12 +83,13 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
         modules: own all parameters; their normalization layers are found among their submodules.
 
     Raises:
-        ConfigError: a rate multiplier names a group that does not exist; nothing is trainable.
+        ConfigError: a setting names a group that does not exist; nothing is trainable.
         ValueError: a parameter is in two groups (a defect of the model).
     """
-    for name in settings.lr_multipliers:
-        if name not in GROUPS:
-            raise ConfigError(f"optim.lr_multipliers names the group '{name}': {closest(name, GROUPS)}")
+    for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
+        for name in names:
+            if name not in GROUPS:
+                raise ConfigError(f"optim.{key} names the group '{name}': {closest(name, GROUPS)}")
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, _NORMALIZATION)]
     of_normalization = {id(p) for layer in layers for p in layer.parameters()}
     seen: dict[int, str] = {}
@@ -103,6 +106,7 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
                 decays = settings.decay_batch_norm
             else:
                 decays = settings.decay_biases or not is_vector
+            decays = decays and group not in settings.without_decay
             (decaying if decays else resting).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):

@@ -8,6 +8,7 @@ sampler                            classes of a batch              images of a c
 ``ClassBalancedBatchSampler``      without, over the epoch         without, over the epoch
 ``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
 ``IndependentClassBatchSampler``   without, within the batch       with
+``RepeatingClassBatchSampler``     with                            with
 ``RandomClassBatchSampler``        a few; any number of images     with
 ``RandomBatchSampler``             ignored                         without, over the epoch
 =================================  ==============================  ===============================================
@@ -287,6 +288,24 @@ class IndependentClassBatchSampler(_BalancedSampler):
         classes = self._draw_classes(random, self._whole_batches(batch_size), self.classes_per_batch)
         owner = classes.repeat(self.images_per_class, axis=1)  # [batches, B]
         return self._with_replacement(random, owner)
+
+
+class RepeatingClassBatchSampler(_BalancedSampler):
+    """Each batch: classes with replacement, and of each draw images with replacement (ooDML).
+
+    A class that is drawn twice has twice as many images in the batch, and an image may be there several times.
+
+    Source: Milbich et al., NeurIPS 2021; Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
+        datasampler/class_random_sampler.py, whose epoch has floor(N / B) batches (here at least one).
+    """
+
+    with_replacement: ClassVar[bool] = True
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        batches = max(1, len(self.labels) // (self.classes_per_batch * self.images_per_class))
+        classes = random.integers(0, len(self._sizes), (batches, self.classes_per_batch))
+        return self._with_replacement(random, classes.repeat(self.images_per_class, axis=1))
 
 
 class RandomClassBatchSampler(BatchSampler):
