@@ -206,15 +206,12 @@ class RandomPositiveHardestNegative(BaseMiner):  # type: ignore[misc]  # PML has
         self.cutoff = cutoff
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
-        """Of a batch with itself, [B, D] and [B]; of a batch of one class, no triplets."""
+        """Of a batch [B, D] with itself, labels [B]; none where all images are of one class."""
         _, class_of, sizes = on_host(labels).unique(return_inverse=True, return_counts=True)
-        has_positive = (sizes[class_of] > 1) & (len(sizes) > 1)
-        anchors = to_device(has_positive.nonzero()[:, 0], labels.device)
-        if not len(anchors):
-            return anchors, anchors, anchors
+        has_both = (sizes[class_of] > 1) & (len(sizes) > 1)
+        anchors = to_device(has_both.nonzero()[:, 0], labels.device)
         distances = self.distance(embeddings, ref_emb)  # [B, B]
         same = labels[:, None] == ref_labels
         floor = distances.masked_fill(~same, -torch.inf).amax().clamp(max=self.cutoff)
         negatives = distances.clamp(min=floor).masked_fill(same, torch.inf).argmin(1)
-        positives = torch.multinomial(same.fill_diagonal_(False)[anchors].float(), 1, replacement=True)[:, 0]
-        return anchors, positives, negatives[anchors]
+        return anchors, drawn_evenly(same.fill_diagonal_(False))[anchors], negatives[anchors]

@@ -8,6 +8,7 @@ import pytest
 
 from dmlbench.data.batches.samplers import (
     ClassBalancedBatchSampler,
+    FullClassBatchSampler,
     IndependentClassBatchSampler,
     IndexBatch,
     RandomBatchSampler,
@@ -162,6 +163,9 @@ KINDS = {
     "independent": lambda labels, seed=0: IndependentClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
+    "full_class": lambda labels, seed=0: FullClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
     "random_class": lambda labels, seed=0: RandomClassBatchSampler(
         labels, classes_per_batch=3, batch_size=6, seed=seed
     ),
@@ -270,3 +274,23 @@ def test_small_and_single_classes_are_counted_in_the_log(caplog: pytest.LogCaptu
     (record,) = caplog.records
     assert "3 of 4 training classes have fewer than images_per_class (4)" in record.message
     assert "2 have a single image" in record.message
+
+
+# Recorded from gedml 0.2.2, MPerClassFullSampler (core/samplers/m_per_class_full_sampler.py), which zbr17/AVSL fd2686e4
+# names in link_margin.yaml: classes of each batch for classes of 9, 4, 5, 2 and 8 images, m=2, batch_size=6.
+FULL_CLASSES = [[0, 1, 2], [0, 3, 4], [1, 2, 3], [0, 1, 4], [2, 3, 4], [0, 1, 2]]
+
+
+def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
+    sampler = FullClassBatchSampler(np.repeat(np.arange(5), [9, 4, 5, 2, 8]), classes_per_batch=3, images_per_class=2, seed=0)
+    epoch = [next(sampler).rows for _ in range(len(sampler))]
+    assert [sorted(set(sampler.labels[rows].tolist())) for rows in epoch] == FULL_CLASSES
+    images = Counter(row for rows in epoch for row in rows.tolist() if sampler.labels[row] in (0, 4))
+    assert set(images.values()) == {1}  # classes that have 4 x 2 images repeat none
+
+
+@pytest.mark.parametrize(("images", "classes", "steps"), [(5_864, 100, 31), (8_054, 98, 43), (59_551, 11_318, 251)])
+def test_full_class_epochs_are_as_long_as_the_public_codes(images: int, classes: int, steps: int) -> None:
+    """Recorded likewise, m=4, batch_size=180, for images dealt to classes in turn."""
+    labels = np.sort(np.arange(images) % classes)
+    assert len(FullClassBatchSampler(labels, classes_per_batch=45, images_per_class=4, seed=0)) == steps
