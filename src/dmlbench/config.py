@@ -141,6 +141,10 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,
+    "fit.collapse_ratio": None,
+    "fit.warmup_optimizer": "shared",
+    "fit.warmup_schedule": "runs",
+    "fit.warmup_batch_norm": "frozen",
     "matching": None,
 }
 # The same for arguments of what a ``_target_`` names, wherever it stands.

@@ -39,7 +39,7 @@ from dmlbench.training.optim import (
 from dmlbench.training.readings import Readings
 from dmlbench.training.signals import StopSignal
 from dmlbench.transfers import batch_on
-from dmlbench.types import Batch, ConfigError, ModelOutput, NotFollowed, RunError, closest
+from dmlbench.types import Batch, ConfigError, ModelOutput, NotFollowed, RunError, check_choice, closest
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,13 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+_WARMUP_CHOICES = {
+    "warmup_optimizer": ("shared", "separate"),
+    "warmup_schedule": ("runs", "rests"),
+    "warmup_batch_norm": ("frozen", "updated"),
+}
+
+
 @dataclass(frozen=True)
 class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
@@ -68,10 +75,15 @@ class FitSettings:
         validate_every: steps between validations; the last step is always followed by one.
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
+        collapse_ratio: in (0, 1); training stops at a validation whose score is at most this share of the best one;
+            None never does.
         monitor: name of the validation score that is maximized.
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
         warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
             "regularizer"; see ``training.optim``.
+        warmup_optimizer: "shared", or "separate": the optimizer's state (Adam's moments) starts anew after the warm-up.
+        warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
+        warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
             The gradient is that of the whole batch but for batch norms that are training (see there).
@@ -91,9 +103,13 @@ class FitSettings:
     validate_every: int
     patience: int | None = None
     min_improvement: float = 0.0
+    collapse_ratio: float | None = None
     monitor: str = "map_at_r"
     warmup_steps: int = 0
     warmup_frozen: Sequence[str] = ("backbone", "pooling")
+    warmup_optimizer: Literal["shared", "separate"] = "shared"
+    warmup_schedule: Literal["runs", "rests"] = "runs"
+    warmup_batch_norm: Literal["frozen", "updated"] = "frozen"
     accumulate: int = 1
     forward_batch: int | None = None
     clip_norm: float | None = None
@@ -114,6 +130,10 @@ class FitSettings:
                 raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
         if not self.min_improvement >= 0:
             raise ConfigError(f"fit.min_improvement ({self.min_improvement}) must be at least 0")
+        if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
+            raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
+        for name, choices in _WARMUP_CHOICES.items():
+            check_choice(f"fit.{name}", getattr(self, name), choices)
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -241,7 +261,12 @@ def fit(
             model.train()
             objective.train()
             optimizer.zero_grad(set_to_none=True)
-            with frozen(settings.warmup_frozen if step <= settings.warmup_steps else (), model, objective):
+            in_warmup = step <= settings.warmup_steps
+            rests = in_warmup and settings.warmup_schedule == "rests"
+            if step == settings.warmup_steps + 1 and settings.warmup_optimizer == "separate":
+                optimizer.state.clear()
+            updated = settings.warmup_batch_norm == "updated"
+            with frozen(settings.warmup_frozen if in_warmup else (), model, objective, training=updated):
                 values = accumulate_gradients(
                     model, objective, next_batch, step=step, forward=forward, keys=copied and keys_of,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch,
@@ -253,7 +278,8 @@ def fit(
                     optimizer.step()
             if copied is not None:
                 copied.follow()
-            step_schedule(schedule, score=None)
+            if not rests:
+                step_schedule(schedule, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
@@ -282,7 +308,8 @@ def fit(
                 if is_better:
                     state.best_step, state.best_score = step, score
                 state.validations_without_improvement = 0 if is_better else state.validations_without_improvement + 1
-                step_schedule(schedule, score=score)
+                if not rests:
+                    step_schedule(schedule, score=score)
                 drawn = picture() if loggers and picture else None
                 scalars |= {f"val/{name}": value for name, value in scores.items()}
                 scalars["lr"] = logged_group["lr"]
@@ -290,6 +317,8 @@ def fit(
                          score, state.best_score, state.best_step)  # fmt: skip
                 if settings.patience and state.validations_without_improvement >= settings.patience:
                     state.stop_reason = "early_stopping"
+                elif settings.collapse_ratio and score <= settings.collapse_ratio * state.best_score:
+                    state.stop_reason = "collapse"
             if scalars:
                 history.log(step, scalars)
                 for logger in loggers:
