@@ -162,32 +162,6 @@ def test_warm_up_freezes_the_groups_it_is_told_to(tmp_path, groups: list[str], r
     assert {group for group, name in weights.items() if torch.equal(trained[name], fresh[name])} == resting
 
 
-def test_a_separate_optimizer_of_the_warm_up_is_a_second_adam(tmp_path) -> None:
-    """As in euwern/proxynca_pp 217233d2, train.py:263-312: opt_warmup before opt, each an Adam of its own."""
-    (tmp_path / "kept").mkdir()
-    kept = _train(tmp_path / "kept", iter([1.0]), max_steps=6, warmup_steps=5, validate_every=6)[1]
-    result, model, objective = _train(
-        tmp_path, iter([1.0]), max_steps=6, warmup_steps=5, validate_every=6, warmup_optimizer="separate"
-    )
-    assert result.step == 6
-    torch.manual_seed(0)
-    by_hand, loss, batches = ToyModel(), Objective(SquaredNorm()), ToyBatches()
-    parameters = [*by_hand.parameters(), *loss.parameters()]
-    for steps, rate in ((5, 0.0), (1, 0.1)):
-        groups = [{"params": by_hand.backbone.parameters(), "lr": rate}, {"params": parameters[-3:], "lr": 0.1}]
-        optimizer = torch.optim.Adam(groups)
-        by_hand.backbone.train(rate > 0)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            batch = next(batches)
-            loss.loss(by_hand(batch.images).embedding, batch.labels).backward()
-            optimizer.step()
-    expected = by_hand.state_dict() | loss.state_dict()
-    actual = model.state_dict() | objective.state_dict()
-    assert all(torch.allclose(actual[name], value, atol=1e-6) for name, value in expected.items())
-    assert not torch.allclose(kept.head.weight, model.head.weight, atol=1e-3)
-
-
 def test_running_statistics_of_a_frozen_backbone_move_in_warm_up_where_asked_for(tmp_path) -> None:
     """As in euwern/proxynca_pp 217233d2, train.py:403-418 (the model stays in training mode)."""
     settings = {"max_steps": 6, "warmup_steps": 5}
@@ -209,7 +183,9 @@ def test_a_schedule_that_rests_in_warm_up_starts_after_it(tmp_path) -> None:
     for name, expected in (("runs", 0.1 * 0.5**3), ("rests", 0.1 * 0.5**2)):  # 3 steps a halving, of 9 or of 9 - 3
         run_dir = tmp_path / name
         run_dir.mkdir()
-        _train(run_dir, iter([1.0]), max_steps=9, warmup_steps=3, schedule="step", validate_every=9, warmup_schedule=name)
+        _train(
+            run_dir, iter([1.0]), max_steps=9, warmup_steps=3, schedule="step", validate_every=9, warmup_schedule=name
+        )
         saved = torch.load(run_dir / LAST, weights_only=True)
         assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(expected)
 
@@ -377,7 +353,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         *[{"max_steps": -1}, {"validate_every": 0}, {"patience": 0}, {"clip_norm": 0.0}, {"warmup_steps": 20}],
         *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
         {"warmup_frozen": [], "warmup_steps": 1},
-        *[{"collapse_ratio": 1.0}, {"warmup_optimizer": "none"}, {"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
+        *[{"collapse_ratio": 1.0}, {"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:

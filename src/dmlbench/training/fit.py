@@ -60,7 +60,6 @@ class Batches(Protocol):
 
 
 _WARMUP_CHOICES = {
-    "warmup_optimizer": ("shared", "separate"),
     "warmup_schedule": ("runs", "rests"),
     "warmup_batch_norm": ("frozen", "updated"),
 }
@@ -81,7 +80,6 @@ class FitSettings:
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
         warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
             "regularizer"; see ``training.optim``.
-        warmup_optimizer: "shared", or "separate": the optimizer's state (Adam's moments) starts anew after the warm-up.
         warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
         warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
@@ -107,7 +105,6 @@ class FitSettings:
     monitor: str = "map_at_r"
     warmup_steps: int = 0
     warmup_frozen: Sequence[str] = ("backbone", "pooling")
-    warmup_optimizer: Literal["shared", "separate"] = "shared"
     warmup_schedule: Literal["runs", "rests"] = "runs"
     warmup_batch_norm: Literal["frozen", "updated"] = "frozen"
     accumulate: int = 1
@@ -263,8 +260,6 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             in_warmup = step <= settings.warmup_steps
             rests = in_warmup and settings.warmup_schedule == "rests"
-            if step == settings.warmup_steps + 1 and settings.warmup_optimizer == "separate":
-                optimizer.state.clear()
             updated = settings.warmup_batch_norm == "updated"
             with frozen(settings.warmup_frozen if in_warmup else (), model, objective, training=updated):
                 values = accumulate_gradients(

@@ -282,7 +282,9 @@ FULL_CLASSES = [[0, 1, 2], [0, 3, 4], [1, 2, 3], [0, 1, 4], [2, 3, 4], [0, 1, 2]
 
 
 def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
-    sampler = FullClassBatchSampler(np.repeat(np.arange(5), [9, 4, 5, 2, 8]), classes_per_batch=3, images_per_class=2, seed=0)
+    sampler = FullClassBatchSampler(
+        np.repeat(np.arange(5), [9, 4, 5, 2, 8]), classes_per_batch=3, images_per_class=2, seed=0
+    )
     epoch = [next(sampler).rows for _ in range(len(sampler))]
     assert [sorted(set(sampler.labels[rows].tolist())) for rows in epoch] == FULL_CLASSES
     images = Counter(row for rows in epoch for row in rows.tolist() if sampler.labels[row] in (0, 4))
