@@ -1,11 +1,15 @@
 """The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
 
+<<<<<<< HEAD
 from typing import TYPE_CHECKING, Literal, get_args
 
+=======
+>>>>>>> main
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.types import ConfigError, check_choice
@@ -15,6 +19,11 @@ if TYPE_CHECKING:  # poolings work with projections
 
 Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
 
+=======
+from dmlbench.models.head import Head
+from dmlbench.types import ConfigError
+
+>>>>>>> main
 
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
@@ -84,11 +93,8 @@ class Projection(Head):
         """What becomes of the pooled embedding [B, D]; a head that computes on with it overrides this."""
         return embedding
 
-    def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
-        from dmlbench.models.net import PooledModel  # which holds a projection
-
-        assert pooling is not None  # it does not pool by itself
-        return PooledModel(backbone, pooling, self)
+    def check_embedding_size(self, size: int) -> None:
+        """Raises ConfigError if embeddings of this size do not suit the head; the linear head takes every size."""
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layer_norm={self.layer_norm}"
