@@ -141,6 +141,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "optim.lr_multipliers.distance": 1.0,
     "fit.clip_form": "plain",
     "fit.compile": False,
+    "fit.reset_after_warmup": False,
     "fit.collapse_ratio": None,
     "fit.warmup_schedule": "runs",
     "fit.warmup_batch_norm": "frozen",

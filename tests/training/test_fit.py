@@ -162,6 +162,26 @@ def test_warm_up_freezes_the_groups_it_is_told_to(tmp_path, groups: list[str], r
     assert {group for group, name in weights.items() if torch.equal(trained[name], fresh[name])} == resting
 
 
+@pytest.mark.parametrize("groups", [("backbone",), ()])
+def test_after_a_warm_up_another_optimizer_may_begin(tmp_path, groups: tuple[str, ...]) -> None:
+    """yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/solvers/model_trainer.py:374-420: a warm-up
+    optimizer of its own, then one without its moments."""
+    settings = {"max_steps": 6, "validate_every": 6, "warmup_steps": 3, "warmup_frozen": groups}
+    _, model, _ = _train(tmp_path, iter([1.0]), batch_norm=False, reset_after_warmup=True, **settings)
+    torch.manual_seed(0)
+    naive, loss, batches = ToyModel(batch_norm=False), SquaredNorm(), ToyBatches()
+    for step in range(1, 7):
+        if step in (1, 4):
+            optimizer = torch.optim.Adam([*naive.parameters(), *loss.parameters()], lr=0.1)
+        optimizer.zero_grad()
+        batch = next(batches)
+        loss(naive(batch.images).embedding, batch.labels).backward()
+        if step <= 3 and groups:
+            for p in naive.backbone.parameters():
+                p.grad = None
+        optimizer.step()
+    for name, value in naive.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
 def test_running_statistics_of_a_frozen_backbone_move_in_warm_up_where_asked_for(tmp_path) -> None:
     """As in euwern/proxynca_pp 217233d2, train.py:403-418 (the model stays in training mode)."""
     settings = {"max_steps": 6, "warmup_steps": 5}

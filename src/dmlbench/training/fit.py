@@ -74,6 +74,7 @@ class FitSettings:
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
         warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
             "regularizer"; see ``training.optim``.
+        reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``, as if another one began.
         warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
         warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
@@ -99,6 +100,7 @@ class FitSettings:
     monitor: str = "map_at_r"
     warmup_steps: int = 0
     warmup_frozen: Sequence[str] = ("backbone", "pooling")
+    reset_after_warmup: bool = False
     warmup_schedule: Literal["runs", "rests"] = "runs"
     warmup_batch_norm: Literal["frozen", "updated"] = "frozen"
     accumulate: int = 1
@@ -137,10 +139,10 @@ class FitSettings:
         for name in self.warmup_frozen:
             if name not in GROUPS:
                 raise ConfigError(f"fit.warmup_frozen names the group '{name}': {closest(name, GROUPS)}")
-        if self.warmup_steps and not self.warmup_frozen:
+        if self.warmup_steps and not self.warmup_frozen and not self.reset_after_warmup:
             raise ConfigError(
                 f"fit.warmup_frozen is empty, so fit.warmup_steps ({self.warmup_steps}) would do nothing; name the "
-                "groups to freeze or set fit.warmup_steps=0"
+                "groups to freeze, or set fit.reset_after_warmup=true or fit.warmup_steps=0"
             )
 
 
@@ -255,6 +257,8 @@ def fit(
             step_schedule(scheduled, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)
+                if settings.reset_after_warmup:
+                    optimizer.state.clear()
 
             state.step = step
             monitor.end_step(step, values, norm, time.monotonic() - step_started)
