@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -191,16 +192,16 @@ class RandomPositiveHardestNegative(BaseMiner):  # type: ignore[misc]  # PML has
     (core/selectors/hard_selector.py).
     """
 
-    def __init__(self, *, cutoff: float = 0.5, **kwargs: object) -> None:
+    def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
         """
         Args:
             cutoff: upper limit of the floor, at least 0, in units of the distance.
-            kwargs: ``distance``, of pytorch-metric-learning; Euclidean by default.
+            distance: None is the Euclidean distance of unit vectors.
 
         Raises:
             ConfigError: a negative cutoff.
         """
-        super().__init__(**kwargs)
+        super().__init__(distance=distance)
         if not 0 <= cutoff < math.inf:
             raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
         self.cutoff = cutoff

@@ -1,29 +1,16 @@
 """The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
 
-<<<<<<< HEAD
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
-=======
->>>>>>> main
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-<<<<<<< HEAD
-from dmlbench.models.backbones import Backbone
-from dmlbench.models.head import Head, MetricModel
+from dmlbench.models.head import Head
 from dmlbench.types import ConfigError, check_choice
-
-if TYPE_CHECKING:  # poolings work with projections
-    from dmlbench.models.pooling.base import Pooling
 
 Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
 
-=======
-from dmlbench.models.head import Head
-from dmlbench.types import ConfigError
-
->>>>>>> main
 
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
