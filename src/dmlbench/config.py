@@ -151,6 +151,7 @@ _SAME_AS_ABSENT: dict[str, Any] = {
 _ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
     "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
     "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
+    "dmlbench.losses.soft_triple.SoftTriple": {"init": "normal"},
     "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
     "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
 }

@@ -182,6 +182,8 @@ def test_after_a_warm_up_another_optimizer_may_begin(tmp_path, groups: tuple[str
         optimizer.step()
     for name, value in naive.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
+
+
 def test_running_statistics_of_a_frozen_backbone_move_in_warm_up_where_asked_for(tmp_path) -> None:
     """As in euwern/proxynca_pp 217233d2, train.py:403-418 (the model stays in training mode)."""
     settings = {"max_steps": 6, "warmup_steps": 5}
