@@ -271,7 +271,10 @@ def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings
     steps = plan.steps(cfg.runtime.steps_per_epoch)
     # The best step of stage 1 may lie within its warm-up; one step of the whole network is trained all the same.
     warmup_steps = min(settings.warmup_steps, max(0, steps - 1))
-    return dataclasses.replace(settings, max_steps=steps, patience=None, warmup_steps=warmup_steps)
+    # A plan's rates count the steps of the warm-up.
+    return dataclasses.replace(
+        settings, max_steps=steps, patience=None, collapse_ratio=None, warmup_steps=warmup_steps, warmup_schedule="runs"
+    )
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,9 @@ _SAME_AS_ABSENT: dict[str, Any] = {
     "fit.clip_form": "plain",
     "fit.compile": False,
     "fit.reset_after_warmup": False,
+    "fit.collapse_ratio": None,
+    "fit.warmup_schedule": "runs",
+    "fit.warmup_batch_norm": "frozen",
     "matching": None,
     "regularizer.zsr.halves": "random",
 }
@@ -150,6 +153,7 @@ _ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
     "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
     "dmlbench.losses.libc.Libc": {"init": "kaiming_uniform_a5"},
     "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
+    "dmlbench.losses.soft_triple.SoftTriple": {"init": "normal"},
     "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
     "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
 }
@@ -158,6 +162,8 @@ _ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
 # once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.
 _EVALUATION_IN_NAMES = {"_target_": "dmlbench.evaluation.evaluate.EvaluationSpec", "recall_at": [1, 2, 4, 8]}
 _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
+_KMEANS = {"kmeans_seed": 0, "kmeans_library": "auto", "kmeans_init": "random", "kmeans_restarts": 1,
+           "kmeans_max_steps": 25}  # fmt: skip
 
 
 def load_config(path: Path) -> DictConfig:
@@ -222,8 +228,8 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     """What tells a configuration from others, in the words of the first version."""
     container = rename_targets(container, first_name)
     evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
-    selecting = "kmeans_seed" if monitor in _OF_CLUSTERS else "rerank"
-    kept = {selecting: evaluation[selecting]} if evaluation.get(selecting) else {}
+    selecting = _KMEANS if monitor in _OF_CLUSTERS else {"rerank": None}
+    kept = {k: evaluation[k] for k, usual in selecting.items() if evaluation.get(k, usual) != usual}
     container["evaluation"] = _EVALUATION_IN_NAMES | kept
     for key in (*excluded, *_SAME_AS_ABSENT):
         *parents, last = key.split(".")

@@ -36,7 +36,8 @@ def test_the_released_recipe_has_the_values_of_the_public_code(dataset: str) -> 
     assert (cfg.loss.alpha, cfg.loss.final_pos_margin, cfg.loss.final_neg_margin) == (16, 1.8, 2.2)
     assert (cfg.schedule.step_size, cfg.schedule.gamma) == (10 * step, gamma)
     assert cfg.backbone.batch_norm == batch_norm
-    assert (cfg.fit.warmup_steps, list(cfg.fit.warmup_frozen)) == (50, ["backbone"])
+    assert (cfg.fit.warmup_steps, list(cfg.fit.warmup_frozen), cfg.fit.max_steps) == (50, ["backbone"], 610)
+    assert cfg.fit.patience * cfg.fit.validate_every == 150
     assert (cfg.sampler.batch_size, cfg.optim.weight_decay) == (180, 1e-4)
 
 
@@ -57,13 +58,20 @@ def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, row: list
         assert (cfg.loss.loss.beta, cfg.loss.loss.margin) == (1.2, 0.2)
 
 
-def test_the_public_code_has_hard_triplets_of_four_images_a_class_for_the_margin_loss() -> None:
-    cfg = with_epochs_of_ten_steps("experiment=avsl/table1", "dataset=cub200", "loss=layered", "sampler=class_balanced")
+@pytest.mark.parametrize(
+    "row",
+    [["loss=layered"], ["backbone=resnet50", "pooling=gap_gmp", "head=linear", "loss=margin"]],
+    ids=["Margin-AVSL", "Margin"],
+)
+def test_the_public_code_has_one_triplet_an_image_of_four_a_class_for_the_margin_loss(row: list[str]) -> None:
+    cfg = with_epochs_of_ten_steps("experiment=avsl/table1", "dataset=cub200", "sampler=avsl_balanced", *row)
     factors = cfg.optim.lr_multipliers
     rates = [cfg.optim.lr * factors[group] for group in ("backbone", "head", "distance", "loss")]
     assert rates == pytest.approx([1e-5, 1e-4, 1e-4, 1e-2], rel=1e-12)
     assert (cfg.sampler.classes_per_batch, cfg.sampler.images_per_class) == (45, 4)
-    assert (cfg.loss.miner.type_of_triplets, cfg.loss.loss.beta, cfg.schedule.step_size) == ("hard", 1.2, 100)
+    loss, miner = (cfg.loss, cfg.miner) if cfg.miner else (cfg.loss.loss, cfg.loss.miner)
+    assert (miner.cutoff, loss.beta, loss.margin) == (0.5, 1.2, 0.2)
+    assert (cfg.schedule.step_size, cfg.fit.warmup_steps) == (100, 0)
 
 
 def test_the_baseline_trains_proxies_as_the_public_code_does() -> None:

@@ -212,10 +212,19 @@ def of_avsl(command: Command) -> Values:
     row = score.row.removeprefix("ProxyAnchor ") if "table2" in command.table else score.row
     wanted: Values = {
         "optim.optimizer._target_": "torch.optim.AdamW", "optim.weight_decay": 1e-4, "transform.train.crop": 224,
-        "fit.monitor": "recall_at_1", "fit.warmup_steps": 50, "protocol.num_repeats": 3, "fit.patience": 15,
+        "fit.monitor": "recall_at_1", "fit.warmup_steps": 50, "protocol.num_repeats": 3, "fit.max_steps": 610,
+        "fit.patience": 3 if dataset == "sop" else 15,
         "backbone.name": "resnet50.tv_in1k", "backbone.batch_norm": "none" if dataset == "sop" else "all",
         "evaluation.recall_at": [1, 10, 100] if dataset == "sop" else [1, 2, 4, 8],
     }  # fmt: skip
+    of_margin_loss: Values = {
+        "batch": (45, 4), "optim.lr": 1e-5, "rate of proxies": 1e-2, "schedule.step_size": 100,
+        "backbone.batch_norm": "all", "fit.warmup_steps": 0,
+    }  # fmt: skip
+    if row == "Margin [41]":
+        return wanted | of_margin_loss | {
+            "loss.beta": 1.2, "loss.margin": 0.2, "miner.cutoff": 0.5, "head.out_features": 512, "pooling": "GapGmp",
+        }  # fmt: skip
     if row in ("ProxyAnchor", "ProxyAnchor [13]", "PA"):
         return wanted | {
             "optim.lr": 6e-4 if dataset == "sop" else 1e-4, "head.out_features": 512, "pooling": "GapGmp",
@@ -225,10 +234,8 @@ def of_avsl(command: Command) -> Values:
     wanted |= {"head.level_size": 512, "head.top_k": 128, "head.momentum": 0.5, "head.inference": "rectified",
                "head.reliability": "learned" if "LR" in row else "std", "pooling": None}  # fmt: skip
     if "Margin" in row:
-        return wanted | {
-            "loss.loss.beta": 1.2, "loss.loss.margin": 0.2, "loss.miner.type_of_triplets": "hard", "batch": (45, 4),
-            "optim.lr": 1e-5, "rate of proxies": 1e-2, "schedule.step_size": 100, "backbone.batch_norm": "all",
-        }  # fmt: skip
+        levels = {"loss.loss.beta": 1.2, "loss.loss.margin": 0.2, "loss.miner.cutoff": 0.5}
+        return wanted | of_margin_loss | levels
     wanted |= {
         "loss.alpha": 16, "loss.pos_margin": 1.8, "loss.neg_margin": 2.4 if dataset == "sop" else 2.2,
         "optim.lr": TRUNK[dataset],

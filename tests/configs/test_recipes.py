@@ -337,10 +337,20 @@ def test_diva_of_oodml_is_that_of_its_script(dataset: str, alpha: float, rho: fl
     assert compose("train", [*base, "regularizer=none"]).regularizer is None
 
 
-def test_the_first_reality_check_has_one_rate_for_all() -> None:
-    for loss in ("triplet", "proxy_nca", "soft_triple"):
-        cfg = compose("train", ["experiment=mlrc_musgrave", f"loss={loss}"])
-        assert (cfg.optim.lr, set(cfg.optim.lr_multipliers.values()), cfg.fit.validate_every) == (1e-6, {1.0}, 200)
+def test_the_first_reality_check_has_its_optimal_values() -> None:
+    """KevinMusgrave/powerful-benchmarker v0.9.33 (b8a58ad2), docs/papers/mlrc.md:37-50."""
+    expected = {
+        ("triplet", "sop"): {"margin": 0.0451},
+        ("multi_similarity", "cub200"): {"alpha": 0.01, "beta": 50.60, "base": 0.56},
+        ("proxy_nca", "cars196"): {"rate": 4.43e-3, "softmax_scale": 7.97},
+        ("margin", "sop"): {"rate": 1.82e-3, "margin": 0.0915, "beta": 1.1072},
+        ("soft_triple", "cars196"): {"rate": 1.4e-4, "la": 17.69, "gamma": 1 / 19.18, "tau": 0.0669, "margin": 0.3588},
+    }
+    for (loss, dataset), values in expected.items():
+        cfg = compose("train", ["experiment=mlrc_musgrave", f"loss={loss}", f"dataset={dataset}"])
+        found = OmegaConf.to_container(cfg.loss, resolve=False) | {"rate": cfg.optim.lr * cfg.optim.lr_multipliers.loss}
+        assert {key: found[key] for key in values} == pytest.approx(values, rel=1e-5)
+        assert (cfg.optim.lr, cfg.optim.lr_multipliers.head, cfg.fit.validate_every) == (1e-6, 1.0, 200)
 
 
 def test_xml_has_its_regularizer_over_the_settings_of_gsp() -> None:

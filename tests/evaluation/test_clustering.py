@@ -1,5 +1,6 @@
 """Scores of a whole set: recorded values of other code, loops over pairs, and what does not depend on the route."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,16 +9,18 @@ import pytest
 import torch
 
 from dmlbench.evaluation.metrics.clustering import (
+    KmeansSettings,
     WholeSet,
     class_distances,
     first_hits,
     kmeans,
     kmeans_library,
+    kmeans_of,
     mutual_information,
 )
 from dmlbench.evaluation.metrics.table import asked_scores, set_scores
 from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 
 def example(seed: int, *, size: int = 60, classes: int = 7) -> tuple[FloatRows, IntArray]:
@@ -54,7 +57,7 @@ def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden_dir: Path, mon
         recorded = golden[f"{case}_kmeans_labels"]
         monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans", lambda *_, found=recorded, **__: found)
         queries = EmbeddingSet(rows.float(), labels, torch.arange(len(rows)))
-        whole = WholeSet(queries, None, kmeans_seed=0)
+        whole = WholeSet(queries, None, kmeans_settings=KmeansSettings())
         scores = set_scores(whole, asked_scores(["raw_nmi", "raw_recall_at_k"], [1, 2, 4, 8]))
         assert scores["raw_nmi"] == pytest.approx(float(golden[f"{case}_nmi_geometric"]), abs=1e-12)
         for k in (1, 2, 4, 8):
@@ -121,10 +124,13 @@ def test_kmeans_finds_classes_that_lie_apart_and_repeats_itself(library: str, mo
     labels = np.repeat([0, 1], 20)
     rows = np.random.default_rng(1).normal(size=(40, 3)) * 0.1 + np.where(labels, 1, -1)[:, None]
     unit = unit_rows(torch.from_numpy(rows.astype(np.float32)))
-    assert mutual_information(labels, kmeans(unit, 2, seed=3)) == pytest.approx({"nmi": 1.0, "ami": 1.0})
+    assert mutual_information(labels, kmeans(unit, 2, KmeansSettings(3))) == pytest.approx({"nmi": 1.0, "ami": 1.0})
     unit, _ = example(2)
-    assert np.array_equal(kmeans(unit, 9, seed=5), kmeans(unit, 9, seed=5))
-    assert any(not np.array_equal(kmeans(unit, 9, seed=5), kmeans(unit, 9, seed=other)) for other in (6, 7))
+    assert np.array_equal(kmeans(unit, 9, KmeansSettings(5)), kmeans(unit, 9, KmeansSettings(5)))
+    assert any(
+        not np.array_equal(kmeans(unit, 9, KmeansSettings(5)), kmeans(unit, 9, KmeansSettings(other)))
+        for other in (6, 7)
+    )
 
 
 def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
@@ -136,9 +142,9 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
     )
     metrics = ("nmi", "ami", "intra_class_distance", "inter_class_distance")
     scores = asked_scores((*metrics, "map_at_r"))
-    expected = set_scores(WholeSet(everything, None, kmeans_seed=0), scores)
+    expected = set_scores(WholeSet(everything, None, kmeans_settings=KmeansSettings()), scores)
     assert list(expected) == list(metrics)
-    assert set_scores(WholeSet(queries, gallery, kmeans_seed=0), scores) == expected
+    assert set_scores(WholeSet(queries, gallery, kmeans_settings=KmeansSettings()), scores) == expected
 
 
 def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +164,50 @@ def test_faiss_clusters_on_a_gpu_where_it_is_told_to(monkeypatch: pytest.MonkeyP
             asked.append(gpu)
             super().__init__(*arguments, **options)
 
-    expected = kmeans(rows, 5, seed=1)
+    expected = kmeans(rows, 5, KmeansSettings(1))
     monkeypatch.setattr(faiss, "Kmeans", OnGpu)
-    assert np.array_equal(kmeans(rows, 5, seed=1, on_gpu=True), expected)
-    kmeans(rows, 5, seed=1)
+    assert np.array_equal(kmeans(rows, 5, KmeansSettings(1), on_gpu=True), expected)
+    kmeans(rows, 5, KmeansSettings(1))
     assert asked == [1, 0]
+
+
+PROXYNCA_PP = KmeansSettings(library="scikit-learn", init="k-means++", restarts=10, max_steps=300)
+
+
+def test_settings_of_proxynca_pp_are_scikit_learns_of_its_time() -> None:
+    """euwern/proxynca_pp 217233d2, evaluation/normalized_mutual_information.py:9: KMeans(nb_clusters), by its defaults
+    of then: n_init=10, max_iter=300, init="k-means++" (scikit-learn 0.22, sklearn/cluster/_kmeans.py)."""
+    from sklearn.cluster import KMeans
+
+    rows, _ = example(7)
+    theirs = KMeans(6, n_init=10, max_iter=300, init="k-means++", random_state=2).fit(rows).labels_
+    assert np.array_equal(kmeans(rows, 6, dataclasses.replace(PROXYNCA_PP, seed=2)), theirs)
+
+
+@pytest.mark.parametrize("library", ["faiss", "scikit-learn"])
+def test_more_starts_and_steps_and_kmeans_plus_plus_find_tighter_clusters(library: str) -> None:
+    if library == "faiss":
+        pytest.importorskip("faiss", reason="extra faiss-cpu")
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(40, 16)) * 2
+    labels = np.repeat(np.arange(40), 15)
+    rows = (centers[labels] + random.normal(size=(600, 16))).astype(np.float32)
+    nmi = {}
+    for settings in (KmeansSettings(library=library), dataclasses.replace(PROXYNCA_PP, library=library)):
+        found = [mutual_information(labels, kmeans(rows, 40, dataclasses.replace(settings, seed=s))) for s in range(4)]
+        nmi[settings.init] = np.mean([scores["nmi"] for scores in found])
+    assert nmi["k-means++"] > nmi["random"] + 0.01
+
+
+@pytest.mark.parametrize("settings", [KmeansSettings(library="faiss"), dataclasses.replace(PROXYNCA_PP, seed=3)])
+def test_results_name_settings_so_that_they_can_be_read_again(settings: KmeansSettings) -> None:
+    assert kmeans_of(str(settings)) == settings == kmeans_of(f"{settings} on a GPU")
+    assert str(PROXYNCA_PP) == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": -1}, {"library": "cuml"}, {"init": "first"}, {"restarts": 0}, {"max_steps": 0}]
+)
+def test_impossible_settings_of_kmeans_are_refused_by_name(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"kmeans_{next(iter(changes))}"):
+        KmeansSettings(**changes)

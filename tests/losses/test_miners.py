@@ -8,7 +8,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss, MarginLoss, MultiSim
 from pytorch_metric_learning.miners import DistanceWeightedMiner, MultiSimilarityMiner, TripletMarginMiner
 
 from dmlbench.losses.margin_oodml import MarginOodml
-from dmlbench.losses.miners import DistanceWeighted, SwitchedNegatives
+from dmlbench.losses.miners import DistanceWeighted, RandomPositiveHardestNegative, SwitchedNegatives
 from dmlbench.losses.objective import Objective
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -150,3 +150,39 @@ def test_with_two_images_a_class_a_switched_triplet_pushes_them_apart(
     assert found["official"][0] == pytest.approx(loss, abs=1e-6)
     assert found["official"][1][0].tolist() == pytest.approx([0, push, 0, 0], abs=1e-6)
     assert not found["paper"][1].abs().max() > 1e-6  # pull and push cancel
+
+
+# Anchors and negatives recorded from gedml 0.2.2, HardSelector (core/selectors/hard_selector.py), which zbr17/AVSL
+# fd2686e4 names in link_margin.yaml: 12 random unit vectors of 4 dimensions, one class of a single image.
+HARD_LABELS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4])
+HARD_NEGATIVES = {
+    0.5: [4, 11, 5, 7, 0, 2, 2, 3, 0, 3, 11],
+    1.0: [4, 7, 4, 7, 0, 2, 2, 1, 0, 3, 11],
+    3.0: [4, 5, 4, 4, 0, 0, 0, 1, 0, 0, 0],  # the floor is the largest distance within a class, 1.86
+}
+
+
+@pytest.mark.parametrize("cutoff", HARD_NEGATIVES)
+def test_hardest_negatives_are_those_of_the_public_code_of_avsl(cutoff: float) -> None:
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    anchors, positives, negatives = RandomPositiveHardestNegative(cutoff=cutoff)(rows, HARD_LABELS)
+    assert anchors.tolist() == list(range(11))
+    assert negatives.tolist() == HARD_NEGATIVES[cutoff]
+    assert (HARD_LABELS[positives] == HARD_LABELS[anchors]).all()
+    assert (positives != anchors).all()
+
+
+def test_the_positive_beside_the_hardest_negative_is_drawn_evenly_from_the_class() -> None:
+    torch.manual_seed(0)
+    miner = RandomPositiveHardestNegative()
+    drawn = torch.stack([miner(embeddings(), LABELS)[1] for _ in range(500)])[:, 0]
+    counts = torch.bincount(drawn, minlength=24)
+    assert set(counts.nonzero()[:, 0].tolist()) == {4, 8, 12, 16, 20}
+    assert counts.max() < 140  # 100 expected, standard deviation 9
+
+
+def test_hardest_negatives_need_two_classes_and_a_cutoff_of_at_least_0() -> None:
+    one_class = RandomPositiveHardestNegative()(embeddings(), torch.zeros(24, dtype=torch.int64))
+    assert [len(part) for part in one_class] == [0, 0, 0]
+    with pytest.raises(ConfigError, match="cutoff: got -1"):
+        RandomPositiveHardestNegative(cutoff=-1)

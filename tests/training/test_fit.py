@@ -184,6 +184,41 @@ def test_after_a_warm_up_another_optimizer_may_begin(tmp_path, groups: tuple[str
         torch.testing.assert_close(model.state_dict()[name], value)
 
 
+def test_running_statistics_of_a_frozen_backbone_move_in_warm_up_where_asked_for(tmp_path) -> None:
+    """As in euwern/proxynca_pp 217233d2, train.py:403-418 (the model stays in training mode)."""
+    settings = {"max_steps": 6, "warmup_steps": 5}
+    means = {}
+    for name in ("frozen", "updated"):
+        (tmp_path / name).mkdir()
+        _, model, _ = _train(tmp_path / name, iter([1.0, 0.0]), warmup_batch_norm=name, **settings)
+        means[name] = model.backbone[1].running_mean  # of step 5, the last one of the warm-up
+    torch.manual_seed(0)
+    fresh, batches = ToyModel(), ToyBatches()
+    for _ in range(5):
+        fresh(next(batches).images)
+    assert torch.equal(means["frozen"], torch.zeros(4))
+    assert torch.allclose(means["updated"], fresh.backbone[1].running_mean)
+
+
+def test_a_schedule_that_rests_in_warm_up_starts_after_it(tmp_path) -> None:
+    """As in gedml 0.2.2, base_trainer.py:330-339 (step_schedulers), where no scheduler steps while is_warm_up."""
+    for name, expected in (("runs", 0.1 * 0.5**3), ("rests", 0.1 * 0.5**2)):  # 3 steps a halving, of 9 or of 9 - 3
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        _train(
+            run_dir, iter([1.0]), max_steps=9, warmup_steps=3, schedule="step", validate_every=9, warmup_schedule=name
+        )
+        saved = torch.load(run_dir / LAST, weights_only=True)
+        assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(expected)
+
+
+def test_training_stops_where_the_score_collapses(tmp_path) -> None:
+    """As in gedml 0.2.2, base_manager.py:297: at a score of at most 0.6 of the best one."""
+    scores = iter([0.5, 0.301, 0.3])
+    result, _, _ = _train(tmp_path, scores, max_steps=100, collapse_ratio=0.6)
+    assert (result.stop_reason, result.step, result.best_step) == ("collapse", 15, 5)
+
+
 def test_warm_up_that_would_train_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"fit\.warmup_frozen \(backbone, head, loss\) freezes every"):
         _train(tmp_path, warmup_steps=2, warmup_frozen=["backbone", "head", "loss"])
@@ -340,6 +375,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         *[{"max_steps": -1}, {"validate_every": 0}, {"patience": 0}, {"clip_norm": 0.0}, {"warmup_steps": 20}],
         *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
         {"warmup_frozen": [], "warmup_steps": 1},
+        *[{"collapse_ratio": 1.0}, {"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
     known = read_aggregate(folder)
     if known is not None:
         is_current = is_of_runs(folder, known, [(run.fold, run.repeat) for run in complete])
-        if is_current and has_scores(known, spec_of_run(spec, {"search": known["search"]})):
+        if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
             return known
     return aggregate_cell(
         runs, spec, allow_partial=True, distance_of=distances_by_cell(), progress=sys.stderr.isatty()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
-from dmlbench.evaluation.metrics.clustering import WholeSet
+from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
 
@@ -41,7 +41,7 @@ class Evaluation:
         n_query: queries given.
         n_gallery: gallery items searched (the queries, where no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
-        kmeans: library and seed of the clusters of nmi and ami, or None.
+        kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "rerank@N" where only N items of each query were ranked.
     """
 
@@ -123,14 +123,16 @@ def evaluate(
     on_gpu = spec.back_end == "faiss" and spec.device_for(queries.rows).type == "cuda"
     of_the_set: dict[str, float] = {}
     if len(of_queries(spec.scores)) < len(spec.scores):
-        of_the_set = set_scores(WholeSet(queries, gallery, kmeans_seed=spec.kmeans_seed, on_gpu=on_gpu), spec.scores)
+        of_the_set = set_scores(
+            WholeSet(queries, gallery, kmeans_settings=spec.kmeans_settings, on_gpu=on_gpu), spec.scores
+        )
     return Evaluation(
         mean_scores(per_query) | of_the_set,
         per_query,
         len(queries),
         len(reference),
         relevance.n_skipped_queries,
-        kmeans=spec.kmeans + " on a GPU" * on_gpu if clustered else None,
+        kmeans=spec.kmeans + ON_GPU * on_gpu if clustered else None,
         search=spec.search,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmlbench.evaluation.metrics.clustering import kmeans_library
+from dmlbench.evaluation.metrics.clustering import KmeansInit, KmeansLibrary, KmeansSettings
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
@@ -32,7 +32,8 @@ class EvaluationSpec:
             "faiss" with rows on a GPU also looks for the clusters of nmi and ami there.
         tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
         metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
-        kmeans_seed: decides where the clusters of nmi and ami begin.
+        kmeans_seed, kmeans_library, kmeans_init, kmeans_restarts, kmeans_max_steps: how the clusters of nmi and ami are
+            found, see ``KmeansSettings``.
         device: where products run and candidates are selected, as in configurations ("auto": a GPU where there is one);
             None: where the rows lie. No influence on the scores.
         rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
@@ -43,6 +44,10 @@ class EvaluationSpec:
     tile_bytes: int = TILE_BYTES
     metrics: tuple[str, ...] = DEFAULT_METRICS
     kmeans_seed: int = 0
+    kmeans_library: KmeansLibrary = "auto"
+    kmeans_init: KmeansInit = "random"
+    kmeans_restarts: int = 1
+    kmeans_max_steps: int = 25
     rerank: int | None = None
     device: str | None = None
 
@@ -51,8 +56,7 @@ class EvaluationSpec:
         object.__setattr__(self, "metrics", tuple(self.metrics))
         asked_scores(self.metrics, self.recall_at)
         check_tile_bytes(self.tile_bytes)
-        if not 0 <= self.kmeans_seed < 2**31:
-            raise ConfigError(f"kmeans_seed ({self.kmeans_seed}) must lie in [0, 2^31), the seeds that faiss takes")
+        _ = self.kmeans_settings  # checks them
         if self.rerank is not None and self.rerank < 1:
             raise ConfigError(f"rerank ({self.rerank}) must be at least 1, or null for the whole gallery")
         if self.rerank is not None and "map" in self.metrics:
@@ -83,9 +87,15 @@ class EvaluationSpec:
         return asked_scores(self.metrics, self.recall_at)
 
     @property
+    def kmeans_settings(self) -> KmeansSettings:
+        return KmeansSettings(
+            self.kmeans_seed, self.kmeans_library, self.kmeans_init, self.kmeans_restarts, self.kmeans_max_steps
+        )
+
+    @property
     def kmeans(self) -> str:
-        """Library and seed of the clusters of nmi and ami, as results name them."""
-        return f"{kmeans_library()}, seed {self.kmeans_seed}"
+        """How the clusters of nmi and ami are found, as results name it."""
+        return str(self.kmeans_settings)
 
     def replaced(self, **changes: Any) -> "EvaluationSpec":
         """A copy with ``changes``, checked in the same way."""

@@ -1,9 +1,12 @@
 """Which images of a batch are compared, where pytorch-metric-learning has no miner for it."""
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+from pytorch_metric_learning.distances import BaseDistance
+from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -177,3 +180,39 @@ class SwitchedNegatives(nn.Module):
         if self.variant == "official":
             positive = torch.where(switched, anchor, positive)
         return anchor, positive, torch.where(switched, drawn, negative)
+
+
+class RandomPositiveHardestNegative(BaseMiner):  # type: ignore[misc]  # PML has no types
+    """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
+
+    Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
+    equally near ones is taken. So the cutoff keeps images that lie almost on the anchor from being preferred.
+
+    Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
+    (core/selectors/hard_selector.py).
+    """
+
+    def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
+        """
+        Args:
+            cutoff: upper limit of the floor, at least 0, in units of the distance.
+            distance: None is the Euclidean distance of unit vectors.
+
+        Raises:
+            ConfigError: a negative cutoff.
+        """
+        super().__init__(distance=distance)
+        if not 0 <= cutoff < math.inf:
+            raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
+        self.cutoff = cutoff
+
+    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+        """Of a batch [B, D] with itself, labels [B]; none where all images are of one class."""
+        _, class_of, sizes = on_host(labels).unique(return_inverse=True, return_counts=True)
+        has_both = (sizes[class_of] > 1) & (len(sizes) > 1)
+        anchors = to_device(has_both.nonzero()[:, 0], labels.device)
+        distances = self.distance(embeddings, ref_emb)  # [B, B]
+        same = labels[:, None] == ref_labels
+        floor = distances.masked_fill(~same, -torch.inf).amax().clamp(max=self.cutoff)
+        negatives = distances.clamp(min=floor).masked_fill(same, torch.inf).argmin(1)
+        return anchors, drawn_evenly(same.fill_diagonal_(False))[anchors], negatives[anchors]

@@ -1,13 +1,15 @@
 """SoftTriple: a softmax over classes with several centers each."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
+
+Init = Literal["normal", "official"]
 
 
 class SoftTriple(WholeBatchLoss):
@@ -35,6 +37,7 @@ class SoftTriple(WholeBatchLoss):
         gamma: float = 0.1,
         margin: float = 0.01,
         tau: float = 0.2,
+        init: Init = "normal",
     ) -> None:
         """
         Args:
@@ -45,11 +48,14 @@ class SoftTriple(WholeBatchLoss):
             gamma: temperature of the choice among a class's centers, above 0.
             margin: what the right class must be ahead (delta), at least 0.
             tau: weight of the part that merges centers, at least 0.
+            init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
+                +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
 
         Raises:
             ConfigError: a number is out of its range.
         """
         super().__init__()
+        check_choice("init", init, get_args(Init))
         if centers_per_class < 1 or not (la > 0 and gamma > 0) or margin < 0 or tau < 0:
             raise ConfigError(
                 f"SoftTriple wants centers_per_class ({centers_per_class}) of at least 1, la ({la}) and gamma "
@@ -61,7 +67,8 @@ class SoftTriple(WholeBatchLoss):
         self.margin = margin
         self.tau = tau
         self.centers = nn.Parameter(torch.empty(num_classes, centers_per_class, embedding_size))
-        nn.init.normal_(self.centers)  # only directions count; normal ones are uniform on the sphere
+        bound = (num_classes * centers_per_class) ** -0.5
+        _ = nn.init.normal_(self.centers) if init == "normal" else nn.init.uniform_(self.centers, -bound, bound)
         upper = torch.triu_indices(centers_per_class, centers_per_class, offset=1)
         self.register_buffer("_pairs", upper, persistent=False)
 

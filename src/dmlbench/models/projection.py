@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dmlbench.models.head import Head
 from dmlbench.types import ConfigError, check_choice
 
-Init = Literal["glorot_uniform", "kaiming_uniform_a5"]
+Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
 
 
 class Projection(Head):
@@ -38,7 +38,7 @@ class Projection(Head):
             bias: add b.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
-                +-1 / sqrt(C), as ``torch.nn.Linear`` starts.
+                +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0.
 
         Raises:
             ConfigError: a width below 1, or an unknown init.
@@ -54,6 +54,8 @@ class Projection(Head):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if init == "glorot_uniform":
             nn.init.xavier_uniform_(self.weight)
+        elif init == "he_normal_fan_out":
+            nn.init.kaiming_normal_(self.weight, mode="fan_out")
         else:
             for parameter in self.parameters():
                 nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)

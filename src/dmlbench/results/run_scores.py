@@ -1,5 +1,6 @@
 """Test scores of a finished run by any metric: those that it has, and the others from its stored embeddings, once."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.metrics.clustering import KmeansSettings, kmeans_of
 from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
 from dmlbench.results.store import EMBEDDINGS, require_own_files
@@ -27,9 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
-    """``spec`` with the run's own shortlist where it names none."""
+    """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults."""
     rerank = rerank_of(result["search"]) if spec.rerank is None else spec.rerank
-    return spec.replaced(rerank=rerank)
+    usual = KmeansSettings()
+    own = kmeans_of(result["kmeans"]) if result.get("kmeans") else usual
+    if spec.kmeans_settings != usual or dataclasses.replace(own, library=usual.library, seed=usual.seed) == usual:
+        return spec.replaced(rerank=rerank)
+    return spec.replaced(rerank=rerank, **{f"kmeans_{key}": value for key, value in dataclasses.asdict(own).items()})
 
 
 def scores_of_run(
@@ -47,7 +53,7 @@ def scores_of_run(
     Args:
         run_dir: of a complete run.
         result: its ``result.json``.
-        spec: what to compute; without ``rerank`` the run's own search.
+        spec: what to compute; see ``spec_of_run``.
         distance_of: see ``DistanceOf``.
         progress: whether to show a bar, with a distance of its own.
 
@@ -92,7 +98,7 @@ def scores_of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[st
 
 
 def _way(score: Score, spec: EvaluationSpec) -> str:
-    """What a score depends on besides the embeddings: the search, or library and seed of the clusters."""
+    """What a score depends on besides the embeddings: the search, or how clusters are found."""
     if of_queries([score]):
         return spec.search
     return spec.kmeans if score.metric.reads == "clusters" else ""

@@ -39,7 +39,7 @@ from dmlbench.training.optim import (
 from dmlbench.training.readings import BatchValues, Readings
 from dmlbench.training.signals import StopSignal
 from dmlbench.transfers import batch_on
-from dmlbench.types import Batch, ConfigError, NotFollowed, RunError, closest
+from dmlbench.types import Batch, ConfigError, NotFollowed, RunError, check_choice, closest
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +68,15 @@ class FitSettings:
         validate_every: steps between validations; the last step is always followed by one.
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
+        collapse_ratio: in (0, 1); training stops at a validation whose score is at most this share of the best one;
+            None never does.
         monitor: name of the validation score that is maximized.
         warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
         warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
             "regularizer"; see ``training.optim``.
         reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``, as if another one began.
+        warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
+        warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
             The gradient is that of the whole batch but for batch norms that are training (see there).
@@ -92,10 +96,13 @@ class FitSettings:
     validate_every: int
     patience: int | None = None
     min_improvement: float = 0.0
+    collapse_ratio: float | None = None
     monitor: str = "map_at_r"
     warmup_steps: int = 0
     warmup_frozen: Sequence[str] = ("backbone", "pooling")
     reset_after_warmup: bool = False
+    warmup_schedule: Literal["runs", "rests"] = "runs"
+    warmup_batch_norm: Literal["frozen", "updated"] = "frozen"
     accumulate: int = 1
     forward_batch: int | None = None
     clip_norm: float | None = None
@@ -116,6 +123,10 @@ class FitSettings:
                 raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
         if not self.min_improvement >= 0:
             raise ConfigError(f"fit.min_improvement ({self.min_improvement}) must be at least 0")
+        if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
+            raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
+        check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
+        check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -147,13 +158,15 @@ class FitResult:
     wall_s: float = 0.0
 
     def update(self, step: int, score: float, settings: FitSettings) -> bool:
-        """Take in a validation's score; returns whether it is the best, and ends the training where patience is up."""
+        """Take in a validation's score; returns whether it is the best. May end the training."""
         is_better = score > self.best_score + settings.min_improvement
         if is_better:
             self.best_step, self.best_score = step, score
         self.validations_without_improvement = 0 if is_better else self.validations_without_improvement + 1
         if settings.patience and self.validations_without_improvement >= settings.patience:
             self.stop_reason = "early_stopping"
+        elif settings.collapse_ratio and score <= settings.collapse_ratio * self.best_score:
+            self.stop_reason = "collapse"
         return is_better
 
 
@@ -226,7 +239,10 @@ def fit(
             model.train()
             objective.train()
             optimizer.zero_grad(set_to_none=True)
-            with frozen(settings.warmup_frozen if step <= settings.warmup_steps else (), model, objective):
+            in_warmup = step <= settings.warmup_steps
+            scheduled = None if in_warmup and settings.warmup_schedule == "rests" else schedule
+            updated = settings.warmup_batch_norm == "updated"
+            with frozen(settings.warmup_frozen if in_warmup else (), model, objective, training=updated):
                 values = accumulate_gradients(
                     model, objective, next_batch, step=step, forward=forward, keys=keys_of,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch,
@@ -238,7 +254,7 @@ def fit(
                     optimizer.step()
             if copied is not None:
                 copied.follow()
-            step_schedule(schedule, score=None)
+            step_schedule(scheduled, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)
                 if settings.reset_after_warmup:
@@ -256,7 +272,7 @@ def fit(
                 is_validated = True
                 scores = validate()
                 is_better = state.update(step, scores[settings.monitor], settings)
-                step_schedule(schedule, score=scores[settings.monitor])
+                step_schedule(scheduled, score=scores[settings.monitor])
                 monitor.end_validation(state, scores, picture() if loggers and picture else None)
             monitor.write(state)
             state.wall_s = time.monotonic() - started

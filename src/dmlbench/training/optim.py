@@ -118,10 +118,13 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
 
 
 @contextlib.contextmanager
-def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> Iterator[None]:
+def frozen(
+    groups: Collection[str], model: nn.Module, objective: nn.Module, *, training: bool = False
+) -> Iterator[None]:
     """Freeze groups of parameters for a while: no gradients.
 
-    Frozen parts of the model are in evaluation mode meanwhile, so that running statistics of batch norm stand still.
+    Frozen parts of the model are in evaluation mode meanwhile, so that running statistics of batch norm stand still;
+    with ``training`` they keep their mode.
     The objective stays in training mode: a cross-batch memory fills although the loss's parameters rest.
 
     Args:
@@ -137,14 +140,14 @@ def frozen(groups: Collection[str], model: nn.Module, objective: nn.Module) -> I
     for parameter in parameters:
         parameter.requires_grad_(False)
     for module in modules:
-        module.eval()
+        module.train(training and module.training)
     try:
         yield
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
-        for module, training in modes:
-            module.train(training)
+        for module, mode in modes:
+            module.train(mode)
 
 
 def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:

@@ -10,6 +10,7 @@ from effective import published_table
 from dmlbench.data.batches.samplers import (
     ClassBalancedBatchSampler,
     EqualClassBatchSampler,
+    FullClassBatchSampler,
     IndependentClassBatchSampler,
     IndexBatch,
     RandomBatchSampler,
@@ -167,6 +168,9 @@ KINDS = {
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
     "repeating": lambda labels, seed=0: RepeatingClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
+    "full_class": lambda labels, seed=0: FullClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
     "random_class": lambda labels, seed=0: RandomClassBatchSampler(
@@ -373,3 +377,25 @@ def test_batches_of_libc_may_have_another_number_of_classes_each_epoch() -> None
             next(size for size in (6, 4, 3, 2) if np.ptp(sampler.labels[rows].reshape(-1, size), axis=1).max() == 0)
         )
     assert sizes == {2, 3, 4, 6}
+
+
+# Recorded from gedml 0.2.2, MPerClassFullSampler (core/samplers/m_per_class_full_sampler.py), which zbr17/AVSL fd2686e4
+# names in link_margin.yaml: classes of each batch for classes of 9, 4, 5, 2 and 8 images, m=2, batch_size=6.
+FULL_CLASSES = [[0, 1, 2], [0, 3, 4], [1, 2, 3], [0, 1, 4], [2, 3, 4], [0, 1, 2]]
+
+
+def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
+    sampler = FullClassBatchSampler(
+        np.repeat(np.arange(5), [9, 4, 5, 2, 8]), classes_per_batch=3, images_per_class=2, seed=0
+    )
+    epoch = [next(sampler).rows for _ in range(len(sampler))]
+    assert [sorted(set(sampler.labels[rows].tolist())) for rows in epoch] == FULL_CLASSES
+    images = Counter(row for rows in epoch for row in rows.tolist() if sampler.labels[row] in (0, 4))
+    assert set(images.values()) == {1}  # classes that have 4 x 2 images repeat none
+
+
+@pytest.mark.parametrize(("images", "classes", "steps"), [(5_864, 100, 31), (8_054, 98, 43), (59_551, 11_318, 251)])
+def test_full_class_epochs_are_as_long_as_the_public_codes(images: int, classes: int, steps: int) -> None:
+    """Recorded likewise, m=4, batch_size=180, for images dealt to classes in turn."""
+    labels = np.sort(np.arange(images) % classes)
+    assert len(FullClassBatchSampler(labels, classes_per_batch=45, images_per_class=4, seed=0)) == steps

@@ -11,6 +11,7 @@ sampler                            classes of a batch              images of a c
 ``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
 ``IndependentClassBatchSampler``   without, within the batch       with
 ``RepeatingClassBatchSampler``     with                            with
+``FullClassBatchSampler``          in fixed order, round by round  without, up to the size of the class
 ``RandomClassBatchSampler``        a few; any number of images     with
 ``RandomBatchSampler``             ignored                         without, over the epoch
 =================================  ==============================  ===============================================
@@ -388,6 +389,31 @@ class RepeatingClassBatchSampler(_BalancedSampler):
         batches = max(1, len(self.labels) // (self.classes_per_batch * self.images_per_class))
         classes = random.integers(0, len(self._sizes), (batches, self.classes_per_batch))
         return self._with_replacement(random, classes.repeat(self.images_per_class, axis=1))
+
+
+class FullClassBatchSampler(_BalancedSampler):
+    """Every class gives as many groups in an epoch as the largest one; batches follow the order of classes (AVSL).
+
+    Smaller classes repeat images. In each round every class gives one group of ``images_per_class``; the sequence of
+    rounds is cut into batches, and an incomplete last batch is left out.
+
+    Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take MPerClassFullSampler of gedml
+        0.2.2 (core/samplers/m_per_class_full_sampler.py).
+    """
+
+    with_replacement: ClassVar[bool] = True
+
+    def _plan_epoch(self, epoch: int) -> IntArray:
+        random = generator(self.seed, "sampler", epoch)
+        size, num_classes = self.images_per_class, len(self._sizes)
+        rounds = max(1, int(self._sizes.max()) // size)
+        batches = rounds * num_classes // self.classes_per_batch
+        shuffled, start = self._shuffled_by_class(random)
+        drawn = np.empty((num_classes, rounds * size), dtype=np.int64)  # places within the class
+        for label, members in enumerate(self._sizes):
+            drawn[label] = random.choice(members, rounds * size, replace=bool(members < rounds * size))
+        groups = shuffled[start[:, None] + drawn].reshape(num_classes, rounds, size).swapaxes(0, 1).reshape(-1, size)
+        return groups[: batches * self.classes_per_batch].reshape(batches, self.classes_per_batch * size)
 
 
 class RandomClassBatchSampler(BatchSampler):

@@ -3,7 +3,9 @@
 import importlib.util
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -11,13 +13,71 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
 from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_choice
 
-KMEANS_STEPS = 25  # faiss's own number; scikit-learn gets the same
+KmeansInit = Literal["random", "k-means++"]
+KmeansLibrary = Literal["auto", "faiss", "scikit-learn"]
+
+ON_GPU = " on a GPU"  # after the settings, where faiss ran on one
 _CHUNK_ROWS = 4096  # unit rows held in float64 at once
 _RAW_QUERIES = 256  # whose distances to the whole gallery are held in float64 at once
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KmeansSettings:
+    """How clusters are found.
+
+    Attributes:
+        seed: decides where clusters start, in [0, 2^31).
+        library: "auto" takes faiss where it is installed, else scikit-learn. Their clusters differ.
+        init: first centers, "random" rows or those of "k-means++".
+        restarts: starts, at least 1; the one with the least sum of squared distances counts.
+        max_steps: of Lloyd's algorithm, at least 1; 25 is faiss's default. Scikit-learn ends earlier at its tolerance.
+    """
+
+    seed: int = 0
+    library: KmeansLibrary = "auto"
+    init: KmeansInit = "random"
+    restarts: int = 1
+    max_steps: int = 25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"kmeans_seed ({self.seed}) must lie in [0, 2^31), the seeds that faiss takes")
+        check_choice("kmeans_library", self.library, get_args(KmeansLibrary))
+        check_choice("kmeans_init", self.init, get_args(KmeansInit))
+        for name in ("restarts", "max_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"kmeans_{name}: got {getattr(self, name)}, expected at least 1.")
+
+    @property
+    def chosen_library(self) -> str:
+        """The library that runs here."""
+        return kmeans_library() if self.library == "auto" else self.library
+
+    def __str__(self) -> str:
+        """As results name them: what differs from the defaults, beside library and seed."""
+        starts = f", {self.restarts} starts" if self.restarts > 1 else ""
+        steps = f", {self.max_steps} steps" if self.max_steps != KmeansSettings.max_steps else ""
+        init = f", {self.init}" if self.init != "random" else ""
+        return f"{self.chosen_library}{init}{starts}{steps}, seed {self.seed}"
+
+
+def kmeans_of(text: str) -> KmeansSettings:
+    """The settings that results name by ``text``."""
+    library, *others = text.removesuffix(ON_GPU).split(", ")
+    found: dict[str, Any] = {"library": library}
+    for part in others:
+        first, _, last = part.partition(" ")
+        if first == "seed":
+            found["seed"] = int(last)
+        elif last in ("starts", "steps"):
+            found["restarts" if last == "starts" else "max_steps"] = int(first)
+        else:
+            found["init"] = part
+    return KmeansSettings(**found)
 
 
 class WholeSet:
@@ -29,14 +89,19 @@ class WholeSet:
         rows: unit rows [N, D].
         raw_rows: the same as they were given, float32.
         labels: [N].
-        kmeans_seed: decides where clusters begin.
+        kmeans_settings: how clusters are found.
         on_gpu: whether faiss looks for them on a GPU.
     """
 
     def __init__(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, *, kmeans_seed: int, on_gpu: bool = False
+        self,
+        queries: EmbeddingSet,
+        gallery: EmbeddingSet | None,
+        *,
+        kmeans_settings: KmeansSettings,
+        on_gpu: bool = False,
     ) -> None:
-        self.kmeans_seed, self.on_gpu = kmeans_seed, on_gpu
+        self.kmeans_settings, self.on_gpu = kmeans_settings, on_gpu
         self.labels = labels_of(queries)
         rows = queries.rows
         if gallery is not None:
@@ -50,7 +115,7 @@ class WholeSet:
     @cached_property
     def mutual_information(self) -> dict[str, float]:
         """nmi and ami of the classes and as many k-means clusters."""
-        clusters = kmeans(self.rows, len(np.unique(self.labels)), seed=self.kmeans_seed, on_gpu=self.on_gpu)
+        clusters = kmeans(self.rows, len(np.unique(self.labels)), self.kmeans_settings, on_gpu=self.on_gpu)
         return mutual_information(self.labels, clusters)
 
     @cached_property
@@ -58,7 +123,7 @@ class WholeSet:
         """nmi by the geometric mean of the entropies, with clusters of rows that are not normalized."""
         from sklearn.metrics import normalized_mutual_info_score
 
-        clusters = kmeans(self.raw_rows, len(np.unique(self.labels)), seed=self.kmeans_seed, on_gpu=self.on_gpu)
+        clusters = kmeans(self.raw_rows, len(np.unique(self.labels)), self.kmeans_settings, on_gpu=self.on_gpu)
         return float(normalized_mutual_info_score(self.labels, clusters, average_method="geometric"))
 
     @cached_property
@@ -100,31 +165,35 @@ def first_hits(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> IntArray:
 
 
 def kmeans_library() -> str:
-    """What ``kmeans`` runs on: faiss where it is installed, else scikit-learn. Their clusters differ."""
+    """What ``kmeans`` runs on by default: faiss where it is installed, else scikit-learn."""
     return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
 
 
-def kmeans(rows: FloatRows, num_clusters: int, *, seed: int, on_gpu: bool = False) -> IntArray:
-    """Cluster [N] of each row [N, D] by Lloyd's algorithm from ``num_clusters`` rows drawn by ``seed``.
+def kmeans(rows: FloatRows, num_clusters: int, settings: KmeansSettings, *, on_gpu: bool = False) -> IntArray:
+    """Cluster [N] of each row [N, D] by Lloyd's algorithm.
 
     All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
-    the seed, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere, for
+    the settings, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere, for
     the same rows.
     ``on_gpu`` lets faiss use the first GPU; that way is checked with a stand-in of faiss alone.
     """
-    logger.info("k-means: %d clusters, %s%s, seed %d", num_clusters, kmeans_library(), " on a GPU" * on_gpu, seed)
-    if kmeans_library() == "faiss":
+    logger.info("k-means: %d clusters, %s%s", num_clusters, settings, ON_GPU * on_gpu)
+    if settings.chosen_library == "faiss":
         import faiss
 
+        other = {} if settings.init == "random" else {"init_method": faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS}
         clustering = faiss.Kmeans(
-            rows.shape[1], num_clusters, niter=KMEANS_STEPS, seed=seed,
-            min_points_per_centroid=1, max_points_per_centroid=len(rows), gpu=int(on_gpu),
+            rows.shape[1], num_clusters, niter=settings.max_steps, nredo=settings.restarts, seed=settings.seed,
+            min_points_per_centroid=1, max_points_per_centroid=len(rows), gpu=int(on_gpu), **other,
         )  # fmt: skip
         clustering.train(np.ascontiguousarray(rows))
         return clustering.index.search(rows, 1)[1][:, 0].astype(np.int64)
     from sklearn.cluster import KMeans
 
-    model = KMeans(num_clusters, init="random", n_init=1, max_iter=KMEANS_STEPS, random_state=seed)
+    model = KMeans(
+        num_clusters, init=settings.init, n_init=settings.restarts, max_iter=settings.max_steps,
+        random_state=settings.seed,
+    )  # fmt: skip
     return model.fit(rows).labels_.astype(np.int64)
 
 
