@@ -31,7 +31,7 @@ from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
 from dmlbench.training.stage_plan import Plan
-from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet
+from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet, flatten
 
 Images = ImageSource | torch.Tensor
 
@@ -167,6 +167,7 @@ class Experiment:
         steps_per_epoch: optimizer steps of the sampler's epoch.
         weights_sha256: of the file of pretrained weights; None where none was named.
         recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
+        variants: values of all keys ``variant``, which choose between a paper and its public code.
         configuration: all settings with every value resolved, as YAML.
     """
 
@@ -188,6 +189,7 @@ class Experiment:
     steps_per_epoch: int
     weights_sha256: str | None
     recipe: dict[str, Any]
+    variants: dict[str, str]
     configuration: str
 
 
@@ -258,6 +260,8 @@ def make_experiment(
     setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
     optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
     identity, configuration = config_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
     weights_file = cfg.backbone.get("weights_file")
     return Experiment(
@@ -281,5 +285,6 @@ def make_experiment(
         steps_per_epoch=cfg.runtime.steps_per_epoch,
         weights_sha256=None if weights_file is None else file_sha256(weights_file),
         recipe=recipe,
+        variants=variants,
         configuration=configuration,
     )

@@ -345,6 +345,7 @@ def _result(
         **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "config_sha256")},
         "choices": setup.choices,
         **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
+        **({"variants": experiment.variants} if experiment.variants else {}),
         **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),

@@ -133,9 +133,12 @@ def aggregate_cell(
 
 
 def deviations_of(result: Mapping[str, Any]) -> list[str]:
-    """What differs from the paper or code that the run's recipe follows, one sentence each."""
-    recipe = result.get("recipe", {})
-    return [f"recipe={recipe['name']} deviates: {text}" for text in recipe.get("deviations", ())]
+    """Chosen variants, and what differs from the paper or code that the run's recipe follows; one line each."""
+    recipe, variants = result.get("recipe", {}), result.get("variants", {})
+    return [
+        *(f"{key}: {value}" for key, value in variants.items()),
+        *(f"recipe={recipe['name']} deviates: {text}" for text in recipe.get("deviations", ())),
+    ]
 
 
 def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
