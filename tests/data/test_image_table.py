@@ -67,5 +67,5 @@ def test_an_empty_table_is_refused() -> None:
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
     (tmp_path / "here.png").write_bytes(b"12345")
     assert file_sizes(tmp_path, ["here.png"], name="x").tolist() == [5]
-    with pytest.raises(DataError, match=r"lacks 12 of 13 images.*m0\.png, .*m9\.png and 2 more"):
+    with pytest.raises(DataError, match=r"lacks 12 of 13 image files.*m0\.png, .*m9\.png and 2 more"):
         file_sizes(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")

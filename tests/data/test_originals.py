@@ -139,7 +139,7 @@ def save(root: Path, sizes: Sequence[Size]) -> list[str]:
 def listing_of(root: Path, paths: Sequence[str], originals: Originals | None) -> Listing:
     labels = np.array(["ab".index(path[0]) for path in paths])
     role = np.where(labels == 0, "train", "test")
-    return Listing("pairs", root, "by hand", paths, labels, ("a", "b"), role, originals=originals)
+    return Listing(root, paths, labels, ("a", "b"), role, originals=originals, name="pairs")
 
 
 def test_files_that_are_no_images_are_passed_over(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.apps.loaded import TrainedModel
-from dmlbench.data.readers.folder import PART_FOLDERS, images_below
-from dmlbench.data.readers.layouts import images_in, subfolders
+from dmlbench.data.readers.folder import PART_FOLDERS
+from dmlbench.data.readers.layouts import images_below, images_in, subfolders
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, RunError
 

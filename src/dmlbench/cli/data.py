@@ -3,8 +3,7 @@
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 if TYPE_CHECKING:
     from dmlbench.data.getting.catalog import Source
-    from dmlbench.data.getting.disk import Progress
     from dmlbench.data.getting.verify import Report
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
@@ -81,7 +79,7 @@ def _list(cfg: DictConfig, config_dir: Path | None) -> None:
             continue
         for line in _found(source, root):
             print(f"{'':<15} {line}")
-        print(f"{'':<15} published: {source.published}")
+        print(f"{'':<15} published: {source.place.published}")
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
@@ -94,7 +92,7 @@ def _found(source: "Source", root: Path) -> list[str]:
         return [f"not found in {root}"]
     lines = [f"found in {found[0]}: {found[1].description}"]
     try:
-        notes = source.notes(root)
+        notes = source.place.notes(root)
     except DataError as error:
         return [*lines, f"cannot be read: {error}"]
     return lines + [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
@@ -166,7 +164,7 @@ def _verify(cfg: DictConfig, name: str) -> None:
 
     table = _load(cfg, name)
     print("\n".join(_described(table)))
-    expected = SOURCES[name].published if name in SOURCES else None
+    expected = SOURCES[name].place.published if name in SOURCES else None
     is_benchmark = expected is not None and counts_by_role(table.labels, table.role) == dict(expected.by_role)
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
     is_part = any(note.startswith("a subset") for note in table.notes)
@@ -253,24 +251,9 @@ def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
     print(f"{source.title}, {source.home}\n  terms: {source.terms}\n  cite: {source.citation}")
     prepared = prepare(
         source, cfg.dataset.table.root, given=given, password=cfg.password, download=cfg.download,
-        accept_other_checksum=cfg.accept_other_checksum, stage=_stage,
+        accept_other_checksum=cfg.accept_other_checksum,
+        report=lambda text: print(f"  {text}", flush=True),
     )  # fmt: skip
     print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
     print("\n".join(_described(_load(cfg, name))))
     print("next: " + shlex.join(["dmlbench", "data", "verify", name, *overrides]))
-
-
-@contextmanager
-def _stage(text: str) -> "Iterator[Progress]":
-    """Print what is being done; on a terminal, a bar of its bytes."""
-    from tqdm import tqdm
-
-    print(f"  {text}", flush=True)
-    bar: Any = tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc=text, disable=None, leave=False)
-
-    def progress(done: int, total: int | None) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    with bar:
-        yield progress

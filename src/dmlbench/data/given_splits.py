@@ -27,7 +27,6 @@ from dmlbench.types import (
     Split,
     check_choice,
     closest,
-    not_a_file,
 )
 
 FORMAT = "dmlbench oodml splits 1"
@@ -97,8 +96,8 @@ def read_splits(path: str | Path) -> SplitFile:
         DataError: it is missing, damaged, of another kind, or its halves share classes.
     """
     path = Path(path).expanduser()
-    if (what := not_a_file(path)) or not path.exists():
-        raise DataError(f"there is no file of splits at {path}{f' but {what}' if what else ''}; {_REMEDY}")
+    if not path.is_file():
+        raise DataError(f"there is no file of splits at {path}; {_REMEDY}")
     stamp = path.stat()
     return _read(path.resolve(), stamp.st_mtime_ns, stamp.st_size)
 

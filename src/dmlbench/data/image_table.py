@@ -4,7 +4,6 @@ import hashlib
 import os
 import stat
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.originals import deviations_of_sample
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, not_a_file
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
 
 _NAMED_IN_ERRORS = 10
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
@@ -24,30 +23,30 @@ class Listing:
     """What the lists or folders of a data set name, before any image file is looked at.
 
     Attributes:
-        name: the data set's name, for messages and results.
         root: folder that ``paths`` are relative to.
-        layout: which of the known layouts it has, in words.
         paths: [N] names of the images, relative to ``root``, with forward slashes.
         labels: [N] indices into ``class_names``.
         class_names: every published class in published order, also those that a subset has no images of.
-        role: [N] entries of ``ROLES``.
+        role: [N] entries of ``ROLES``; None: the first half of ``class_names`` trains, the others test.
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
-        remedy: how to resolve classes in both halves, for the message.
         notes: how the data may differ from the published ones, as far as names tell.
+        name: the data set's name, for messages and results.
+        layout: which of the known layouts it has, in words.
+        remedy: how to resolve classes in both halves, for the message.
     """
 
-    name: str
     root: Path
-    layout: str
     paths: Sequence[str]
     labels: IntArray
     class_names: Sequence[str]
-    role: NDArray[np.str_]
+    role: NDArray[np.str_] | None = None
     super_labels: IntArray | None = None
     originals: Originals | None = None
-    remedy: str = "get the original lists"
     notes: tuple[str, ...] = ()
+    name: str = ""
+    layout: str = ""
+    remedy: str = "get the original lists"
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,11 @@ class Published:
     @property
     def num_queries(self) -> int:
         return self.by_role["query" if "query" in self.by_role else "test"][0]
+
+    def subset_note(self, count: int) -> tuple[str, ...]:
+        """A note where there are fewer images than published."""
+        total = self.num_images
+        return (f"a subset: {count:,} of {total:,} images",) if count < total else ()
 
     def __str__(self) -> str:
         return ", ".join(
@@ -81,13 +85,9 @@ def table_of_files(listing: Listing, *, published: Published | None, check_count
         published: the benchmark's counts, if there are any.
         check_counts: insist on them. False takes a subset: classes without images are left out, the others keep their
             order and half.
-
-    Raises:
-        DataError: counts differ from the published ones, a path leaves the root, a class is both to train and to test
-            on, images are missing, or the parts do not fit together.
     """
     labels = np.asarray(listing.labels, dtype=np.int64)
-    role = np.asarray(listing.role, dtype=np.str_)
+    role = halved_roles(labels, len(listing.class_names)) if listing.role is None else np.asarray(listing.role)
     super_labels = None if listing.super_labels is None else np.asarray(listing.super_labels, dtype=np.int64)
     _check_lengths(listing.name, paths=listing.paths, labels=labels, role=role, super_labels=super_labels)
     if published is not None and check_counts:
@@ -132,9 +132,8 @@ def differing_counts(labels: IntArray, role: NDArray[np.str_], published: Publis
     """
     if published is None or _counts(labels, role, published) == dict(published.by_role):
         return ()
-    if len(labels) < published.num_images:
-        return (f"a subset: {len(labels):,} of {published.num_images:,} images",)
-    return (f"other counts than published: {Published(_counts(labels, role, published))}",)
+    other = f"other counts than published: {Published(_counts(labels, role, published))}"
+    return published.subset_note(len(labels)) or (other,)
 
 
 def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[int, int]]:
@@ -159,9 +158,6 @@ def check_published(
         labels: [N] class ids.
         role: [N] entries of ``ROLES``.
         published: the counts.
-
-    Raises:
-        DataError: images or classes of a role are too few or too many, or there are images of another role.
     """
     found = _counts(labels, role, published)
     if found != dict(published.by_role):
@@ -221,9 +217,6 @@ def make_table(
         layout: which of the known layouts was found, in words.
         notes: how the data differ from the published ones.
         published_queries: queries of the published test half, if there is one.
-
-    Raises:
-        DataError: no images, lengths that differ, a path twice, a class without images, or an unknown role.
     """
     names = np.asarray(paths, dtype=np.str_)
     labels = np.asarray(labels, dtype=np.int64)
@@ -299,9 +292,6 @@ def halved_roles(labels: IntArray, num_classes: int) -> NDArray[np.str_]:
 def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
     """[N] numbers that identify the files' contents: sizes in bytes; for uncompressed formats, whose sizes depend on
     the images' dimensions alone, a checksum in the bits above the size.
-
-    Raises:
-        DataError: as ``file_sizes``, or a file cannot be read.
     """
     contents = file_sizes(root, paths, name=name)
     for row, path in enumerate(map(str, paths)):
@@ -317,11 +307,7 @@ def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, 
 
 
 def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
-    """[N] sizes in bytes of the files, all of which must exist.
-
-    Raises:
-        DataError: files are missing (the first ten are named, and how many each folder lacks), or are no files.
-    """
+    """[N] sizes in bytes of the files, all of which must exist."""
     sizes = np.zeros(len(paths), dtype=np.int64)
     missing: list[str] = []
     folder = os.path.join(root, "")
@@ -329,18 +315,15 @@ def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, nam
         try:
             status = os.stat(folder + path)
         except (OSError, ValueError):
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode):  # opening a pipe would wait without end
             missing.append(path)
-            continue
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # reading a folder does not wait
-            raise DataError(
-                f"data set '{name}' has {not_a_file(folder + path)} among its images, '{folder + path}'; replace it or "
-                "remove it from the data"
-            )
-        sizes[row] = status.st_size
+        else:
+            sizes[row] = status.st_size
     if missing:
         raise DataError(
-            f"data set '{name}' lacks {len(missing):,} of {len(paths):,} images under '{root}': {shorten(missing)}"
-            f"{_lacking_by_folder(missing, paths)}; copy them there or correct the list"
+            f"data set '{name}' lacks {len(missing):,} of {len(paths):,} image files under '{root}': "
+            f"{shorten(missing)}; copy them there or correct the list"
         )
     return sizes
 
@@ -350,22 +333,6 @@ def leaves_root(path: str) -> bool:
     if path.startswith(("/", "\\")) or (":" in path and os.path.isabs(path)):
         return True
     return ".." in path and ".." in path.replace("\\", "/").split("/")
-
-
-def _lacking_by_folder(missing: Sequence[str], paths: Sequence[str] | NDArray[np.str_]) -> str:
-    """How many images each folder lacks: tells an archive that was not unpacked from a lost file."""
-    folders = [os.path.dirname(path) for path in map(str, paths)]
-    shared = os.path.commonpath(folders) if all(folders) else ""
-    depth = len(shared.split("/")) if shared else 0
-
-    def top(path: str) -> str:
-        return "/".join(path.split("/")[:-1][: depth + 1])
-
-    expected, lacking = Counter(map(top, map(str, paths))), Counter(map(top, missing))
-    if len(expected) == 1:
-        return ""
-    counts = [f"{folder or '.'} {count:,} of {expected[folder]:,}" for folder, count in lacking.most_common()]
-    return f"; missing by folder: {shorten(counts)}"
 
 
 def shorten(names: Sequence[str] | NDArray[np.str_]) -> str:

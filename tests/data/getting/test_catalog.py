@@ -45,7 +45,7 @@ def test_checksums_are_those_that_are_known() -> None:
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
 def test_entries_are_complete_and_well_formed(source: Source) -> None:
-    assert all((source.title, source.terms, source.citation, source.by_hand, source.expected, source.archives))
+    assert all((source.title, source.terms, source.citation, source.by_hand, source.archives))
     assert source.home.startswith("http")
     names = [archive.name for archive in source.archives]
     assert len(set(names)) == len(names)
@@ -66,7 +66,7 @@ def test_the_reader_of_each_says_where_it_looked(source: Source, tmp_path: Path)
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_published_counts_add_up(name: str) -> None:
-    counts = SOURCES[name].published
+    counts = SOURCES[name].place.published
     images, classes = BENCHMARKS[name]
     assert sum(count for count, _ in counts.by_role.values()) == images
     assert classes is None or sum(count for _, count in counts.by_role.values()) == classes

@@ -12,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from dmlbench.data.getting.archives import MARKER, read_marker
 from dmlbench.data.getting.catalog import SOURCES, Archive, Source
@@ -36,6 +37,10 @@ def birds(folder: Path, name: str = "CUB_200_2011.tgz", files: dict[str, bytes] 
             info.size = len(content)
             out.addfile(info, io.BytesIO(content))
     return folder / name
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
 
 
 def source_of(archive: Path, *, url: str | None = None) -> Source:
@@ -109,7 +114,7 @@ def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path
         DataError, match=rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
     ):
         prepare(source, tmp_path / "data", download=False)
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["CUB_200_2011.tgz"]
+    assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
     prepare(source, tmp_path / "data", download=False, accept_other_checksum=True)
     marker = read_marker(tmp_path / "data" / "cub200")
     assert marker is not None
@@ -120,7 +125,7 @@ def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
     archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
     with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
         prepare(source_of(archive), tmp_path / "data")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["CUB_200_2011.tgz"]
+    assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
 
 
 def test_what_no_link_leads_to_is_asked_for(tmp_path: Path) -> None:
@@ -148,53 +153,49 @@ def test_several_files_make_one_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in made.folder.iterdir()) == [MARKER, "img", "list_eval_partition.txt"]
 
 
-def test_a_link_that_lives_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
+def test_a_missing_archive_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
     source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
-    texts: list[str] = []
-
-    def stage(text: str) -> object:
-        texts.append(text)
-        from dmlbench.data.getting.archives import silent
-
-        return silent(text)
-
+    lines: list[str] = []
     with pytest.raises(DataError, match=r"nor is CUB_200_2011\.tgz"):
         prepare(source, tmp_path / "data", download=False)
-    made = prepare(source, tmp_path / "data", stage=stage)
+    made = prepare(source, tmp_path / "data", report=lines.append)
     assert made.folder == tmp_path / "data" / "cub200" / "CUB_200_2011"
-    assert [text.split()[0] for text in texts] == ["downloading", "checksum", "extracting"]
+    assert lines == ["checksum of CUB_200_2011.tgz", "extracting CUB_200_2011.tgz"]
+    assert visible(tmp_path / "data") == ["CUB_200_2011.tgz", "cub200"]
 
 
-def test_the_next_link_is_tried_where_the_first_is_dead(tmp_path: Path, link: str) -> None:
+def test_links_are_tried_in_turn_and_a_wrong_file_is_no_archive(
+    tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmlbench.data.getting.prepare._RETRIES", 0)
     source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
-    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
+    gone = link.replace("CUB", "gone")
+    archive = replace(source.archives[0], urls=(gone, link))
     assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
-    dead = replace(archive, urls=(link.replace("CUB", "gone"),))
-    with pytest.raises(DataError, match=r"is dead .* get CUB_200_2011"):
-        prepare(replace(source, alternatives=((dead,),)), tmp_path / "other")
+    for other in (replace(archive, urls=(gone,)), replace(archive, urls=(link,), md5="0" * 32)):
+        with pytest.raises(DataError, match=r"cannot download CUB_200_2011\.tgz .* or get CUB_200_2011"):
+            prepare(replace(source, alternatives=((other,),)), tmp_path / "other")
+        assert visible(tmp_path / "other") == []
 
 
-def test_what_one_link_began_the_next_one_ends(tmp_path: Path, link: str) -> None:
-    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
-    archive = replace(source.archives[0], urls=(link.replace("CUB", "gone"), link))
-    begun = tmp_path / "data" / "CUB_200_2011.tgz.part"
-    begun.parent.mkdir()
-    begun.write_bytes((tmp_path / "server" / "CUB_200_2011.tgz").read_bytes()[:100])
-    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
-    assert not begun.exists()
+def test_a_data_set_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
+    source = source_of(birds(tmp_path))
+    with FileLock(tmp_path / ".cub200.lock"), pytest.raises(DataError, match="another process prepares"):
+        prepare(source, tmp_path)
+    assert not (tmp_path / "cub200").exists()
+    assert not prepare(source, tmp_path).was_there
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("images_background.zip", "is no archive"), ("foo.zip", "must have its published name")]
-)
-def test_what_is_read_packed_is_refused_before_it_lies_in_place(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / name).write_bytes(b"<html>gone</html>")
-    given = [tmp_path / name, tmp_path / "images_evaluation.zip"]
-    with zipfile.ZipFile(given[1], "w") as archive:
-        archive.writestr("images_evaluation/A/character01/1.png", b"")
-    with pytest.raises(DataError, match=message):
-        prepare(SOURCES["omniglot"], tmp_path / "data", given=given, accept_other_checksum=True)
-    assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.zip")) == []
+def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot prepare .* set paths\.data_dir to a folder you can write"):
+        prepare(SOURCES["cub200"], tmp_path / "file" / "data")
+
+
+def test_an_archive_that_is_read_packed_must_have_its_published_name(tmp_path: Path) -> None:
+    (tmp_path / "foo.zip").touch()
+    with pytest.raises(DataError, match="must have its published name"):
+        prepare(SOURCES["omniglot"], tmp_path / "data", given=[tmp_path / "foo.zip"])
 
 
 def test_half_of_the_archives_may_be_unpacked(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) 
         out.writestr("images_background/A/character01/1.png", b"")
     made = prepare(SOURCES["omniglot"], tmp_path / "data", given=[archive])
     assert made.folder == tmp_path / "data" / "omniglot"
-    assert [path.name for path in made.folder.iterdir()] == ["images_background_small1.zip"]
+    assert visible(made.folder) == ["images_background_small1.zip"]
     assert prepare(SOURCES["omniglot"], tmp_path / "data", download=False).was_there
 
 

@@ -28,7 +28,7 @@ def batch_of(labels: list[int], *, coarse: list[int] | None = None) -> dict[str,
 def write_10(folder: Path, *, per_batch: int = 10) -> dict[str, Any]:
     folder.mkdir(parents=True)
     labels = [number % 10 for number in range(per_batch)]
-    members: dict[str, Any] = {name: batch_of(labels) for name in cifar._CIFAR10.batches}
+    members: dict[str, Any] = {name: batch_of(labels) for name in cifar.FOLDER_10.batches}
     for number, value in enumerate(members.values()):
         value["data"][:, 0] = number
     members["batches.meta"] = {"label_names": list(CLASSES_10)}
@@ -143,8 +143,8 @@ def test_a_zip_of_the_other_data_set_is_not_taken(tmp_path: Path) -> None:
 def test_classes_of_unequal_size_are_not_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     members = write_10(folder)
-    kind = replace(cifar._CIFAR10, published=Published({"train": (30, 5), "test": (30, 5)}))
-    monkeypatch.setattr(cifar, "_CIFAR10", kind)
+    kind = replace(cifar.FOLDER_10, published=Published({"train": (30, 5), "test": (30, 5)}))
+    monkeypatch.setattr(cifar, "FOLDER_10", kind)
     assert len(cifar10(tmp_path, cache_dir=tmp_path / "cache")) == 60
     labels = {"labels": [0, 0, *range(2, 10)]}
     (folder / "test_batch").write_bytes(pickle.dumps(members["test_batch"] | labels, protocol=2))
@@ -194,7 +194,7 @@ def test_damaged_and_incomplete_archives_are_named(tmp_path: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-10-batches-py", "cifar-10-batches-py")
     whole = archive.read_bytes()
-    for keep in (0, 20, len(whole) // 2):
+    for keep in (0, len(whole) // 2):
         archive.write_bytes(whole[:keep])
         with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz' is damaged"):
             cifar10(tmp_path, cache_dir=tmp_path / "cache")
@@ -204,24 +204,9 @@ def test_damaged_and_incomplete_archives_are_named(tmp_path: Path) -> None:
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 
-def test_a_member_that_claims_too_much_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_10(tmp_path / "made" / "cifar-10-batches-py")
-    with tarfile.open(tmp_path / "cifar-10-python.tar", "w") as tar:
-        tar.add(tmp_path / "made" / "cifar-10-batches-py", "cifar-10-batches-py")
-    monkeypatch.setattr(cifar, "_MAX_MEMBER_BYTES", 1000)
-    with pytest.raises(DataError, match=r"claims .* bytes"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
-    images = tmp_path / "images"
-    images.mkdir()
-    with zipfile.ZipFile(images / "cifar10.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("train/cat/0001.png", bytes(2**21))
-    with pytest.raises(DataError, match=r"train/cat/0001\.png' in '.*' claims 2,097,152 bytes"):
-        cifar10(images, cache_dir=tmp_path / "cache")
-
-
 def test_images_of_another_size_or_damaged_are_named(tmp_path: Path) -> None:
     write_jpegs(tmp_path / "cifar10", per_class=1, side=33)
-    with pytest.raises(DataError, match=r"is 33 x 33, expected 32 x 32"):
+    with pytest.raises(DataError, match=r"cannot be read \(it is 33 x 33, expected 32 x 32\)"):
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
     write_jpegs(tmp_path / "cifar10", per_class=1)
     buffer = io.BytesIO()

@@ -1,5 +1,6 @@
 """Image folders and CSV lists as data sets."""
 
+import os
 import tarfile
 import zipfile
 from pathlib import Path
@@ -94,10 +95,22 @@ def test_a_link_that_leads_back_is_refused(tmp_path: Path, target: str) -> None:
         folder(tmp_path)
 
 
+def test_pipes_and_dangling_links_are_named_and_nothing_waits(tmp_path: Path) -> None:
+    write_images(tmp_path, ["a/1.png", "b/1.png"])
+    (tmp_path / "loop").symlink_to("loop")
+    assert len(folder(tmp_path)) == 2
+    (tmp_path / "b/2.png").symlink_to("2.png")
+    os.mkfifo(tmp_path / "b/3.png")
+    with pytest.raises(DataError, match=r"lacks 2 of 4 image files under .*: b/2\.png, b/3\.png"):
+        folder(tmp_path)
+    with pytest.raises(DataError, match=r"3\.png' is missing or not a file"):
+        folder(tmp_path, csv="b/3.png")
+
+
 def test_two_spellings_of_a_path_are_one_image(tmp_path: Path) -> None:
     write_images(tmp_path, ["im/1.png", "im/2.png"])
     (tmp_path / "list.csv").write_text("path,label\nim/1.png,a\nim/2.png,b\n./im//1.png,b\n")
-    with pytest.raises(DataError, match=r"line 4 of .* lists 'im/1\.png' of line 2 again"):
+    with pytest.raises(DataError, match=r"lists images twice: im/1\.png"):
         folder(tmp_path, csv="list.csv")
 
 
@@ -174,7 +187,7 @@ def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: P
     with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
     write_images(tmp_path, ["a/1.png", "b/1.png"])
-    with pytest.raises(DataError, match=r"list '.*none\.txt' is missing; correct its path"):
+    with pytest.raises(DataError, match=r"'.*none\.txt' is missing or not a file; correct its path"):
         folder(tmp_path, train_classes="none.txt")
 
 
@@ -228,11 +241,11 @@ def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_pa
         ("path,label\n1.png,\n", "line 2 of"),
         ("path,label\n1.png,a,b\n", "line 2 of"),
         ("path,label,role\n1.png,a,trian\n", "'trian'; did you mean 'train'"),
-        ("path,label\n1.png,a\n1.png,b\n", r"line 3 of .* lists '1\.png' of line 2 again"),
-        ("path,label\n../1.png,a\n", r"line 2 of .*'\.\./1\.png', which lies outside"),
+        ("path,label\n1.png,a\n1.png,b\n", r"lists images twice: 1\.png"),
+        ("path,label\n../1.png,a\n", r"lists images outside of .*: \.\./1\.png"),
         ("path,label,label\n1.png,a,b\n", "line 1 of"),
         ("path label\n1.png a\n", "line 1 of"),
-        ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 images.*missing.png"),
+        ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 image files.*missing.png"),
         ("path,label,role\n1.png,a,train\n2.png,a,query\n", "both to train and to test"),
     ],
 )
@@ -244,7 +257,7 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_a_csv_that_is_missing_or_binary_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"list\.csv' is missing; correct its path"):
+    with pytest.raises(DataError, match=r"list\.csv' is missing or not a file; correct its path"):
         folder(tmp_path, csv="list.csv")
     (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe\x00,a\n")
     with pytest.raises(DataError, match="not UTF-8 text"):

@@ -77,27 +77,14 @@ def test_the_images_of_the_papers_come_before_the_large_ones_and_the_layout_says
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            ("img/MEN/Denim/id_9/x.jpg", "id_9", "test"),
-            r"line 9 of '.*' has the evaluation_status test, which is not in train, query, gallery",
-        ),
-        (
-            ("img/MEN/Denim/id_9/x.jpg", "id_9", ""),
-            r"line 9 of '.*partition\.txt' has 2 columns, expected 3 \(image_na",
-        ),
-        (("img/../../x/y.jpg", "id_9", "train"), r"line 9 of '.*' names 'img/\.\./\.\./x/y\.jpg', which lies outside"),
-        (("/img/MEN/x/y.jpg", "id_9", "train"), r"line 9 of '.*' names '/img/MEN/x/y\.jpg', which lies outside"),
-        (
-            ("MEN/Denim/id_9/x.jpg", "id_9", "train"),
-            r"line 9 of '.*' names the image 'MEN.*', expected img/<gender>/<ca",
-        ),
-        (("img/MEN/x.jpg", "id_9", "train"), r"line 9 of '.*' names the image 'img/MEN/x\.jpg', expected img/<gender>"),
-        (("img/MEN/Denim/id_9/x.jpg", "id_9", "train"), r"lacks 1 of 7 images .*: MEN/Denim/id_9/x\.jpg"),
-        (("img/WOMEN/Denim/id_00000007/01_2_side.jpg", "id_9", "train"), "lists images twice: WOMEN/Denim/id_00000007"),
+        (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*' has the evaluation_status test, which is not"),
+        (("img/../../x/y.jpg", "id_9", "train"), r"lists images outside of .*: \.\./\.\./x/y\.jpg"),
+        (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*' names the image 'MEN.*', expected img/<gender>/<"),
+        (("img/MEN/Denim/id_9/x.jpg", "id_9", "train"), r"lacks 1 of 7 image files .*: MEN/Denim/id_9/x\.jpg"),
         (("img/MEN/Denim/id_9/x.jpg", "id_00000007", "train"), "1 classes both to train and to test on: id_00000007"),
     ],
 )
-def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:
+def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:
     write(tmp_path)
     write_list(tmp_path / "Eval/list_eval_partition.txt", (*ROWS, row))
     with pytest.raises(DataError, match=message):
@@ -108,20 +95,6 @@ def test_a_list_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
     write(tmp_path)
     write_list(tmp_path / "Eval/list_eval_partition.txt", ROWS[:-1], count=6)
     with pytest.raises(DataError, match="says in line 1 that it has 6 rows, but has 5; put the original file there"):
-        inshop(tmp_path, check_counts=False)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("2\nimage_name evaluation_status\n", "line 2 of '.*' is 'image_name evaluation_status', expected the header"),
-        (f"{HEADER}\n", "line 1 of '.*' is 'image_name item_id evaluation_status', expected the number of rows"),
-    ],
-)
-def test_a_wrong_header_says_what_was_found(tmp_path: Path, content: str, message: str) -> None:
-    write(tmp_path)
-    (tmp_path / "Eval/list_eval_partition.txt").write_text(content)
-    with pytest.raises(DataError, match=message):
         inshop(tmp_path, check_counts=False)
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_by_folder, resolve
+from dmlbench.data.image_table import Published
+from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_in, images_of_classes, resolve
 from dmlbench.types import DataError
 
-PREFERRED = Layout("lists", "list.txt and images", ("list.txt", "images"))
-OTHER = Layout("folders", "class folders", ("[0-9][0-9].*",))
+PREFERRED = Layout("list.txt and images", ("list.txt", "images"), lambda folder: None)
+OTHER = Layout("class folders", ("[0-9][0-9].*",), lambda folder: None)
 
 
 def make(root: Path, *paths: str) -> Path:
@@ -19,9 +20,10 @@ def make(root: Path, *paths: str) -> Path:
     return root
 
 
-def find(root: Path) -> tuple[Path, str]:
-    folder, layout = DataFolder("Birds", ("birds", "birds_200"), (PREFERRED, OTHER), "unpack birds.tgz").find(root)
-    return folder, layout.name
+def find(root: Path, *layouts: Layout) -> tuple[Path, Layout]:
+    published = Published({"train": (1, 1), "test": (1, 1)})
+    names = ("birds", "birds_200")
+    return DataFolder("birds", "Birds", names, layouts or (PREFERRED, OTHER), "unpack birds.tgz", published).find(root)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def find(root: Path) -> tuple[Path, str]:
 )
 def test_a_data_set_is_found_in_the_folder_itself_and_under_its_usual_names(tmp_path: Path, place: str) -> None:
     make(tmp_path / place, "list.txt", "images/a.jpg")
-    assert find(tmp_path) == (tmp_path / place, "lists")
+    assert find(tmp_path) == (tmp_path / place, PREFERRED)
 
 
 def test_other_folders_and_deeper_levels_are_not_searched(tmp_path: Path) -> None:
@@ -42,9 +44,9 @@ def test_other_folders_and_deeper_levels_are_not_searched(tmp_path: Path) -> Non
 
 def test_the_preferred_layout_wins_over_a_nearer_folder(tmp_path: Path) -> None:
     make(tmp_path, "01.finch/a.jpg")
-    assert find(tmp_path) == (tmp_path, "folders")
+    assert find(tmp_path) == (tmp_path, OTHER)
     make(tmp_path / "birds", "list.txt", "images/a.jpg")
-    assert find(tmp_path) == (tmp_path / "birds", "lists")
+    assert find(tmp_path) == (tmp_path / "birds", PREFERRED)
 
 
 def test_where_nothing_is_found_the_message_says_where_what_is_nearest_and_how_to_get_it(tmp_path: Path) -> None:
@@ -82,8 +84,8 @@ def test_a_marker_may_have_several_places_of_which_the_first_counts(tmp_path: Pa
 
 def test_a_folder_must_also_be_recognized_where_a_layout_asks_for_it(tmp_path: Path) -> None:
     make(tmp_path, "birds/a.txt", "data/a.txt")
-    layout = Layout("data", "a folder named data", ("a.txt",), lambda folder: folder.name == "data")
-    assert DataFolder("x", ("birds",), (layout,), "none").find(tmp_path)[0] == tmp_path / "data"
+    layout = Layout("a folder named data", ("a.txt",), lambda folder: None, lambda folder: folder.name == "data")
+    assert find(tmp_path, layout)[0] == tmp_path / "data"
 
 
 def test_images_of_folders_are_sorted_and_nothing_hidden_or_else_counts(tmp_path: Path) -> None:
@@ -93,15 +95,18 @@ def test_images_of_folders_are_sorted_and_nothing_hidden_or_else_counts(tmp_path
     make(tmp_path / "elsewhere", "4.jpg")
     (tmp_path / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    assert images_by_folder(tmp_path) == {"a": ["4.jpg"], "b": ["1.png", "2.JPEG"], "elsewhere": ["4.jpg"]}
+    (tmp_path / "loop").symlink_to("loop")
+    paths, classes = images_of_classes(tmp_path, lambda folder: len(folder.name), parts=("", "b", "none"))
+    assert paths == ["a/4.jpg", "b/1.png", "b/2.JPEG", "elsewhere/4.jpg", "b/c/3.jpg"]
+    assert classes == [1, 1, 1, 9, 1]
 
 
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     make(tmp_path, "a/é.jpg")
-    assert images_by_folder(tmp_path) == {"a": ["é.jpg"]}
+    assert images_in(tmp_path / "a") == ["é.jpg"]
     try:
         (tmp_path / "a" / os.fsdecode(b"\xe9.jpg")).touch()
     except OSError:
         pytest.skip("this file system takes no other names")
     with pytest.raises(DataError, match=r"a' has the name b'\\xe9\.jpg', which is not UTF-8; rename it"):
-        images_by_folder(tmp_path)
+        images_in(tmp_path / "a")

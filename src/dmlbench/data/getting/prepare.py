@@ -1,22 +1,23 @@
 """Prepares a data set: finds or downloads its archives, verifies them, and puts them where they belong."""
 
+import ftplib
 import logging
 import os
 import shutil
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from lzma import LZMAError
 from pathlib import Path
 
-from dmlbench.data.getting.archives import Part, Stage, extract, read_marker, silent
+import pooch
+from filelock import FileLock, Timeout
+
+from dmlbench.data.getting.archives import Part, extract, read_marker
 from dmlbench.data.getting.catalog import Archive, Source, is_found
-from dmlbench.data.getting.disk import file_digest, remove_stale_lock, storage_error
-from dmlbench.data.getting.download import fetch
 from dmlbench.runtime import whole_file
-from dmlbench.types import DataError, not_a_file
+from dmlbench.types import DataError
+
+_RETRIES = 3
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def prepare(
     password: str | None = None,
     download: bool = True,
     accept_other_checksum: bool = False,
-    stage: Stage = silent,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Prepared:
     """Extract the archives found in ``root``, or download them, so that the data set is found below ``root``.
 
@@ -56,33 +57,37 @@ def prepare(
         password: of encrypted archives.
         download: whether to download what is missing.
         accept_other_checksum: take archives that differ from the published ones; the folder's marker file records it.
-        stage: notified of each piece of work, for progress bars.
-
-    Raises:
-        DataError: archives are missing and cannot be downloaded, are damaged or differ from the published ones, hold no
-            known layout, or the folder cannot be written.
+        report: called with a line before each piece of work.
     """
     root = Path(os.path.abspath(root))
-    place = root / source.folder
+    place = root / source.name
     found = is_found(source, root) if root.is_dir() else None
     if found is not None and not _is_partial(source, found[0]):
-        remove_stale_lock(place)
         if source.is_read_packed:
             paths = {path: True for a in source.archives if (path := found[0] / a.name).is_file()}
-            _checked(source, paths, accept_other_checksum, stage)
+            _checked(source, paths, accept_other_checksum, report)
         return Prepared(found[0], found[1].description, was_there=True)
-    files = _gather(source, root, found[0] if found else place, [Path(path) for path in given], download, stage)
-    parts, other = _checked(source, files, accept_other_checksum, stage)
-    if source.is_read_packed:
-        _check_packed(source, parts)
-        for part in parts:
-            _copy(part.path, (found[0] if found else place) / part.path.name, stage)
-    else:
-        notes = {"accepted_other_checksum": ", ".join(other)} if other else {}
-        extract(
-            parts, _free_place(place, parts), password=password, notes=notes, stage=stage,
-            check=lambda folder: _check_layout(source, folder, parts),
-        )  # fmt: skip
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{source.name}.lock", timeout=0):
+            folder = found[0] if found else place
+            files = _gather(source, root, folder, [Path(path) for path in given], download)
+            parts, other = _checked(source, files, accept_other_checksum, report)
+            if source.is_read_packed:
+                for part in parts:
+                    _copy(part.path, folder / part.path.name, report)
+            else:
+                notes = {"accepted_other_checksum": ", ".join(other)} if other else {}
+                extract(
+                    parts, _free_place(place, parts), password=password, notes=notes, report=report,
+                    check=lambda folder: _check_layout(source, folder, parts),
+                )  # fmt: skip
+    except Timeout:
+        raise DataError(f"another process prepares '{place}'; start again when it is done") from None
+    except OSError as error:
+        raise DataError(
+            f"cannot prepare '{place}' ({error}); free some space, or set paths.data_dir to a folder you can write"
+        ) from error
     folder, layout = source.place.find(root)
     return Prepared(folder, layout.description, was_there=False)
 
@@ -96,26 +101,21 @@ def _is_partial(source: Source, folder: Path) -> bool:
     return source.is_read_packed and any(present) and not all(present)
 
 
-def _gather(
-    source: Source, root: Path, place: Path, given: Sequence[Path], download: bool, stage: Stage
-) -> dict[Path, bool]:
+def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], download: bool) -> dict[Path, bool]:
     """The files to use (given, found, or downloaded), and whether each is an archive."""
     for path in given:
         if not path.is_file():
-            raise DataError(f"'{path}' is {not_a_file(path) or 'no file'}; correct archives")
-    by_name = {archive.name: archive for archive in source.archives}
-    if given and any(path.name not in by_name for path in given):
+            raise DataError(f"'{path}' is no file; correct archives")
+    names = [archive.name for archive in source.archives]
+    if other := [path for path in given if path.name not in names]:
+        if source.is_read_packed:
+            raise DataError(f"'{other[0]}' must have its published name, one of {', '.join(names)}; rename it")
         return {path: path.suffix not in (".mat", ".txt") for path in given}
-    files = {
-        archive.name: folder / archive.name
-        for archive in source.archives
-        for folder in (place, root)
-        if (folder / archive.name).is_file()
-    }
+    files = {name: folder / name for name in names for folder in (place, root) if (folder / name).is_file()}
     files |= {path.name: path for path in given}
     for alternative in source.alternatives:
-        names = {archive.name for archive in alternative}
-        if names <= set(files) and {path.name for path in given} <= names:
+        needed = {archive.name for archive in alternative}
+        if needed <= set(files) and {path.name for path in given} <= needed:
             return {files[archive.name]: archive.is_archive for archive in alternative}
     wanted = next(
         (a for a in source.alternatives if any(archive.name in files for archive in a)), source.alternatives[0]
@@ -128,28 +128,29 @@ def _gather(
             f"put it into '{root}' and start again, or name files that lie elsewhere with archives=<file>"
         )
     for archive in missing:
-        files[archive.name] = _download(source, archive, place if source.is_read_packed else root, stage)
+        files[archive.name] = _download(source, archive, place if source.is_read_packed else root)
     return {files[archive.name]: archive.is_archive for archive in wanted}
 
 
-def _download(source: Source, archive: Archive, folder: Path, stage: Stage) -> Path:
-    assert archive.md5 is not None, "an archive with links has a checksum"
+def _download(source: Source, archive: Archive, folder: Path) -> Path:
+    """Download an archive from the first of its links that works; its checksum is verified before it gets its name."""
     for url in archive.urls:
+        downloader = pooch.HTTPDownloader if url.startswith("http") else pooch.FTPDownloader
+        files = pooch.create(
+            path=folder, base_url="", registry={archive.name: f"md5:{archive.md5}"}, urls={archive.name: url},
+            retry_if_failed=_RETRIES,
+        )  # fmt: skip
         try:
-            with stage(f"downloading {url}") as progress:
-                return fetch(
-                    url, folder / archive.name, md5=archive.md5, size=archive.size, elsewhere=source.by_hand,
-                    progress=progress,
-                )  # fmt: skip
-        except DataError as error:
-            if url == archive.urls[-1]:
-                raise
-            logger.warning("%s; trying the next link", error)
-    raise AssertionError("an archive without links is not downloaded")
+            return Path(
+                files.fetch(archive.name, downloader=downloader(progressbar=sys.stderr.isatty(), chunk_size=1 << 20))
+            )
+        except (ValueError, OSError, EOFError, ftplib.Error) as error:
+            failure = error
+    raise DataError(f"cannot download {archive.name} ({failure}); start again later, or {source.by_hand}") from failure
 
 
 def _checked(
-    source: Source, files: Mapping[Path, bool], accept_other_checksum: bool, stage: Stage
+    source: Source, files: Mapping[Path, bool], accept_other_checksum: bool, report: Callable[[str], None]
 ) -> tuple[list[Part], list[str]]:
     """The files with their checksums, and the names of those that differ from the published ones."""
     by_name = {archive.name: archive for archive in source.archives}
@@ -157,14 +158,14 @@ def _checked(
     checked, other = [], []
     for path, is_archive in files.items():
         name = path.name
-        with stage(f"checksum of {name}") as progress:
-            md5 = file_digest(path, progress=progress)
+        report(f"checksum of {name}")
+        md5 = pooch.file_hash(str(path), alg="md5")
         checked.append(Part(path, md5, is_archive))
         if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
             continue
         other.append(name)
         if accept_other_checksum:
-            logger.warning("%s has md5 %s, which is none of the published ones; accepted as asked", path, md5)
+            logger.warning("%s has md5 %s, which is not published; accepted as requested", path, md5)
             continue
         expected = " and ".join(
             f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
@@ -191,37 +192,18 @@ def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
     if is_found(source, folder) is None:
         names = ", ".join(f"'{part.path}'" for part in parts)
         raise DataError(
-            f"{names} holds no layout of {source.title} that is known; expected {' or '.join(source.expected)}; "
-            "extract it by hand and point dataset.table.root at the right folder"
+            f"{names} holds no layout of {source.title} that is known; expected {source.place.expected}; extract it by "
+            "hand and point dataset.table.root at the right folder"
         )
 
 
-def _check_packed(source: Source, parts: Sequence[Part]) -> None:
-    """Refuse what the reader would not find, or could not open, before anything is copied."""
-    names = [archive.name for archive in source.archives]
-    for part in parts:
-        if part.path.name not in names:
-            raise DataError(
-                f"'{part.path}' is read as it is, so it must have its published name, one of {', '.join(names)}; "
-                "rename it"
-            )
-        try:
-            is_archive = zipfile.is_zipfile(part.path) or tarfile.is_tarfile(part.path)
-        except (OSError, EOFError, LZMAError, zlib.error):
-            is_archive = False
-        if not is_archive:
-            raise DataError(f"'{part.path}' is no archive, or a damaged one; download it again")
-
-
-def _copy(path: Path, to: Path, stage: Stage) -> None:
+def _copy(path: Path, to: Path, report: Callable[[str], None]) -> None:
     """Copy a file completely or not at all."""
     if path == to or (to.exists() and to.samefile(path)):
         return
     if to.exists():
-        raise DataError(f"'{to}' exists, so it stays as it is; move it away and start again")
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with stage(f"copying {path.name}"), path.open("rb") as source, whole_file(to) as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
-    except OSError as error:
-        raise storage_error(error, to.parent, doing=f"copy '{path}'") from error
+        raise DataError(f"'{to}' exists; move it away and start again")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    report(f"copying {path.name}")
+    with path.open("rb") as source, whole_file(to) as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)

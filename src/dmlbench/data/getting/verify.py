@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from dmlbench.data.getting.disk import file_digest
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.originals import Header, deviations
-from dmlbench.data.readers.layouts import IMAGE_SUFFIXES
+from dmlbench.data.readers.layouts import is_image
+from dmlbench.runtime import file_sha256
 from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
@@ -95,9 +95,6 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
         table: the data set.
         num_threads: threads that decode; Pillow releases the GIL while it does.
         watch: receives progress, in the calling thread.
-
-    Raises:
-        DataError: a file disappeared in the meantime.
     """
     if table.pixels is not None:
         return _verify_pixels(table, watch)
@@ -143,7 +140,7 @@ def unlisted(table: ImageTable) -> list[str]:
         for directory, folders, files in os.walk(os.path.join(table.root, top)):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             prefix = Path(directory).relative_to(table.root).as_posix()
-            names = (f"{prefix}/{name}" for name in files if name[0] != "." and name.lower().endswith(IMAGE_SUFFIXES))
+            names = (f"{prefix}/{name}" for name in files if is_image(name))
             found += [name for name in names if name not in listed]
     return sorted(found)
 
@@ -151,9 +148,8 @@ def unlisted(table: ImageTable) -> list[str]:
 def _look(name: str, *, with_digest: bool) -> _Seen:
     digest = ""
     try:
-        if with_digest:
-            digest = file_digest(name, "sha256")
         read_image(name)
+        digest = file_sha256(name) if with_digest else ""
         with Image.open(name) as image:  # for what the conversion hides; reads the header only
             mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
             header = Header(*size, image.format or "")

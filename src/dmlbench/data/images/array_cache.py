@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import DataError, not_a_file
+from dmlbench.types import DataError
 
 _DIGEST_BYTES = 32
 
@@ -47,9 +47,6 @@ def cached_array(
         name: first part of the file's name.
         key: everything that the array depends on, including a version of the code that makes it; JSON values only.
         build: makes the array.
-
-    Raises:
-        DataError: the folder cannot be written.
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
@@ -77,8 +74,6 @@ def cached_array(
 
 def _verified_digest(path: Path) -> str | None:
     """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
-    if what := not_a_file(path):
-        raise DataError(f"'{path}' is {what}, not a cached file; move it away")
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:

@@ -31,9 +31,6 @@ class GivenImages:
                 or one array [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
             short_side: pixels to resize to, or None for the images as they are.
             kernel: what resizes.
-
-        Raises:
-            DataError: there is none, or one is something else.
         """
         self._images = _listed(images)
         self._short_side, self._kernel = short_side, kernel
@@ -45,11 +42,7 @@ class GivenImages:
         return len(self._images)
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] RGB with the requested short side.
-
-        Raises:
-            DataError: the file cannot be read, or the image cannot be converted.
-        """
+        """[H, W, 3] RGB with the requested short side."""
         return short_side_resized(self._opened(row), self._short_side, self._kernel)
 
     def _opened(self, row: int) -> Image.Image:

@@ -37,7 +37,7 @@ from dmlbench.data.images.pixels import Kernel, read_image, resized_size, short_
 from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.images.threads import for_each
 from dmlbench.runtime import available_cores, whole_file
-from dmlbench.types import DataError, ImageTable, IntArray, not_a_file
+from dmlbench.types import DataError, ImageTable, IntArray
 
 VERSION = 3  # increment it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
@@ -104,9 +104,6 @@ class CachedImages:
         """[H, W, 3] as a read-only view into the file.
 
         Pixels that are not those that were stored are decoded again and put back into the file; the log says so.
-
-        Raises:
-            DataError: they cannot be: the image is gone, or was edited.
         """
         if self._map is None:
             with open(self.path, "rb") as file:
@@ -174,9 +171,6 @@ def cached_images(
         num_threads: threads that decode; None takes all cores available to this process.
         progress: whether to show a bar.
         check: called regularly while building; what it raises ends the build.
-
-    Raises:
-        DataError: the folder cannot be written, the disk is too small or an image cannot be read; nothing is left.
     """
     stamp = _stamp(table)
     size = "whole" if short_side is None else f"short{short_side}"
@@ -231,8 +225,6 @@ def _encode(header: dict[str, Any]) -> bytes:
 
 def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
     """The layout of a complete cache file with this header; None if there is no such file."""
-    if what := not_a_file(path):
-        raise DataError(f"'{path}' is {what}, not an image cache; move it away")
     try:
         with open(path, "rb") as file:
             expected = _encode(header)
@@ -321,8 +313,6 @@ def _build(
 
 def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
     """Height and width of a cached image, from the file's header alone."""
-    if not_a_file(name):
-        read_image(name)  # says what it is
     try:
         with Image.open(name) as image:
             width, height = image.size

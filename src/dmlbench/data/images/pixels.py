@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from dmlbench.types import DataError, not_a_file
+from dmlbench.types import DataError
 
 Kernel = Literal["pillow", "torch"]
 
@@ -17,12 +17,9 @@ def read_image(path: str | Path) -> Image.Image:
     """One image file as 8-bit RGB, rotated according to its EXIF orientation.
 
     Grey, palette, CMYK and 16-bit grey images are converted (16 bits keep their high byte); transparency is dropped.
-
-    Raises:
-        DataError: the file is missing, truncated, not an image, or holds floating point pixels.
     """
-    if what := not_a_file(path):
-        raise DataError(f"image '{path}' is {what}, not a file; replace it")
+    if not Path(path).is_file():  # opening a pipe would wait without end
+        raise DataError(f"image '{path}' is missing or not a file; replace it or remove it from the data")
     try:
         with Image.open(path) as file:
             file.load()
@@ -38,11 +35,7 @@ def read_image(path: str | Path) -> Image.Image:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB of an image of any mode, as ``read_image`` says.
-
-    Raises:
-        DataError: floating point pixels.
-    """
+    """8-bit RGB of an image of any mode, as ``read_image`` says."""
     if image.mode == "F":
         raise DataError("holds floating point pixels; convert it to 8 bits a channel")
     if image.mode.startswith("I"):

@@ -28,11 +28,7 @@ class DecodedImages:
         self._table, self._short_side, self._kernel = table, short_side, kernel
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] with the requested short side.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """[H, W, 3] with the requested short side."""
         if self._table.pixels is None:
             image = read_image(Path(self._table.root) / str(self._table.paths[row]))
         else:
@@ -41,11 +37,7 @@ class DecodedImages:
 
 
 def pixel_tensor(table: ImageTable, images: ImageSource, device: torch.device) -> Tensor:
-    """All images of a table as one tensor [N, H, W] (grey) or [N, H, W, 3] on the device.
-
-    Raises:
-        DataError: they differ in size.
-    """
+    """All images of a table as one tensor [N, H, W] (grey) or [N, H, W, 3] on the device."""
     if table.pixels is not None:
         return torch.from_numpy(np.array(table.pixels)).to(device)
     first = images.read(0)

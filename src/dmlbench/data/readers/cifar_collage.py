@@ -59,10 +59,6 @@ def cifar100_collage(
     Returns:
         a table with ``pixels`` [N, 64, 64, 3], or [N, 32, 32, 3] without ``collage``.
 
-    Raises:
-        ConfigError: an unknown layout, or ``images_per_class`` out of range.
-        DataError: CIFAR-100 is missing, damaged or incomplete, or lies in folders that do not name super-classes.
-
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.
     """

@@ -1,16 +1,78 @@
-"""CUB-200-2011 (birds): the lists of the original archive, or bare class folders as mirrors have them."""
+"""CUB-200-2011 and, for ``cub200_2010``, the CUB-200 of 2010: birds, as lists and images or as bare class folders.
 
+The classes of both have the same names; their images are distinguished by their file names. Both call an image
+``<Species>_<number>_<id>.jpg``. Ids of 2010 are Flickr's, of seven digits or more (``xxx`` where unknown); 2011
+renumbers its images with at most six digits. No image file has the same name in both.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from dmlbench.data.readers.cub_editions import CLASS_FOLDER, OF_2011, Listed, listed_in_folders
-from dmlbench.data.readers.layouts import first_match
-from dmlbench.data.readers.lists import boxes_by_name, read_list
-from dmlbench.types import ImageTable, Originals
+from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers.layouts import SPLIT_FOLDERS, DataFolder, Layout, first_match, images_of_classes
+from dmlbench.data.readers.lists import read_list
+from dmlbench.types import DataError, ImageTable, Originals
 
-FOLDER = OF_2011
-PUBLISHED = OF_2011.published
+_NUM_CLASSES = 200
+_CLASS_FOLDER = "[0-9][0-9][0-9].*"
+_LISTS = ("images.txt", "image_class_labels.txt", "classes.txt")  # of 2011
+_ID = re.compile(r"_[0-9]{4}_([0-9]+|xxx)\.[A-Za-z]+", re.ASCII)
+_LONGEST_ID_OF_2011 = 6  # digits
+
+
+@dataclass(frozen=True)
+class Edition(DataFolder):
+    """The folder of one of the two editions, never confused with the other's.
+
+    Attributes:
+        year: of publication.
+    """
+
+    year: int
+
+    def find(self, root: str | Path) -> tuple[Path, Layout]:
+        """The folder and its layout, as for any data set."""
+        try:
+            return super().find(root)
+        except DataError as error:
+            try:
+                folder, _ = DataFolder.find(self._other, root)
+            except DataError:
+                raise error from None
+        raise self._confused(folder)
+
+    def checked(self, listing: Listing, layout: Layout) -> Listing:
+        """The listing, with a note where nothing shows which edition it is of."""
+        years = Counter(map(year_of, listing.paths))
+        own, others, total = years[self.year], years[self._other.year], len(listing.paths)
+        if own and others:
+            raise DataError(
+                f"'{listing.root}' mixes {own:,} images of {self.title} and {others:,} of {self._other.title}; keep "
+                "one edition there"
+            )
+        if others or (not own and total == self._other.published.num_images):
+            raise self._confused(listing.root)
+        if own or total == self.published.num_images or layout.read is _of_lists:
+            return listing
+        return replace(listing, notes=("of unknown edition, 2010 or 2011",))
+
+    @property
+    def _other(self) -> "Edition":
+        return OF_2011 if self is OF_2010 else OF_2010
+
+    def _confused(self, folder: Path) -> DataError:
+        found = self._other
+        return DataError(
+            f"'{folder}' holds {found.title} ({found.published.num_images:,} images), not {self.title} "
+            f"({self.published.num_images:,}), whose classes have the same names; choose dataset={found.name}, or "
+            f"{self.remedy}"
+        )
 
 
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -19,24 +81,23 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     ``train_test_split.txt`` and folders ``train`` and ``test`` are the split for classification: the former is
     ignored, the latter are merged.
 
-    Args:
-        root: folder of the data set, or one that holds it under a usual name.
-        check_counts: insist on the published 5,864 images of 100 classes to train and 5,924 of 100 to test on.
-            False takes a subset: classes without images are left out, and each other one keeps its half.
-
-    Raises:
-        DataError: a list or folder is missing or faulty, images are missing, it is the edition of 2010, or counts
-            differ.
+    ``root`` and ``check_counts``: see ``DataFolder.table``.
 
     Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
         H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
-    folder, layout = FOLDER.find(root)
-    listed = _of_lists(folder) if layout.name == "lists" else listed_in_folders(folder, layout, OF_2011)
-    return OF_2011.table(listed, layout, check_counts=check_counts)
+    return OF_2011.table(root, check_counts=check_counts)
 
 
-def _of_lists(folder: Path) -> Listed:
+def year_of(path: str) -> int | None:
+    """The edition that an image's name belongs to, or None if it is neither."""
+    match = _ID.search(path)
+    if match is None:
+        return None
+    return 2011 if match[1].isdigit() and len(match[1]) <= _LONGEST_ID_OF_2011 else 2010
+
+
+def _of_lists(folder: Path) -> Listing:
     images = read_list(folder / "images.txt", ("image_id", "path"))
     labels = read_list(folder / "image_class_labels.txt", ("image_id", "class_id"))
     classes = read_list(folder / "classes.txt", ("class_id", "name"))
@@ -44,20 +105,23 @@ def _of_lists(folder: Path) -> Listed:
         rows.numbers(column)
         rows.check_once(column)
     class_ids = labels.numbers("class_id").tolist()
-    labels.check_known("class_id", classes.texts("class_id"), "classes.txt")
-    class_by_image = dict(zip(labels.texts("image_id"), class_ids, strict=True))
+    labels.check_known("class_id", classes["class_id"], "classes.txt")
+    if max(class_ids) > _NUM_CLASSES:
+        raise labels.fault(int(np.argmax(class_ids)), f"has the class {max(class_ids)}, expected 1 to {_NUM_CLASSES}")
+    class_by_image = dict(zip(labels["image_id"], class_ids, strict=True))
     images.check_known("image_id", class_by_image, labels.file.name)
-    has_images_folder = first_match(folder, f"images/{CLASS_FOLDER}") or not first_match(folder, CLASS_FOLDER)
-    return Listed(
-        folder / "images" if has_images_folder else folder,
-        images.paths("path"),
-        [class_by_image[image] for image in images.texts("image_id")],
-        dict(zip(classes.numbers("class_id").tolist(), classes.texts("name"), strict=True)),
-        _originals(folder / "bounding_boxes.txt", images.texts("image_id")),
+    names = dict(zip(classes.numbers("class_id").tolist(), classes["name"], strict=True))
+    has_images_folder = first_match(folder, f"images/{_CLASS_FOLDER}") or not first_match(folder, _CLASS_FOLDER)
+    return Listing(
+        root=folder / "images" if has_images_folder else folder,
+        paths=images["path"],
+        labels=np.array([class_by_image[image] for image in images["image_id"]]) - 1,
+        class_names=[names.get(i, "") for i in range(1, _NUM_CLASSES + 1)],
+        originals=_originals(folder / "bounding_boxes.txt", images["image_id"]),
     )
 
 
-def _originals(file: Path, image_ids: list[str]) -> Originals:
+def _originals(file: Path, image_ids: Sequence[str]) -> Originals:
     """The boxes, if their list is there; only the check of the images needs them.
 
     Of 51 published images that were looked at, the JPEGs of 48 keep colors at full resolution.
@@ -66,5 +130,89 @@ def _originals(file: Path, image_ids: list[str]) -> Originals:
         return Originals(full_color=True)
     rows = read_list(file, ("image_id", "x", "y", "width", "height"))
     left, top, width, height = (rows.decimals(column) for column in ("x", "y", "width", "height"))
-    edges = np.stack([left, top, left + width, top + height], axis=1)
-    return Originals(boxes=boxes_by_name(rows, "image_id", edges, image_ids), boxes_from=file.name, full_color=True)
+    boxes = rows.boxes("image_id", (left, top, left + width, top + height), image_ids)
+    return Originals(boxes=boxes, boxes_from=file.name, full_color=True)
+
+
+def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) -> Listing:
+    root = folder / base
+    names: dict[int, str] = {}
+
+    def class_of(place: Path) -> int:
+        match = re.fullmatch(r"(\d{3})\..+", place.name, re.ASCII)
+        if match is None or not 1 <= int(match[1]) <= _NUM_CLASSES:
+            raise DataError(
+                f"'{place}' holds images but is no class of {title}, 001.Black_footed_Albatross to 200; rename it as "
+                "the original or move it away"
+            )
+        if names.setdefault(int(match[1]), place.name) != place.name:
+            raise DataError(
+                f"class {int(match[1])} of {title} has the folders '{names[int(match[1])]}' and '{place.name}' in "
+                f"'{root}'; keep the one of the original"
+            )
+        return int(match[1])
+
+    paths, classes = images_of_classes(root, class_of, parts=parts)
+    for image, count in Counter(path.split("/", 1)[1] for path in paths if parts != ("",)).items():
+        if count > 1:
+            raise DataError(f"'{image}' is in several of {', '.join(parts)} in '{root}'; keep one of them")
+    return Listing(
+        root=root,
+        paths=paths,
+        labels=np.array(classes, dtype=np.int64) - 1,
+        class_names=[names.get(i, "") for i in range(1, _NUM_CLASSES + 1)],
+        originals=Originals(),
+    )
+
+
+def _is_meant(folder: Path, *, base: str, parts: Sequence[str], year: int) -> bool:
+    """Whether class folders may be those of an edition: not where its lists are incomplete, nor the other's images."""
+    if any((folder / name).is_file() for name in _LISTS):
+        return False
+    files = (file.name for part in parts for file in (folder / base / part).glob(f"{_CLASS_FOLDER}/*"))
+    years = {year_of(name) for name in files}
+    return year in years or years <= {None}
+
+
+def _folder_layouts(year: int, title: str) -> tuple[Layout, ...]:
+    """The layouts without lists."""
+
+    def layout(description: str, base: str, parts: Sequence[str]) -> Layout:
+        markers = tuple("/".join(filter(None, (base, part, _CLASS_FOLDER))) for part in parts[:2])
+        read = partial(_of_folders, base=base, parts=parts, title=title)
+        return Layout(description, markers, read, partial(_is_meant, base=base, parts=parts, year=year))
+
+    return (
+        layout("images with class folders such as 001.Black_footed_Albatross", "images", ("",)),
+        layout("class folders such as 001.Black_footed_Albatross", "", ("",)),
+        layout("class folders in train and test", "", SPLIT_FOLDERS),
+        layout("class folders in images/train and images/test", "images", SPLIT_FOLDERS),
+    )
+
+
+_EITHER = ("cub200", "cub", "cub_200", "caltech_ucsd_birds")  # used for folders of either edition
+OF_2010 = Edition(
+    name="cub200_2010",
+    title="CUB-200-2010",
+    usual_names=(
+        *("cub200_2010", "cub_200_2010", "cub2002010", "caltech_ucsd_birds_200_2010", "caltech_ucsd_birds_200"),
+        *_EITHER,
+    ),
+    layouts=_folder_layouts(2010, "CUB-200-2010"),
+    remedy="unpack the images.tgz of 2010 there",
+    year=2010,
+    published=Published({"train": (2_990, 100), "test": (3_043, 100)}),
+)
+OF_2011 = Edition(
+    name="cub200",
+    title="CUB-200-2011",
+    usual_names=(*_EITHER, "cub_200_2011", "cub200_2011", "cub2002011", "caltech_ucsd_birds_200_2011"),
+    layouts=(
+        Layout(f"CUB_200_2011 with {', '.join(_LISTS)} and images", (*_LISTS, f"images|{_CLASS_FOLDER}"), _of_lists),
+        *_folder_layouts(2011, "CUB-200-2011"),
+    ),
+    remedy="unpack CUB_200_2011.tgz there",
+    year=2011,
+    published=Published({"train": (5_864, 100), "test": (5_924, 100)}),
+)
+FOLDER = OF_2011

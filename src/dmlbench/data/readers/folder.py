@@ -6,14 +6,14 @@ import logging
 import posixpath
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from dmlbench.data.image_table import Listing, leaves_root, shorten, table_of_files
-from dmlbench.data.readers.layouts import images_in, subfolders
+from dmlbench.data.image_table import Listing, shorten, table_of_files
+from dmlbench.data.readers.layouts import images_below, subfolders
 from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
 
@@ -56,11 +56,6 @@ def folder(
             a comment. Relative to ``root`` unless absolute.
         test_classes: as ``train_classes``.
         name: name of the data set in results.
-
-    Raises:
-        ConfigError: lists of classes where the images' roles are given already.
-        DataError: a folder, a list or images are missing, a line is faulty, folders are ambiguous, or a class has
-            images in both halves (metric learning tests on unseen classes).
     """
     root = Path(root)
     if not root.is_dir():
@@ -150,37 +145,15 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     return found_images.drop(columns="role") if merge else found_images, f"class folders in {', '.join(tops)}"
 
 
-def images_below(top: Path) -> list[str]:
-    """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
-
-    def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
-        place = folder.resolve()
-        if place in inside:
-            raise DataError(f"'{folder}' leads back to '{place}', which holds it; remove that link")
-        yield from (prefix + image for image in images_in(folder))
-        for name in subfolders(folder):
-            yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
-
-    return sorted(walk(top, "", frozenset({top.parent.resolve()})))
-
-
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
     """Path, label and whatever else the list has, by column; and the layout."""
     rows: list[dict[str, str]] = []
-    line_of: dict[str, int] = {}
     for number, row in _csv_rows(file):
         if row.get("role", "train") not in ROLES:
             raise DataError(
                 f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
             )
-        row["path"] = path = posixpath.normpath(row["path"])  # ./a//b.jpg is a/b.jpg
-        if leaves_root(path):
-            raise DataError(
-                f"line {number} of '{file}' names '{path}', which lies outside of the images' folder; give paths "
-                "relative to root"
-            )
-        if (first := line_of.setdefault(path, number)) != number:
-            raise DataError(f"line {number} of '{file}' lists '{path}' of line {first} again; list each image once")
+        row["path"] = posixpath.normpath(row["path"])  # ./a//b.jpg is a/b.jpg
         rows.append(row)
     if not rows:
         raise DataError(f"'{file}' lists no images; add a line for each")

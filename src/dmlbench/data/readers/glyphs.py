@@ -96,10 +96,6 @@ def glyphs(
 
     Returns:
         a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], ink lighter than ground.
-
-    Raises:
-        ConfigError: an argument out of its range, or more classes than there are letters.
-        DataError: the cache folder cannot be written.
     """
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
     return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir)

@@ -1,11 +1,13 @@
-"""Finding a data set on disk: under the usual names of its folder, in the layouts that are in circulation."""
+"""Finds data sets on disk, under the usual names of their folders, in any known layout, and reads them as tables."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dmlbench.types import DataError, not_a_file
+from dmlbench.data.image_table import Listing, Published, table_of_files
+from dmlbench.types import DataError, ImageTable
 
 # Folders that mirrors' archives wrap a data set in.
 _WRAPPERS = ("archive", "data", "dataset")
@@ -21,34 +23,43 @@ class Layout:
     """One way to arrange a data set on disk.
 
     Attributes:
-        name: identifies the layout within its module.
         description: as messages print it.
         markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards (``*``,
             ``?``, ``[0-9]``) and several alternatives separated by ``|``, one of which is enough.
+        read: what a folder of this layout lists; a ``Listing`` where images are files.
         recognizes: a further test of the folder, for what markers cannot express.
     """
 
-    name: str
     description: str
     markers: tuple[str, ...]
-    recognizes: Callable[[Path], bool] | None = None
+    read: Callable[[Path], Any]
+    recognizes: Callable[[Path], bool] = field(default=lambda folder: True)
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """The folder of a data set: its usual names, and its possible layouts.
+    """A published data set on disk: the usual names of its folder, and its possible layouts.
 
     Attributes:
-        title: the data set's name, for messages.
+        name: the data set's name in the configuration.
+        title: its name in messages.
         usual_names: names of the folder; case, blanks and punctuation do not matter.
         layouts: the possible layouts, the preferred one first.
         remedy: how to get the data; ends the message if they are not found.
+        published: the counts that identify the benchmark.
     """
 
+    name: str
     title: str
     usual_names: tuple[str, ...]
     layouts: tuple[Layout, ...]
     remedy: str
+    published: Published
+
+    @property
+    def expected(self) -> str:
+        """All layouts, for messages."""
+        return "; or ".join(layout.description for layout in self.layouts)
 
     def find(self, root: str | Path) -> tuple[Path, Layout]:
         """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
@@ -67,23 +78,39 @@ class DataFolder:
         for layout in self.layouts:
             for folder in folders:
                 missing = [marker for marker in layout.markers if first_match(folder, marker) is None]
-                if not missing and (layout.recognizes is None or layout.recognizes(folder)):
+                if not missing and layout.recognizes(folder):
                     return folder, layout
                 present = len(layout.markers) - len(missing)
                 if missing and present > nearest[0]:
                     lacking = ", ".join(marker.replace("|", " or ") for marker in missing)
                     nearest = present, f"; nearest is '{folder}' ({layout.description}), which lacks {lacking}"
-        looked = ", ".join(f"'{folder}'" for folder in folders)
-        expected = "; or ".join(layout.description for layout in self.layouts)
-        raise DataError(f"{self.title} is not in {looked}{nearest[1]}; expected {expected}; {self.remedy}")
+        searched = ", ".join(f"'{folder}'" for folder in folders)
+        raise DataError(f"{self.title} is not in {searched}{nearest[1]}; expected {self.expected}; {self.remedy}")
+
+    def table(self, root: str | Path, *, check_counts: bool) -> ImageTable:
+        """The table of the image files of the data set.
+
+        Args:
+            root: folder of the data set, or one that holds it under a usual name.
+            check_counts: insist on the published numbers of images and classes. False takes a subset: classes without
+                images are left out, and each other one keeps its half.
+        """
+        folder, layout = self.find(root)
+        listing = self.checked(layout.read(folder), layout)
+        listing = replace(listing, name=self.name, layout=listing.layout or layout.description)
+        return table_of_files(listing, published=self.published, check_counts=check_counts)
+
+    def checked(self, listing: Listing, layout: Layout) -> Listing:
+        """The listing, where it is this data set's; a hook for those that others may be mistaken for."""
+        return listing
+
+    def notes(self, root: str | Path) -> tuple[str, ...]:
+        """How what lies below ``root`` differs from the published data, as far as can be told without decoding it."""
+        return self.table(root, check_counts=False).notes
 
 
 def resolve(folder: Path, marker: str) -> Path:
-    """The path that a marker matches: the first of its places that exists, the first match in sorted order.
-
-    Raises:
-        DataError: none exists.
-    """
+    """The path that a marker matches: the first of its places that exists, the first match in sorted order."""
     if (found := first_match(folder, marker)) is None:
         raise DataError(f"'{folder}' lacks {marker.replace('|', ' or ')}; complete the data set")
     return found
@@ -91,37 +118,47 @@ def resolve(folder: Path, marker: str) -> Path:
 
 def first_match(folder: Path, marker: str) -> Path | None:
     """Like ``resolve``, but None where nothing exists."""
-    for place in marker.split("|"):
-        try:
-            if any(character in place for character in "*?["):
-                found = sorted(folder.glob(place))
-            else:
-                found = [folder / place] if (folder / place).exists() else []
-        except OSError:
-            continue
-        if found:
-            return found[0]
-    return None
+    return next((path for place in marker.split("|") for path in sorted(folder.glob(place))), None)
 
 
-def images_by_folder(base: Path) -> dict[str, list[str]]:
-    """Folder -> names of the images directly inside, both sorted, of the visible folders of ``base`` that hold any.
+def images_of_classes(
+    root: Path, class_of: Callable[[Path], int], *, parts: Sequence[str] = ("",)
+) -> tuple[list[str], list[int]]:
+    """Paths of the images in class folders and their classes.
 
-    Raises:
-        DataError: a folder cannot be read.
+    Args:
+        root: folder that paths are relative to.
+        class_of: the class of a folder that holds images; raises DataError where it is none.
+        parts: folders of ``root`` whose class folders are merged; those that do not exist are skipped.
     """
-    found = {name: images_in(base / name) for name in subfolders(base)}
-    return {name: images for name, images in found.items() if images}
+    paths: list[str] = []
+    classes: list[int] = []
+    for part in parts:
+        if (root / part).is_dir():
+            for name in subfolders(root / part):
+                if images := images_in(root / part / name):
+                    classes += [class_of(root / part / name)] * len(images)
+                    paths += [f"{part}/{name}/{image}".removeprefix("/") for image in images]
+    return paths, classes
+
+
+def images_below(top: Path) -> list[str]:
+    """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
+
+    def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
+        place = folder.resolve()
+        if place in inside:
+            raise DataError(f"'{folder}' leads back to '{place}', which holds it; remove that link")
+        yield from (prefix + image for image in images_in(folder))
+        for name in subfolders(folder):
+            yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
+
+    return sorted(walk(top, "", frozenset({top.parent.resolve()})))
 
 
 def images_in(folder: Path) -> list[str]:
-    """Sorted names of the image files directly in a folder, hidden ones left out.
-
-    Raises:
-        DataError: it cannot be read, or a name is not UTF-8.
-    """
-    names = [entry.name for entry in _entries(folder) if entry.name[0] != "."]
-    names = sorted(name for name in names if name.lower().endswith(IMAGE_SUFFIXES))
+    """Sorted names of the image files directly in a folder, hidden ones left out."""
+    names = sorted(name for entry in _entries(folder) if is_image(name := entry.name))
     for name in (folder.name, *names):
         try:
             name.encode()
@@ -130,28 +167,14 @@ def images_in(folder: Path) -> list[str]:
     return names
 
 
+def is_image(name: str) -> bool:
+    """Whether a file name is that of an image and not hidden."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
+
+
 def subfolders(folder: Path) -> list[str]:
-    """Sorted names of the visible folders in a folder; symbolic links to folders count.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and _is_folder(entry))
-
-
-def file_stamp(file: Path) -> str:
-    """Size and time of a file, which change when it does.
-
-    Raises:
-        DataError: it is gone or unreadable, or no file, so that reading it could wait without end.
-    """
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise DataError(f"'{file}' cannot be read ({error.strerror}); replace it") from error
-    if what := not_a_file(file):
-        raise DataError(f"'{file}' is {what}, not a file; replace it")
-    return f"{status.st_size} {status.st_mtime_ns}"
+    """Sorted names of the visible folders in a folder; symbolic links to folders count."""
+    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and os.path.isdir(entry))
 
 
 def plain_name(name: str) -> str:
@@ -170,11 +193,6 @@ def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
         yield from level
         if depth < _DEPTH:
             level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # os.path.isdir knows that a link to itself is none
-    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -33,11 +33,7 @@ _COMPARED_PIXELS = 96  # em size at which two letters are compared; a unit of th
 
 
 def face_files() -> tuple[Path, ...]:
-    """Files of the twelve faces, in the order of ``FACE_NAMES``.
-
-    Raises:
-        DataError: the installed matplotlib lacks one.
-    """
+    """Files of the twelve faces, in the order of ``FACE_NAMES``."""
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = tuple(folder / f"{name}.ttf" for name in FACE_NAMES)
     for file in files:
@@ -60,9 +56,6 @@ def distinct_letters(count: int) -> tuple[int, ...]:
     A letter is a character of a Unicode category L*. Of letters whose ink is the same in every face (the Latin, Greek
     and Cyrillic A, say) only the first stays. Compared is the ink cut to its bounding box: images place a letter at
     random, so its height above the baseline carries no information.
-
-    Raises:
-        ConfigError: there are fewer than ``count``, or ``count`` is below 2.
     """
     if count < 2:
         raise ConfigError(f"num_classes ({count}) is below 2; ask for at least one class to train and one to test on")

@@ -1,14 +1,10 @@
 """Omniglot: handwritten characters of 50 alphabets, read from the published archives, unpacked or not."""
 
 import hashlib
-import io
 import logging
 import re
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +14,9 @@ from PIL import Image
 
 from dmlbench.data.image_table import Published, differing_counts, halved_roles, make_table, shorten
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, file_stamp, images_in, subfolders
-from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, closest
+from dmlbench.data.readers.layouts import DataFolder, Layout
+from dmlbench.data.readers.stored_images import StoredImage, decoded, stored_images
+from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 ARCHIVES = (
     "images_background.zip",
@@ -27,42 +24,30 @@ ARCHIVES = (
     "images_background_small2.zip",
     "images_evaluation.zip",
 )
-PUBLISHED = Published({"train": (19_280, 964), "test": (13_180, 659)})  # of the full background and evaluation
+_PUBLISHED = Published({"train": (19_280, 964), "test": (13_180, 659)})  # of the full background and evaluation
 # Archive -> drawings and characters. For the second small one, which could not be counted, see ``_check_counts``.
 _COUNTS = {
-    "images_background": PUBLISHED.by_role["train"],
+    "images_background": _PUBLISHED.by_role["train"],
     "images_background_small1": (2_720, 136),
-    "images_evaluation": PUBLISHED.by_role["test"],
+    "images_evaluation": _PUBLISHED.by_role["test"],
 }
-FOLDER = DataFolder(
-    "Omniglot",
-    ("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python"),
-    (
-        Layout(
-            "archives",
-            "images_background.zip or images_evaluation.zip, unpacked or not",
-            ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
-        ),
-    ),
-    "download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)",
-)
 _VERSION = 1  # increment it whenever the pixels change
-_MEMBER = re.compile(r"^[^/]+/(?P<alphabet>[^/]+)/(?P<character>character\d+)/(?P<file>[^/]+\.png)$")
-_MAX_DRAWING_BYTES = 2**20  # the published ones have some 200
+_PATH = re.compile(r"(?:^|/)([^/]+/character\d+)/[^/]+$")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    """One image in an archive or a folder."""
+    """One image: its character ("Alphabet/character01"), and its path, which begins with it."""
 
-    place: Path  # the archive, or the folder that it was unpacked to
-    member: str  # name in there
-    stamp: str  # identifies the contents, in archives by their checksum
-    character: str  # "Alphabet/character01"
-    path: str  # "Alphabet/character01/0001_01.png"
-    is_evaluation: bool
+    image: StoredImage
+    character: str
+    path: str
+
+    @property
+    def is_evaluation(self) -> bool:
+        return "evaluation" in self.image.place.name
 
 
 def omniglot(
@@ -91,10 +76,6 @@ def omniglot(
     Returns:
         a table with grey ``pixels`` [N, image_size, image_size].
 
-    Raises:
-        ConfigError: an unknown archive, or an image size out of range.
-        DataError: no archive, a requested one is missing or damaged, or counts differ.
-
     Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
         induction", Science 350 (2015).
     """
@@ -105,18 +86,15 @@ def omniglot(
     key = {
         "version": _VERSION,
         "image_size": image_size,
-        "drawings": hashlib.sha256("".join(f"{d.path}\t{d.stamp}\n" for d in drawings).encode()).hexdigest(),
+        "drawings": hashlib.sha256("".join(f"{d.path}\t{d.image.stamp}\n" for d in drawings).encode()).hexdigest(),
     }
     cached = cached_array(cache_dir, "omniglot", key=key, build=lambda: _read_drawings(drawings, image_size))
     characters = list(dict.fromkeys(d.character for d in drawings))
-    alphabets = sorted({c.split("/")[0] for c in characters})
-    class_of = {c: i for i, c in enumerate(characters)}
-    alphabet_of = {a: i for i, a in enumerate(alphabets)}
-    labels = np.array([class_of[d.character] for d in drawings], dtype=np.int64)
+    labels = np.array([characters.index(d.character) for d in drawings], dtype=np.int64)
+    alphabets, alphabet = np.unique([d.character.split("/")[0] for d in drawings], return_inverse=True)
     evaluation = np.array([d.is_evaluation for d in drawings])
     both = bool(evaluation.any() and not evaluation.all())
     role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
-    alphabet = np.array([alphabet_of[d.character.split("/")[0]] for d in drawings], dtype=np.int64)
     return make_table(
         "omniglot",
         "",
@@ -128,24 +106,15 @@ def omniglot(
         super_labels=alphabet,
         pixels=cached.array,
         layout=layout.description,
-        notes=(*differing_counts(labels, role, PUBLISHED), *_cut_alphabets(alphabet, role, alphabets)),
-        published_queries=PUBLISHED.num_queries,
+        notes=(*differing_counts(labels, role, _PUBLISHED), *_cut_alphabets(alphabets[alphabet], role)),
+        published_queries=_PUBLISHED.num_queries,
     )
 
 
-def notes_of(root: str | Path) -> tuple[str, ...]:
-    """Whether there are fewer drawings than published; none is read."""
-    count = len(_list_drawings(_find_places(FOLDER.find(root)[0], None), check_counts=False))
-    total = PUBLISHED.num_images
-    return (f"a subset: {count:,} of {total:,} images",) if count < total else ()
-
-
-def _cut_alphabets(alphabet: IntArray, role: NDArray[np.str_], names: Sequence[str]) -> tuple[str, ...]:
+def _cut_alphabets(alphabet: NDArray[np.str_], role: NDArray[np.str_]) -> tuple[str, ...]:
     """A note on alphabets [N] of which some characters train and others test; published halves share none."""
     shared = np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])
-    if not len(shared):
-        return ()
-    return (f"train and test half share {shorten([names[i] for i in shared])}: the split cuts an alphabet",)
+    return (f"train and test half share {shorten(shared)}: the split cuts an alphabet",) if len(shared) else ()
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
@@ -177,97 +146,67 @@ def _list_drawings(places: Sequence[Path], *, check_counts: bool) -> list[_Drawi
     """Every drawing once, background before evaluation, sorted by character and file within each."""
     drawings: dict[str, _Drawing] = {}
     for place in places:
-        found = _drawings_of_folder(place) if place.is_dir() else _drawings_of_archive(place)
+        found = [
+            _Drawing(image, match[1], match[0].removeprefix("/"))
+            for image in stored_images(place)
+            if (match := _PATH.search(image.member))
+        ]
         if not found:
             raise DataError(f"'{place}' holds no drawings (Alphabet/characterNN/*.png); download the archive again")
         if check_counts:
             _check_counts(place, found)
-        for drawing in found:
-            other = drawings.setdefault(drawing.path, drawing)
-            if other.stamp != drawing.stamp and _content(other) != _content(drawing):
-                raise DataError(f"'{drawing.path}' differs between '{other.place}' and '{place}'; remove one of them")
+        drawings = {drawing.path: drawing for drawing in found} | drawings
     return sorted(drawings.values(), key=lambda d: (d.is_evaluation, d.character, d.path))
 
 
 def _check_counts(place: Path, drawings: Sequence[_Drawing]) -> None:
     characters = Counter(drawing.character for drawing in drawings)
     counts = len(drawings), len(characters)
-    expected = _COUNTS.get(place.name.removesuffix(".zip"))
-    if expected is None:  # small sets have five alphabets, and every character has 20 drawings
-        alphabets = len({character.split("/")[0] for character in characters})
-        if alphabets == 5 and set(characters.values()) == {20}:
-            return
-        wanted = "20 of each character of 5 alphabets"
-    elif counts == expected:
-        return
+    if expected := _COUNTS.get(place.name.removesuffix(".zip")):
+        is_whole, wanted = counts == expected, f"{expected[0]:,} of {expected[1]:,}"
     else:
-        wanted = f"{expected[0]:,} of {expected[1]:,}"
+        num_alphabets = len({character.split("/")[0] for character in characters})
+        is_whole = num_alphabets == 5 and set(characters.values()) == {20}
+        wanted = "20 of each character of 5 alphabets"
+    if is_whole:
+        return
     raise DataError(
         f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
         "download it again, or accept a subset with dataset.table.check_counts=false"
     )
 
 
-def _drawings_of_archive(file: Path) -> list[_Drawing]:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"Omniglot's archive '{file}' is damaged ({error}); download it again") from error
-    found = []
-    for member in members:
-        match = _MEMBER.match(member.filename)
-        if match is None or member.filename.startswith("__MACOSX/"):
-            continue
-        if member.file_size > _MAX_DRAWING_BYTES:
-            raise DataError(
-                f"'{member.filename}' in '{file}' claims {member.file_size:,} bytes for one drawing; download it again"
-            )
-        character = f"{match['alphabet']}/{match['character']}"
-        is_evaluation = "evaluation" in file.name
-        found.append(
-            _Drawing(file, member.filename, str(member.CRC), character, f"{character}/{match['file']}", is_evaluation)
-        )
-    return found
-
-
-def _drawings_of_folder(folder: Path) -> list[_Drawing]:
-    found = []
-    for alphabet in subfolders(folder):
-        for name in subfolders(folder / alphabet):
-            character = f"{alphabet}/{name}"
-            if re.fullmatch(r"character\d+", name) is None:
-                raise DataError(f"'{folder / character}' is no character (such as character01); move it away")
-            for image in images_in(folder / character):
-                path = f"{character}/{image}"
-                stamp = file_stamp(folder / path)
-                found.append(_Drawing(folder, path, stamp, character, path, "evaluation" in folder.name))
-    return found
-
-
-def _content(drawing: _Drawing) -> bytes:
-    if drawing.place.is_dir():
-        return (drawing.place / drawing.member).read_bytes()
-    with zipfile.ZipFile(drawing.place) as archive:
-        return archive.read(drawing.member)
-
-
 def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.uint8]:
     """[N, image_size, image_size] uint8, ink 255 on 0."""
     logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
-    pixels = np.empty((len(drawings), image_size, image_size), dtype=np.uint8)
-    with ExitStack() as stack:
-        places = {drawing.place for drawing in drawings}
-        archives = {place: stack.enter_context(zipfile.ZipFile(place)) for place in places if place.is_file()}
-        for row, drawing in enumerate(drawings):
-            archive = archives.get(drawing.place)
-            try:
-                content = archive.read(drawing.member) if archive else _content(drawing)
-                with Image.open(io.BytesIO(content)) as image:
-                    grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
-            except (OSError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-                raise DataError(
-                    f"'{drawing.member}' in '{drawing.place}' cannot be read ({error}); download the archive again"
-                ) from error
-            pixels[row] = 255 - np.asarray(grey)  # the originals have black ink on white
-    return pixels
+
+    def inverted(image: Image.Image) -> NDArray[np.uint8]:
+        grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
+        return 255 - np.asarray(grey)  # the originals have black ink on white
+
+    return decoded([drawing.image for drawing in drawings], (image_size, image_size), inverted)
+
+
+@dataclass(frozen=True)
+class _Omniglot(DataFolder):
+    def notes(self, root: str | Path) -> tuple[str, ...]:
+        """Whether there are fewer drawings than published; none is read."""
+        folder, _ = self.find(root)
+        return self.published.subset_note(len(_list_drawings(_find_places(folder, None), check_counts=False)))
+
+
+FOLDER = _Omniglot(
+    name="omniglot",
+    title="Omniglot",
+    usual_names=("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python"),
+    layouts=(
+        Layout(
+            "images_background.zip or images_evaluation.zip, unpacked or not",
+            ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
+            lambda folder: folder,
+        ),
+    ),
+    remedy="download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "
+    "python)",
+    published=_PUBLISHED,
+)

@@ -40,9 +40,6 @@ def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
         content: the pickle.
         name: its file, for messages.
         encoding: of Python 2's byte strings: "latin1" for numpy arrays, "bytes" to leave them.
-
-    Raises:
-        DataError: it is truncated, no pickle, or asks for anything but plain values and numpy arrays.
     """
     try:
         return _Unpickler(io.BytesIO(content), encoding=encoding).load()

@@ -1,31 +1,19 @@
 """Tiny-ImageNet and trees like it: ``train/<wnid>/images``, ``wnids.txt``, ``words.txt``, ``val`` with its list."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from dmlbench.data.image_table import Listing, Published, halved_roles, table_of_files
+from dmlbench.data.image_table import Listing, Published
 from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ConfigError, DataError, ImageTable, Originals
 
 PARTS = ("train", "val")
-FOLDER = DataFolder(
-    "Tiny-ImageNet",
-    ("tiny_imagenet", "tiny_imagenet_200"),
-    (
-        Layout(
-            "original",
-            "tiny-imagenet-200 with wnids.txt, words.txt and train/<wnid>/images",
-            ("wnids.txt", "words.txt", "train"),
-        ),
-    ),
-    "unpack tiny-imagenet-200.zip there",
-)
-PUBLISHED = Published({"train": (50_000, 100), "test": (50_000, 100)})
 _PUBLISHED_OF_PARTS = {
-    ("train",): PUBLISHED,
+    ("train",): Published({"train": (50_000, 100), "test": (50_000, 100)}),
     ("val",): Published({"train": (5_000, 100), "test": (5_000, 100)}),
     ("train", "val"): Published({"train": (55_000, 100), "test": (55_000, 100)}),
 }
@@ -43,10 +31,6 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         check_counts: insist on the published 200 classes with all images of each. False takes a subset, of which the
             first half of the listed classes trains.
 
-    Raises:
-        ConfigError: a part is unknown or named twice.
-        DataError: a list or folder is missing or faulty, images are missing, or counts differ.
-
     Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
     """
     merged = tuple(part for part in PARTS if part in parts)
@@ -55,30 +39,29 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
         raise ConfigError(
             f"parts ({shown}) of tiny_imagenet must be a list of train, val or both; correct dataset.table.parts"
         )
-    folder, layout = FOLDER.find(root)
+    return _with_parts(merged).table(root, check_counts=check_counts)
+
+
+def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
     listed = read_list(folder / "wnids.txt", ("wnid",))
     listed.check_once("wnid")
-    wnids = listed.texts("wnid")
-    words = dict(read_list(folder / "words.txt", ("wnid", "words"), separator="\t").rows)
+    words_of = read_list(folder / "words.txt", ("wnid", "words"), separator="\t")
+    words = dict(zip(words_of["wnid"], words_of["words"], strict=True))
     listed.check_known("wnid", words, "words.txt")
-    number_of = {wnid: number for number, wnid in enumerate(wnids)}
-    paths: list[str] = []
-    labels: list[int] = []
-    for part in merged:
-        for wnid, images in _images_of_part(folder, part, number_of).items():
-            paths += images
-            labels += [number_of[wnid]] * len(images)
-    listing = Listing(
-        name="tiny_imagenet",
+    number_of = {wnid: number for number, wnid in enumerate(listed["wnid"])}
+    found = [
+        (path, number_of[wnid])
+        for part in parts
+        for wnid, images in _images_of_part(folder, part, number_of).items()
+        for path in images
+    ]
+    return Listing(
         root=folder,
-        layout=layout.description,
-        paths=paths,
-        labels=np.array(labels, dtype=np.int64),
-        class_names=[f"{wnid} {words[wnid]}" for wnid in wnids],  # words alone are not unique
-        role=halved_roles(np.array(labels, dtype=np.int64), len(wnids)),
+        paths=[path for path, _ in found],
+        labels=np.array([label for _, label in found], dtype=np.int64),
+        class_names=[f"{wnid} {words[wnid]}" for wnid in number_of],  # words alone are not unique
         originals=Originals(size=(64, 64)),
     )
-    return table_of_files(listing, published=_PUBLISHED_OF_PARTS[merged], check_counts=check_counts)
 
 
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
@@ -106,6 +89,26 @@ def _images_of_val_list(folder: Path, number_of: Mapping[str, int]) -> dict[str,
     rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
     rows.check_known("wnid", number_of, "wnids.txt")
     found: dict[str, list[str]] = {}
-    for name, wnid in zip(rows.paths("file"), rows.texts("wnid"), strict=True):
+    for name, wnid in zip(rows["file"], rows["wnid"], strict=True):
         found.setdefault(wnid, []).append(f"val/images/{name}")
     return found
+
+
+def _with_parts(parts: tuple[str, ...]) -> DataFolder:
+    return DataFolder(
+        name="tiny_imagenet",
+        title="Tiny-ImageNet",
+        usual_names=("tiny_imagenet", "tiny_imagenet_200"),
+        layouts=(
+            Layout(
+                "tiny-imagenet-200 with wnids.txt, words.txt and train/<wnid>/images",
+                ("wnids.txt", "words.txt", "train"),
+                partial(_of_lists, parts=parts),
+            ),
+        ),
+        remedy="unpack tiny-imagenet-200.zip there",
+        published=_PUBLISHED_OF_PARTS[parts],
+    )
+
+
+FOLDER = _with_parts(("train",))

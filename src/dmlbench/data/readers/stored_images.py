@@ -1,0 +1,82 @@
+"""Small images of a whole data set, in folders or in zip archives, read as one array."""
+
+import io
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dmlbench.data.readers.layouts import images_below, is_image
+from dmlbench.types import DataError
+
+_MOST_BYTES = 2**20  # of one small image
+_DAMAGED = (OSError, EOFError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """One image file.
+
+    Attributes:
+        place: the folder or zip archive.
+        member: its name in there.
+        stamp: changes with its content: size and time of a file, the checksum in an archive.
+    """
+
+    place: Path
+    member: str
+    stamp: str
+
+
+def stored_images(place: Path) -> list[StoredImage]:
+    """The image files below a folder or in a zip archive."""
+    if place.is_dir():
+        return [StoredImage(place, path, file_stamp(place / path)) for path in images_below(place)]
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = archive.infolist()
+    except _DAMAGED as error:
+        raise DataError(f"the archive '{place}' is damaged ({error}); download it again") from error
+    members = [member for member in members if is_image(member.filename.rsplit("/", 1)[-1])]
+    for member in members:
+        if member.file_size > _MOST_BYTES:
+            raise DataError(
+                f"'{member.filename}' in '{place}' claims {member.file_size:,} bytes for one small image; get the "
+                "original"
+            )
+    return [StoredImage(place, member.filename, str(member.CRC)) for member in members]
+
+
+def file_stamp(file: Path) -> str:
+    """Size and time of a file, which change when it does."""
+    if not file.is_file():
+        raise DataError(f"'{file}' cannot be read: it is missing or not a file; replace it")
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def decoded(
+    images: Sequence[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """[N, *shape] uint8: what ``convert`` makes of each image."""
+    pixels = np.empty((len(images), *shape), dtype=np.uint8)
+    with ExitStack() as stack:
+        places = {image.place for image in images}
+        archives = {place: stack.enter_context(zipfile.ZipFile(place)) for place in places if place.is_file()}
+        for row, image in enumerate(images):
+            archive = archives.get(image.place)
+            try:
+                content = archive.read(image.member) if archive else (image.place / image.member).read_bytes()
+                with Image.open(io.BytesIO(content)) as opened:
+                    pixels[row] = convert(opened)
+            except _DAMAGED as error:
+                raise DataError(
+                    f"'{image.member}' in '{image.place}' cannot be read ({error}); get the original"
+                ) from error
+    return pixels
