@@ -1,14 +1,15 @@
 """What the site has besides the pages of docs/: tables made when it is built, the published results, CONTRIBUTING.md.
 
 A line ``<!-- table: conf/loss -->`` of a page becomes the table of that folder's options, made of the heads of their
-files; ``metrics`` and ``measured`` name the other two. A head is the comment on top of an option's file: what it is,
-then lines ``Key: text``, a key for each further column. Links of pages to ``../outputs/published`` and to
-``../CONTRIBUTING.md`` hold in the repository and, rewritten, on the site.
+files; ``metrics``, ``measured`` and ``deviations`` name the others. A head is the comment on top of an option's
+file: what it is, then lines ``Key: text``, a key for each further column. Links of pages to ``../outputs/published``
+and to ``../CONTRIBUTING.md`` hold in the repository and, rewritten, on the site.
 """
 
 import re
 from pathlib import Path
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -94,6 +95,27 @@ def metrics_table() -> str:
     return _table(["metric", "in tables", "what is computed", "source"], rows)
 
 
+def deviations_tables() -> str:
+    """Markdown of what each recipe still differs in from its paper or code: a section and a table for each recipe."""
+    sections = []
+    for file in sorted((ROOT / "conf/recipe").glob("*.yaml")):
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        rows = [
+            [_cell(e["text"]), "; ".join(f"`{group}={_listed(v)}`" for group, v in e.get("when", {}).items()) or "all",
+             _cell(e["source"])]
+            for e in recipe.get("deviations", ())
+        ]  # fmt: skip
+        if rows:
+            sections.append(
+                f"## {file.stem} ({recipe['paper']})\n\n{_table(['deviation', 'applies to', 'source'], rows)}"
+            )
+    return "\n\n".join(sections)
+
+
+def _listed(options: object) -> str:
+    return ",".join(map(str, options)) if isinstance(options, list) else str(options)
+
+
 def _made(what: str) -> str:
     if what.startswith("conf/"):
         return options_table(what.removeprefix("conf/"))
@@ -102,7 +124,9 @@ def _made(what: str) -> str:
     if what == "measured":
         text = measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/")
         return text.replace(" ± ", "\u00a0±\u00a0")  # a score and its deviation on one line
-    raise PluginError(f"there is no table '{what}'; name conf/<folder>, metrics or measured")
+    if what == "deviations":
+        return deviations_tables()
+    raise PluginError(f"there is no table '{what}'; name conf/<folder>, metrics, measured or deviations")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

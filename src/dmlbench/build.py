@@ -32,7 +32,7 @@ from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
-from dmlbench.models.net import pooled_channels
+from dmlbench.models.net import make_model, pooled_channels
 from dmlbench.schemas import TrainConfig
 from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
@@ -363,7 +363,7 @@ def build_model(cfg: DictConfig) -> MetricModel:
     OmegaConf.update(cfg, "runtime.num_features", given["in_features"])
     if pooling is not None and "out_features" in cfg.head:
         given["out_features"] = pooling.input_width(cfg.head.out_features)
-    model = _head(cfg, given).model(backbone, pooling)
+    model = make_model(backbone, pooling, _head(cfg, given))
     OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
     return model
 

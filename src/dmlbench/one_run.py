@@ -43,6 +43,8 @@ from dmlbench.types import NotFollowed, RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
+_OF_RECIPE = ("name", "side", "overridden", "deviations")
+
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test the cell ``cfg`` at its coordinates; returns the run directory.
@@ -342,7 +344,7 @@ def _result(
         "num_repeats": protocol.num_repeats,
         **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "config_sha256")},
         "choices": setup.choices,
-        **({"recipe": {k: experiment.recipe[k] for k in ("name", "side", "overridden")}} if experiment.recipe else {}),
+        **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
         **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),

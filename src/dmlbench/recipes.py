@@ -7,6 +7,7 @@ A recipe is one file, ``conf/recipe/<name>.yaml``, that reads like the paper's o
     defaults:  Hydra's: options of groups that all of its runs have, such as the optimizer
     covers:    what it has settings for, as lists of options by group; anything else is refused (without it, nothing is)
     settings:  entries ``{when, choose, set, paper, code, source}``, later ones above earlier ones
+    deviations: entries ``{when, text, source}``: what still differs from the paper or its code; printed under tables
 
 ``when`` names the options (and the ``side``) for which an entry applies. ``set`` has values by key; ``paper`` and
 ``code`` have those of one side where a paper and its code differ (``recipe.side``). ``choose`` has options of groups
@@ -41,8 +42,8 @@ OPTIONAL = ("miner", "regularizer", "schedule")
 """Groups that a run can do without: a recipe chooses for them where nobody did."""
 NO_RECIPE = "none"
 _FOLDER, _VALUES = "recipe", "recipe/values/"
-_PARTS = {"paper", "extends", "defaults", "covers", "settings"}
-_OF_ENTRY = {"when", "choose", "set", *SIDES, "source"}
+_PARTS = {"paper", "extends", "defaults", "covers", "settings", "deviations"}
+_OF_ENTRY = {"settings": {"when", "choose", "set", *SIDES, "source"}, "deviations": {"when", "text", "source"}}
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +149,14 @@ def _recipe(path: Path, changed: int) -> dict[str, Any]:
     recipe = _read(path)
     for key in recipe.keys() - _PARTS:
         raise ConfigError(f"{path} has '{key}', which is no part of a recipe: {closest(key, sorted(_PARTS))}")
-    for entry in recipe.get("settings", []):
-        for key in entry.keys() - _OF_ENTRY:
-            raise ConfigError(f"{path}: an entry of settings has '{key}': {closest(key, sorted(_OF_ENTRY))}")
-        if not entry.get("source"):
-            raise ConfigError(f"{path}: {entry} names no source; say where its values stand")
-        for group in entry.get("when", {}).keys() - {*GROUPS, "side"}:
-            raise ConfigError(f"{path}: when names the group '{group}': {closest(group, [*GROUPS, 'side'])}")
+    for part, known in _OF_ENTRY.items():
+        for entry in recipe.get(part, []):
+            for key in entry.keys() - known:
+                raise ConfigError(f"{path}: an entry of {part} has '{key}': {closest(key, sorted(known))}")
+            if not entry.get("source"):
+                raise ConfigError(f"{path}: {entry} names no source; say where its values stand")
+            for group in entry.get("when", {}).keys() - {*GROUPS, "side"}:
+                raise ConfigError(f"{path}: when names the group '{group}': {closest(group, [*GROUPS, 'side'])}")
     return recipe
 
 
@@ -162,12 +164,12 @@ def _read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def entries_of(folders: Folders, name: str) -> Iterator[Entry]:
-    """The settings of a recipe, those that it extends first."""
+def entries_of(folders: Folders, name: str, part: str = "settings") -> Iterator[Entry]:
+    """The ``settings`` or ``deviations`` of a recipe, those that it extends first."""
     recipe = _load(folders, name)
     if "extends" in recipe:
-        yield from entries_of(folders, recipe["extends"])
-    yield from recipe.get("settings", [])
+        yield from entries_of(folders, recipe["extends"], part)
+    yield from recipe.get(part, [])
 
 
 def applies(when: Mapping[str, Any], chosen: Mapping[str, str | None]) -> bool:
@@ -206,7 +208,10 @@ def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | N
             flat = {key: value for prefix, node in part.items() for key, value in flatten(node, prefix).items()}
             values |= flat
             places |= dict.fromkeys(flat, stands)
-    facts = {"name": name, "side": side, "chosen": options, "values": values, "places": places}
+    known: dict[str, str | None] = {**chosen, **options}
+    deviations = [e["text"] for e in entries_of(folders, name, "deviations") if applies(e.get("when", {}), known)]
+    facts = {"name": name, "side": side, "chosen": options, "values": values, "places": places,
+             "deviations": deviations}  # fmt: skip
     refusal = _refusal(folders, name, chosen)
     nested: dict[str, Any] = {"runtime": {"recipe": facts | ({"refusal": refusal} if refusal else {})}}
     for key, value in values.items():

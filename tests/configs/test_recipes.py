@@ -384,6 +384,23 @@ def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch
     assert jobs[0].runtime.choices["schedule"] == "plateau"
 
 
+def test_deviations_that_apply_go_with_the_run_and_into_why(tmp_path, capsys) -> None:
+    (tmp_path / "recipe").mkdir()
+    text = """
+extends: gsp
+deviations:
+  - {when: {loss: triplet}, text: Applies., source: my notes}
+  - {when: {loss: contrastive}, text: Does not apply., source: my notes}
+"""
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "recipe=mine", "loss=triplet", "--why"])
+    assert info.value.code == 0
+    shown = capsys.readouterr().out
+    assert "deviates: Applies." in shown
+    assert "Does not apply." not in shown
+
+
 def test_a_folder_of_the_user_adds_recipes(tmp_path, capsys) -> None:
     (tmp_path / "recipe").mkdir()
     entry = "{when: {loss: triplet}, choose: {schedule: cosine}, set: {loss.margin: 0.77}, source: my notes}"

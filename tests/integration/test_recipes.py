@@ -18,7 +18,7 @@ def test_a_result_names_its_recipe_and_what_was_given_instead(tmp_path) -> None:
     chosen = ["recipe=small", "loss=proxy_anchor", "pooling=gsp", "optim.lr_multipliers.loss=5"]
     plain = ["loss=proxy_anchor", "pooling=gsp", "optim.lr_multipliers.loss=5", "pooling.smoothing=0.5"]
     run_dir = run(compose("train", [*SMALL, *paths, *chosen]))
-    recipe = {"name": "small", "side": "code", "overridden": {"optim.lr_multipliers.loss": 100.0}}
+    recipe = {"name": "small", "side": "code", "overridden": {"optim.lr_multipliers.loss": 100.0}, "deviations": []}
     assert read_result(run_dir)["recipe"] == recipe
     places = OmegaConf.to_container(load_config(run_dir / CONFIG).runtime.recipe)["places"]
     assert places["pooling.smoothing"] == "GSP 1.6.7, losses with proxies"

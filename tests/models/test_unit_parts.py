@@ -10,6 +10,7 @@ from torch import Tensor
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
+from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
@@ -25,7 +26,7 @@ def embedding_of(pooling: Pooling, images: Tensor, weights: tuple[float, ...] = 
     torch.manual_seed(0)
     backbone = ResNet20().eval()
     head = UnitParts(backbone.channels[-1], 12, weights=weights)
-    model = head.model(backbone, pooling).eval()
+    model = PooledModel(backbone, pooling, head).eval()
     maps = backbone(backbone.preprocess(images))[-1]
     assert "weights" not in dict(model.state_dict())
     return model(images).embedding, pooling(maps, head).embedding
@@ -53,7 +54,7 @@ def test_the_cosine_is_the_mean_of_the_parts_weighted_by_squares() -> None:
 
 @torch.no_grad()
 def test_cells_to_be_matched_are_cut_into_parts_as_the_embedding_is() -> None:
-    model = UnitParts(64, 8, weights=[2.0, 1.0]).model(ResNet20(stem_stride=2), Gap()).eval()
+    model = PooledModel(ResNet20(stem_stride=2), Gap(), UnitParts(64, 8, weights=[2.0, 1.0])).eval()
     images = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
     center, *cells = model.rows_with_cells(images, 2).unflatten(1, (5, 8)).unbind(1)
     torch.testing.assert_close(center, model(images).embedding)
@@ -65,7 +66,7 @@ def test_embeddings_that_are_no_parts_of_one_size_are_refused() -> None:
     backbone = ResNet20()
     head = UnitParts(backbone.channels[-1], 10)
     with pytest.raises(ConfigError, match=r"embeddings of 10 dimensions are not 4 parts .* head.out_features"):
-        head.model(backbone, Gap())
+        PooledModel(backbone, Gap(), head)
     for weights in ((), (1.0, 0.0)):
         with pytest.raises(ConfigError, match="must be above 0"):
             UnitParts(8, 8, weights=weights)

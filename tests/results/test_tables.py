@@ -56,6 +56,15 @@ def test_notes_say_which_numbers_rest_on_shortlists() -> None:
     assert f"row_1: {caution}; rerank@100 search (concatenated: exact), 100 queries" in text
 
 
+def test_deviations_of_recipes_are_under_the_table_once_each_with_their_rows() -> None:
+    shared, own = "recipe=gsp deviates: Proxies are clipped.", "recipe=gsp deviates: Batch norm is frozen."
+    table = _table(_summary(0.5, 0.01, deviations=[shared]), _summary(0.6, 0.01, deviations=[shared, own]))
+    assert [note for note in table.notes if "deviates" in note] == [shared, f"{own} (row_1)"]
+    assert own in table.row_notes[1]
+    assert own not in table.row_notes[0]
+    assert shared in to_text(table)
+
+
 def test_single_row_has_no_best() -> None:
     assert "*" not in to_text(_table(_summary(0.5, None))).replace("* best of the column", "")
 

@@ -41,6 +41,8 @@ def print_reasons(line: CommandLine) -> None:
         print(f"\nrecipe={recipe.name} recipe.side={recipe.side}")
         for key, value in recipe.overridden.items():
             print(f"  replaced: {key}, which it has as {value} ({recipe.places[key]})")
+        for text in recipe.deviations:
+            print(f"  deviates: {text}")
 
 
 def _reasons(cfg: Any, places: dict[str, str]) -> Iterator[tuple[str, Any, str]]:

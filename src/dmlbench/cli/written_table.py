@@ -15,6 +15,7 @@ from dmlbench.types import DmlbenchError
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Cell, Plan
+    from dmlbench.apps.reproduce import Summary
 
 _SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
 _MOST_LISTED = 5
@@ -61,6 +62,7 @@ def print_table(
             if sha256 in summaries and summaries[sha256].found is None:
                 summaries[sha256] = replace(summaries[sha256], problem=str(error))
         found = compare_lines(table.lines, cells, summaries, reasons)
+        notes += _deviations(table, cells, summaries)
         done = side_by_side.SideBySide(table.name, about(table.name), tuple(found), (*_notes(table), *notes))
         print(side_by_side.to_text(done))
         renders = {suffix: getattr(side_by_side, f"to_{how}")(done) for suffix, how in _SUFFIXES.items()}
@@ -104,6 +106,20 @@ def _write(base: Path, renders: Mapping[str, str]) -> None:
     for suffix, text in renders.items():
         atomic_write(base.with_name(f"{base.name}.{suffix}"), text.encode())
     print(f"written: {base}.md, .csv, .tex\n")
+
+
+def _deviations(
+    table: Table, cells: Mapping[tuple[str, ...], "Cell | str"], summaries: Mapping[str, "Summary"]
+) -> list[str]:
+    """What rows that were run still differ in from the paper or its code."""
+    from dmlbench.results.cautions import by_fact
+
+    run = {}
+    for line in table.lines:
+        cell = None if line.why else cells.get(line.overrides)
+        if cell is not None and not isinstance(cell, str) and (found := summaries[cell.sha256].found):
+            run[line.score.row] = found[2].get("deviations", ())
+    return by_fact(list(run.values()), list(run))
 
 
 def _notes(table: Table) -> tuple[str, ...]:

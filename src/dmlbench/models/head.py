@@ -1,16 +1,12 @@
 """What a head is, and what all models are to training, tests and applications."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from torch import Tensor, nn
 
-from dmlbench.models.backbones import Backbone
 from dmlbench.types import ModelOutput
-
-if TYPE_CHECKING:  # whose projections are heads
-    from dmlbench.models.pooling.base import Pooling
 
 NamedGroups = dict[str, list[tuple[str, nn.Parameter]]]
 
@@ -85,7 +81,3 @@ class Head(nn.Module):
     def make_distance(self) -> BaseDistance:
         """A new distance of the embeddings: Euclidean and of unit vectors, unless a head has its own."""
         return LpDistance(normalize_embeddings=True, p=2, power=1)
-
-    def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
-        """The model of which this is the head; ``pooling`` is None where it pools by itself."""
-        raise NotImplementedError

@@ -104,6 +104,7 @@ class PooledModel(_Model):
         self.projection = projection
         self.distance = distance if distance is not None else projection.make_distance()
         self.embedding_size = pooling.output_width(projection.out_features)
+        projection.check_embedding_size(self.embedding_size)
 
     def forward(self, images: Tensor) -> ModelOutput:
         """Embedding, not normalized, and the pooling's side outputs."""
@@ -164,6 +165,7 @@ class LevelsHead(Head):
         raise NotImplementedError
 
     def model(self, backbone: Backbone, pooling: Pooling | None) -> MetricModel:
+        """The model of which this is the head; ``pooling`` is None for a head that pools by itself."""
         return LevelsModel(backbone, pooling, self)
 
 
@@ -196,3 +198,16 @@ class LevelsModel(_Model):
         """The backbone's maps, low to high."""
         maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
         return maps
+
+
+def make_model(backbone: Backbone, pooling: Pooling | None, head: Head) -> MetricModel:
+    """The model of a backbone, a pooling and a head.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
+    if isinstance(head, LevelsHead):
+        return head.model(backbone, pooling)
+    if isinstance(head, Projection) and pooling is not None:
+        return PooledModel(backbone, pooling, head)
+    raise ConfigError(f"{type(head).__name__} is no head for {type(pooling).__name__}: see models/net.py:make_model")

@@ -1,17 +1,11 @@
 """The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.backbones import Backbone
-from dmlbench.models.head import Head, MetricModel
+from dmlbench.models.head import Head
 from dmlbench.types import ConfigError
-
-if TYPE_CHECKING:  # poolings work with projections
-    from dmlbench.models.pooling.base import Pooling
 
 
 class Projection(Head):
@@ -65,11 +59,8 @@ class Projection(Head):
         """What becomes of the pooled embedding [B, D]; a head that computes on with it overrides this."""
         return embedding
 
-    def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
-        from dmlbench.models.net import PooledModel  # which holds a projection
-
-        assert pooling is not None  # it does not pool by itself
-        return PooledModel(backbone, pooling, self)
+    def check_embedding_size(self, size: int) -> None:
+        """Raises ConfigError if embeddings of this size do not suit the head; the linear head takes every size."""
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layer_norm={self.layer_norm}"

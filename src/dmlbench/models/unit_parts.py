@@ -1,19 +1,13 @@
 """A linear head whose output is cut into parts that are unit vectors, each with a weight of its own (DiVA)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dmlbench.models.backbones import Backbone
-from dmlbench.models.head import MetricModel
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
-
-if TYPE_CHECKING:  # poolings work with projections
-    from dmlbench.models.pooling.base import Pooling
 
 
 class UnitParts(Projection):
@@ -54,15 +48,13 @@ class UnitParts(Projection):
         parts = normalize(embedding.unflatten(1, (self.weights.shape[0], -1)), dim=2)  # [B, P, D / P]
         return (parts * self.weights[:, None]).flatten(1)
 
-    def model(self, backbone: Backbone, pooling: "Pooling | None") -> MetricModel:
+    def check_embedding_size(self, size: int) -> None:
         """
         Raises:
             ConfigError: the embedding cannot be cut into as many parts of one size.
         """
-        model = super().model(backbone, pooling)
-        if model.embedding_size % len(self.weights):
+        if size % len(self.weights):
             raise ConfigError(
-                f"embeddings of {model.embedding_size} dimensions are not {len(self.weights)} parts of one size; set "
+                f"embeddings of {size} dimensions are not {len(self.weights)} parts of one size; set "
                 f"head.out_features to a multiple of {len(self.weights)}"
             )
-        return model

@@ -105,6 +105,7 @@ def aggregate_cell(
     )
     facts = {f"fold{fold}_rep{repeat}": result.get("facts") for (fold, repeat), result in results.items()}
     notes = list(dict.fromkeys(note for result in results.values() for note in result.get("data_notes", ())))
+    deviations = list(dict.fromkeys(d for result in results.values() for d in deviations_of(result)))
     summary = {
         "schema": AGGREGATE_SCHEMA,
         **{key: first[key] for key in shared},
@@ -121,6 +122,7 @@ def aggregate_cell(
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),
         **({"data_notes": notes} if notes else {}),
+        **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in ("n_query_published", "imported", "matching") if key in first},  # type: ignore[misc]
         **rule.summarize(runs_of_cell, spec),
         "steps": [result["steps"] for result in results.values()],
@@ -128,6 +130,12 @@ def aggregate_cell(
     }
     write_json(cell / AGGREGATE, summary)
     return summary
+
+
+def deviations_of(result: Mapping[str, Any]) -> list[str]:
+    """What differs from the paper or code that the run's recipe follows, one sentence each."""
+    recipe = result.get("recipe", {})
+    return [f"recipe={recipe['name']} deviates: {text}" for text in recipe.get("deviations", ())]
 
 
 def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:

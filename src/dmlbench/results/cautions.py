@@ -64,3 +64,13 @@ def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
     shared = [fact for fact in facts[0] if all(fact in own for own in facts)]
     others = [[fact for fact in own if fact not in shared] for own in facts]
     return shared + [f"{label}: {'; '.join(rest)}" for label, rest in zip(labels, others, strict=True) if rest]
+
+
+def by_fact(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
+    """Facts of rows as lines: each fact once, with the rows that it holds for unless these are all."""
+    rows: dict[str, dict[str, None]] = {}
+    for own, label in zip(facts, labels, strict=True):
+        for fact in own:
+            rows.setdefault(fact, {})[label] = None
+    everywhere = set(labels)
+    return [fact if held.keys() == everywhere else f"{fact} ({', '.join(held)})" for fact, held in rows.items()]

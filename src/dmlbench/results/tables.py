@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.cautions import PARTIAL, by_row, cautions_of_rows, queries
+from dmlbench.results.cautions import PARTIAL, by_fact, by_row, cautions_of_rows, queries
 from dmlbench.types import ConfigError, escape_latex
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
@@ -99,13 +99,14 @@ def make_table(
     facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
     settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
     warned = by_row(cautions, labels) + settings
-    notes = by_row(facts_of_rows, labels) + settings
+    deviations = [summary.get("deviations", ()) for summary in summaries]
+    notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + settings
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
     better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
     return Table(
         title, tuple(columns), better, tuple(rows), tuple(notes), competing(summaries), tuple(warned),
-        tuple((*own, *settings) for own in facts_of_rows),
+        tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
     )  # fmt: skip
 
 

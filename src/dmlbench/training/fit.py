@@ -36,10 +36,10 @@ from dmlbench.training.optim import (
     frozen,
     step_schedule,
 )
-from dmlbench.training.readings import Readings
+from dmlbench.training.readings import BatchValues, Readings
 from dmlbench.training.signals import StopSignal
 from dmlbench.transfers import batch_on
-from dmlbench.types import Batch, ConfigError, ModelOutput, NotFollowed, RunError, closest
+from dmlbench.types import Batch, ConfigError, NotFollowed, RunError, closest
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,16 @@ class FitResult:
     stop_reason: str = ""
     wall_s: float = 0.0
 
+    def update(self, step: int, score: float, settings: FitSettings) -> bool:
+        """Take in a validation's score; returns whether it is the best, and ends the training where patience is up."""
+        is_better = score > self.best_score + settings.min_improvement
+        if is_better:
+            self.best_step, self.best_score = step, score
+        self.validations_without_improvement = 0 if is_better else self.validations_without_improvement + 1
+        if settings.patience and self.validations_without_improvement >= settings.patience:
+            self.stop_reason = "early_stopping"
+        return is_better
+
 
 def fit(
     model: MetricModel,
@@ -164,24 +174,17 @@ def fit(
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
-    Without ``validate`` nothing is selected: the weights of the last step are the result.
+    Resumes from ``run_dir/last.ckpt`` if it exists. Writes ``best.ckpt`` (weights) and ``last.ckpt`` (all that the
+    next step depends on). If the objective has a ``key_momentum``, a momentum encoder embeds the second views.
 
-    Continues from ``run_dir/last.ckpt`` where there is one. Leaves ``best.ckpt`` (weights) and ``last.ckpt`` (all that
-    the next step depends on).
-
-    Where the objective has a ``key_momentum``, a copy of the model follows it with that momentum, one move after every
-    step, and the objective is given what it makes of the batches' second views.
-
-    ``loggers`` are started here, told of all that the history has, and closed by the caller. They also get what differs
-    between two runs of the same numbers: images trained on per second of training (without validations and checkpoints)
-    since they were last told, and the largest memory so far. For them alone there is ``picture``, which returns one
-    [H, W, 3] of what ``validate`` has just computed.
-
-    ``follow`` is told of every validation but the last, once its checkpoint is written, and says whether to go on.
+    Args:
+        validate: returns scores; without it the weights of the last step are the result.
+        picture: returns an image [H, W, 3] of what ``validate`` has just computed, for the loggers.
+        loggers: started here, closed by the caller.
+        follow: called after each validation's checkpoint but the last; False ends the training.
 
     Raises:
-        ConfigError: the schedule waits for falling scores; the warm-up leaves nothing to train; a batch cannot be taken
-            in parts.
+        ConfigError: the schedule, warm-up or ``forward_batch`` does not fit the model and loss.
         Diverged: a loss is not finite.
         RunError: a checkpoint cannot be read or written, or a logger cannot write.
         NotFollowed: ``follow`` said no.
@@ -200,38 +203,18 @@ def fit(
     if copied is not None:
         parts_of_state["following_copy"] = copied
     state = _restore(run_dir, parts_of_state, data_fingerprint)
-    history = History(run_dir / HISTORY, resume_step=state.step)
-    logged_group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
-    for logger in loggers:
-        logger.start(state.step)
-    memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
-
-    network = torch.compile(model) if settings.compile else model
-    readings = Readings()
-    read_every = 1 if device.type == "cpu" else settings.log_every  # on a CPU nothing is waited for
+    monitor = _Monitor(run_dir, settings, loggers, device, optimizer, resume_step=state.step)
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
 
-    trained_images, trained_s = 0, 0.0  # since the loggers were last told
-
     def next_batch() -> Batch:
-        nonlocal trained_images
         batch = batch_on(next(batches), device)
-        trained_images += len(batch.images)
+        monitor.trained_images += len(batch.images)
         return batch
 
-    def forward(images: Tensor) -> ModelOutput:
-        with autocast(device, settings.precision):
-            output: ModelOutput = network(images.contiguous(memory_format=memory_format))
-        return output
-
-    def keys_of(images: Tensor) -> Tensor:
-        assert copied is not None
-        with autocast(device, settings.precision):
-            return copied(images.contiguous(memory_format=memory_format))
-
+    forward = _forward(torch.compile(model) if settings.compile else model, settings, device)
+    keys_of = None if copied is None else _forward(copied, settings, device)
     goes_on = True
     started = time.monotonic() - state.wall_s
-    bar = tqdm(total=settings.max_steps, initial=state.step, unit="step", disable=not sys.stderr.isatty(), leave=False)
     if state.step:
         log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
 
@@ -243,7 +226,7 @@ def fit(
             optimizer.zero_grad(set_to_none=True)
             with frozen(settings.warmup_frozen if step <= settings.warmup_steps else (), model, objective):
                 values = accumulate_gradients(
-                    model, objective, next_batch, step=step, forward=forward, keys=copied and keys_of,
+                    model, objective, next_batch, step=step, forward=forward, keys=keys_of,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch,
                 )  # fmt: skip
                 with decay_added(optimizer, settings.clip_form):
@@ -258,62 +241,32 @@ def fit(
                 log.info("step %d: warm-up over, the whole network trains from here", step)
 
             state.step = step
-            last_step = step == settings.max_steps
-            readings.add(step, values, norm)
-            if last_step or any(step % n == 0 for n in (read_every, *intervals)):
-                readings.read()
-            trained_s += time.monotonic() - step_started  # where it is logged, a GPU has been waited for
-            logged = readings.last if step % settings.log_every == 0 else {}
-            scalars = {f"train/{name}": value for name, value in logged.items()}
-            measured: dict[str, float] = {}  # not the same in another run of the same numbers
-            if logged:
-                measured = {"images_per_s": trained_images / trained_s, "peak_memory_bytes": peak_memory_bytes(device)}
-                trained_images, trained_s = 0, 0.0
-            drawn = None
-            is_better = False
-            if last_step:
+            monitor.end_step(step, values, norm, time.monotonic() - step_started)
+            is_last = step == settings.max_steps
+            if is_last:
                 state.stop_reason = "max_steps"
-            if validate is None and last_step:
+            is_better, is_validated = False, False
+            if validate is None and is_last:
                 is_better, state.best_step = True, step
-            elif validate is not None and (step % settings.validate_every == 0 or last_step):
+            elif validate is not None and (step % settings.validate_every == 0 or is_last):
+                is_validated = True
                 scores = validate()
-                score = scores[settings.monitor]
-                is_better = score > state.best_score + settings.min_improvement
-                if is_better:
-                    state.best_step, state.best_score = step, score
-                state.validations_without_improvement = 0 if is_better else state.validations_without_improvement + 1
-                step_schedule(schedule, score=score)
-                drawn = picture() if loggers and picture else None
-                scalars |= {f"val/{name}": value for name, value in scores.items()}
-                scalars["lr"] = logged_group["lr"]
-                log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", step, readings.last["loss"], settings.monitor,
-                         score, state.best_score, state.best_step)  # fmt: skip
-                if settings.patience and state.validations_without_improvement >= settings.patience:
-                    state.stop_reason = "early_stopping"
-            if scalars:
-                history.log(step, scalars)
-                for logger in loggers:
-                    logger.log(step, scalars | measured)
-                    if drawn is not None:
-                        logger.image(step, "val/nearest", drawn)
-            bar.update()
-            bar.set_postfix(loss=f"{readings.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
-                            lr=f"{logged_group['lr']:.1e}")  # fmt: skip
+                is_better = state.update(step, scores[settings.monitor], settings)
+                step_schedule(schedule, score=scores[settings.monitor])
+                monitor.end_validation(state, scores, picture() if loggers and picture else None)
+            monitor.write(state)
             state.wall_s = time.monotonic() - started
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
-                readings.read()  # of a step that a signal ended
+                monitor.readings.read()  # of a step that a signal ended
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
-                if follow is not None and f"val/{settings.monitor}" in scalars and not state.stop_reason:
+                if follow is not None and is_validated and not state.stop_reason:
                     goes_on = follow(step, state.best_score)
 
-    bar.close()
-    history.close()
+    monitor.close()
     if not goes_on:
-        raise NotFollowed(
-            f"{run_dir} was stopped at step {state.step}; the same configuration continues it", state.step
-        )
+        raise NotFollowed(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
     elif state.best_step:
@@ -321,6 +274,86 @@ def fit(
         model.load_state_dict(best["model"])
         objective.load_state_dict(best["objective"])
     return state
+
+
+def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: torch.device) -> Callable[[Tensor], Any]:
+    """The network's pass over a batch of images, in the precision and memory format of the settings."""
+    memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
+
+    def forward(images: Tensor) -> Any:
+        with autocast(device, settings.precision):
+            return network(images.contiguous(memory_format=memory_format))
+
+    return forward
+
+
+class _Monitor:
+    """Progress bar, ``history.csv`` and loggers of a training.
+
+    Attributes:
+        readings: losses and gradient norms that the device still holds.
+        trained_images: since the loggers were last told.
+    """
+
+    def __init__(
+        self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
+        optimizer: Optimizer, *, resume_step: int,
+    ) -> None:  # fmt: skip
+        self.readings = Readings()
+        self.trained_images = 0
+        self._trained_s = 0.0
+        self._settings, self._loggers, self._device = settings, loggers, device
+        self._group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
+        self._history = History(run_dir / HISTORY, resume_step=resume_step)
+        self._scalars: dict[str, float] = {}
+        self._picture: NDArray[np.uint8] | None = None
+        read_every = 1 if device.type == "cpu" else settings.log_every  # on a CPU nothing is waited for
+        self._read_at = [n for n in (read_every, settings.validate_every, settings.checkpoint_every) if n]
+        for logger in loggers:
+            logger.start(resume_step)
+        self._bar = tqdm(
+            total=settings.max_steps, initial=resume_step, unit="step", disable=not sys.stderr.isatty(), leave=False
+        )
+
+    def end_step(self, step: int, values: Sequence[BatchValues], norm: Tensor, seconds: float) -> None:
+        """Keep a step's losses; read them back where they are logged or followed by a validation or checkpoint."""
+        self.readings.add(step, values, norm)
+        if step == self._settings.max_steps or any(step % n == 0 for n in self._read_at):
+            self.readings.read()
+        self._trained_s += seconds
+        self._scalars, self._picture = {}, None
+        if step % self._settings.log_every == 0:
+            self._scalars = {f"train/{name}": value for name, value in self.readings.last.items()}
+
+    def end_validation(self, state: FitResult, scores: Mapping[str, float], picture: NDArray[np.uint8] | None) -> None:
+        """Note a validation's scores for the log, and what pictures it."""
+        self._picture = picture
+        self._scalars |= {f"val/{name}": value for name, value in scores.items()}
+        self._scalars["lr"] = self._group["lr"]
+        name = self._settings.monitor
+        log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", state.step, self.readings.last["loss"], name,
+                 scores[name], state.best_score, state.best_step)  # fmt: skip
+
+    def write(self, state: FitResult) -> None:
+        """Write the step's scalars to the history and the loggers, and move the bar."""
+        measured: dict[str, float] = {}  # not the same in another run of the same numbers
+        if state.step % self._settings.log_every == 0 and self._trained_s:
+            rate = self.trained_images / self._trained_s
+            measured = {"images_per_s": rate, "peak_memory_bytes": peak_memory_bytes(self._device)}
+            self.trained_images, self._trained_s = 0, 0.0
+        if self._scalars:
+            self._history.log(state.step, self._scalars)
+            for logger in self._loggers:
+                logger.log(state.step, self._scalars | measured)
+                if self._picture is not None:
+                    logger.image(state.step, "val/nearest", self._picture)
+        self._bar.update()
+        self._bar.set_postfix(loss=f"{self.readings.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
+                              lr=f"{self._group['lr']:.1e}")  # fmt: skip
+
+    def close(self) -> None:
+        self._bar.close()
+        self._history.close()
 
 
 def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_fingerprint: str, *, is_best: bool) -> None:
