@@ -14,10 +14,10 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
+from dmlbench.apps.reproduce import grid_tables, summarize
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import CellCache, Plan, make_plan
-from dmlbench.apps.reproduce import grid_tables, summarize
 from dmlbench.cli import status
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings

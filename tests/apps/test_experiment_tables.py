@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from dmlbench.apps.experiment_tables import (
     QUOTED,
     cells_of_rows,
@@ -18,6 +17,7 @@ from dmlbench.apps.experiment_tables import (
     reproduce_of,
     states,
 )
+
 from dmlbench.config import config_folder
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.papers import tables

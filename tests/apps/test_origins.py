@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
-
 from dmlbench.apps.origins import PUBLISHED, Origin, are_published, origin_of
+from omegaconf import OmegaConf
 
 INCEPTION, RESNET = (digest.ljust(64, "0") for digest in PUBLISHED.values())
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from dmlbench.apps.own_values import BY_HAND, given_otherwise
 from omegaconf import OmegaConf
 
-from dmlbench.apps.own_values import BY_HAND, given_otherwise
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
 from dmlbench.results.tables import NAMING_GROUPS, cell_labels

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from dmlbench.apps.origins import Origin
+from dmlbench.apps.reproduce import given_by_hand, mixtures, moving, others, seconds_per_run
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.origins import Origin
 from dmlbench.apps.plan import CellCache, Plan, make_plan
-from dmlbench.apps.reproduce import given_by_hand, mixtures, moving, others, seconds_per_run
 from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
-from dmlbench.cli.front import guarded
+from dmlbench.cli.errors import guarded
 from dmlbench.config import cell_id, compose, config_folder, config_sha256
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.runtime import write_json

@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from dmlbench.cli import train
-from dmlbench.cli.front import guarded
+from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import main
 from dmlbench.cli.sweeps import SharingLauncher
 from dmlbench.results.store import RESULT, find_runs, locked

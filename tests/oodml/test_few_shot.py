@@ -16,8 +16,8 @@ from pytorch_metric_learning.miners import DistanceWeightedMiner
 from pytorch_metric_learning.utils import loss_and_miner_utils
 
 from dmlbench.apps.trained import load_run
-from dmlbench.cli.front import compose
 from dmlbench.cli.oodml_few_shot import task
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
