@@ -206,7 +206,7 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
     code: Counter[str] = Counter()
     data: dict[str, Counter[str]] = {}
     for run in done:
-        code.update(dict.fromkeys(filter(None, (code_of(run.result), run.result.get("weights_code")))))
+        code.update(list(dict.fromkeys(filter(None, (code_of(run.result), run.result.get("weights_code"))))))
         data.setdefault(run.config.dataset, Counter())[run.result["dataset_fingerprint"][:12]] += 1
     if to_do and code:
         code[git_commit() or __version__] += 0

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import MISSING
 
 from dmlbench.cli.target_overrides import with_new_arguments
 from dmlbench.config import config_folder
-from dmlbench.schemas import SCHEMAS
+from dmlbench.schemas import SCHEMAS, TrainConfig
 from dmlbench.types import ConfigError
 
 _FLAGS: dict[str, dict[str, str | None]] = {
@@ -29,6 +30,8 @@ _WORDS = {"reproduce": "table", "tune": "search"}
 """The key that a bare word stands for, where it is not ``cells``."""
 _IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at", "recipe.side": "recipe/side"}
 """Keys of other commands by what ``train`` calls them."""
+_SINGLE = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.default == MISSING)
+"""Groups of which every run has one option."""
 _TEXT, _LIST, _ANY = "text", "list", "any"
 _KINDS = {
     **dict.fromkeys(("paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"), _TEXT),
@@ -129,7 +132,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
         given = [_renamed(argument) for argument in given]
     kinds = _kinds(name)
     given = [_written(argument, kinds, is_sweep=line.is_sweep) for argument in given]
-    given = with_new_arguments([_without_null(argument) for argument in given])
+    given = with_new_arguments([_checked(_without_null(argument)) for argument in given])
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
@@ -182,6 +185,19 @@ def _quoted(text: str) -> str:
         return text
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def _checked(argument: str) -> str:
+    """An override, unless Hydra's message about it would be about its own internals."""
+    key, _, value = argument.partition("=")
+    group = key.lstrip("+~").strip()
+    if not group:
+        raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100")
+    folder = config_folder() / group
+    if group in _SINGLE and (key.startswith("~") or value.startswith(("[", "{"))) and folder.is_dir():
+        some = min(path.stem for path in folder.glob("*.yaml"))
+        raise ConfigError(f"{argument}: every run has one {group}; choose it by its name, such as {group}={some}")
+    return argument
 
 
 def _without_null(argument: str) -> str:
