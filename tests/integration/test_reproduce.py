@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,6 +164,7 @@ def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: P
     assert {path: path.read_bytes() for path in before} == before
 
     listed, _ = reproduce(capsys, "--list")
+    assert max(map(len, listed.partition("\n\n")[0].splitlines())) <= 120
     (line,) = [line for line in listed.splitlines() if line.startswith("gsp/table2 ")]
     assert line.split(maxsplit=1)[1] == "3 runnable, 22 needs; last table: 32 not comparable, 16 not run"
     assert "\ngsp/figure3           needs tokens\n" in listed
@@ -264,7 +266,8 @@ def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsy
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
-        (["oodml/table_s1"], "oodml/table_s1 is no table of runs: made by `dmlbench oodml distances dataset=cub200"),
+        (["oodml/table_s1", "rows=FID"], "oodml/table_s1 is made by commands: rows chooses nothing of it"),
+        (["oodml/table_s1", "dataset=inshop"], "oodml/table_s1 has no command for dataset=inshop"),
         (["gsp/table2", "fold=7"], "fold: got 7, expected 0 to 1"),
         (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
         (["gsp/table2", "rows=C9*"], "rows: 'C9*' matches no row"),
@@ -318,6 +321,33 @@ def test_a_grid_is_a_table_with_its_additional_configs(done: Path, capsys) -> No
         *("| gmp (untrained)", "| gap", "| gmp"),
     ]
     assert "gmp (untrained): PARTIAL: 1 of 2 runs" in text
+
+
+def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Path, capsys, monkeypatch) -> None:
+    started: list[list[str]] = []
+
+    def run(words: list[str], check: bool) -> SimpleNamespace:
+        started.append(words[3:])
+        if len(started) == 3:
+            return SimpleNamespace(returncode=1)
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        measured = {"train": given["train"], "test": given["dataset"], "distance": 349.1, "notes": []}
+        write_json(Path(given["output"]), measured)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("dmlbench.cli.table_commands.subprocess.run", run)
+    out, _ = reproduce(capsys, "oodml/table_s2", "--dry-run")
+    assert out.count("to run: dmlbench oodml distances train=") == 6
+    assert not started
+    _, error = reproduce(capsys, "oodml/table_s2", "device=cpu", code=1)
+    assert "ended with exit code 1; start the same command again to resume" in error
+    out, _ = reproduce(capsys, "oodml/table_s2", "device=cpu")
+    assert out.count("] done: ") == 2 and len(started) == 3 + 4
+    assert all("device=cpu" in words for words in started)
+    rows = list(csv.DictReader((folder / "out/tables/oodml/table_s2.csv").open()))
+    assert [row["verdict"] for row in rows] == ["reproduced", *["differs"] * 5, *["not run"] * 2]
+    out, _ = reproduce(capsys, "oodml/table_s2", "backbone=efficientnet_lite0", "dataset=sop", "run_missing=false")
+    assert "8 not run" in out
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ An experiment that reproduces a table or a figure of a paper is called ``<paper>
     metrics:          labels of our metrics by the paper's, where they differ, such as {"R@{k}": "R@{k} (raw)"}
                       (optional)
     needs:            instead of rows: why nothing can be run; beside commands: what these leave out
-    commands:         instead of rows: the commands that make it
+    commands:         instead of rows: the commands that make it, which ``dmlbench reproduce`` runs
     hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
                       ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             beside a grid: further configs, as a list of overrides

@@ -108,6 +108,11 @@ def _reproduce(
     name = known_name(cfg.table, folders)
     shard = shard_of(cfg.shard)
     log.info("planning %s", name)
+    if (reproduce := reproduce_of(experiments(folders)[name])).get("commands") and not reproduce.get("rows"):
+        from dmlbench.cli.table_commands import run_commands
+
+        run_commands(name, reproduce, cfg, given, config_dir)
+        return
     table = select_table(cfg, name, folders, given)
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
         configs = compose_configs(table.wanted, train.composed_run)

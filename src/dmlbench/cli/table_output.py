@@ -15,6 +15,7 @@ from dmlbench.types import DmlbenchError
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Config, Plan
+    from dmlbench.results.side_by_side import SideBySide
 
 _SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
 _MOST_LISTED = 5
@@ -40,8 +41,8 @@ def print_table(
     from dmlbench.apps.table_comparison import compare_rows, given_by_hand, grid_tables, summarize
     from dmlbench.evaluation.spec import EvaluationSpec
     from dmlbench.papers import describe_table
-    from dmlbench.results import side_by_side
     from dmlbench.results import tables as plain
+    from dmlbench.results.side_by_side import SideBySide
     from dmlbench.runtime import remove_leftovers
 
     reasons = [*given_by_hand(moved), *mixed]
@@ -54,12 +55,8 @@ def print_table(
         comparisons, deviations = compare_rows(table.rows, plan, configs, blocked, reasons)
         described = describe_table(table.name)
         of_paper = [f"the paper's numbers: {described.numbers}", *([described.note] if described.note else [])]
-        done = side_by_side.SideBySide(
-            table.name, about(table.name), tuple(comparisons), (*of_paper, *notes, *deviations)
-        )
-        print(side_by_side.to_text(done))
-        remove_leftovers(base.parent)
-        _write(base, {suffix: getattr(side_by_side, f"to_{how}")(done) for suffix, how in _SUFFIXES.items()})
+        done = SideBySide(table.name, about(table.name), tuple(comparisons), (*of_paper, *notes, *deviations))
+        write_table(done, base)
         return
     spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
     summaries = summarize(plan, spec)
@@ -78,6 +75,16 @@ def print_table(
         print(plain.to_text(noted))
         renders = {suffix: getattr(plain, f"to_{how}")(noted) for suffix, how in _SUFFIXES.items()}
         _write(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"), renders)
+
+
+def write_table(table: "SideBySide", base: Path) -> None:
+    """Print a comparison with a paper, and write it as ``base`` with several suffixes."""
+    from dmlbench.results import side_by_side
+    from dmlbench.runtime import remove_leftovers
+
+    print(side_by_side.to_text(table))
+    remove_leftovers(base.parent)
+    _write(base, {suffix: getattr(side_by_side, f"to_{how}")(table) for suffix, how in _SUFFIXES.items()})
 
 
 def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:
