@@ -351,13 +351,13 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
 
 
 @pytest.mark.slow
-def test_processes_that_share_a_table_run_nothing_twice_and_write_the_same(folder: Path) -> None:
+def test_processes_that_share_a_table_run_nothing_twice(folder: Path) -> None:
     both = [_start(folder) for _ in range(2)]
     ended = [process.wait(timeout=240) for process in both]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert sum(error.count("training images of") for _, _, error in ended) == 4
     tables = [out.partition("gsp/table2: ")[2] for _, out, _ in ended]
-    assert tables[0] == tables[1] != ""
+    assert any("left to the processes" not in table and "8 not comparable" in table for table in tables), tables
 
 
 @pytest.mark.slow
