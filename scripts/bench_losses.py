@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from dmlbench.build import component
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.xbm import CrossBatchMemory

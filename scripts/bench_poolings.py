@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmlbench.build import component
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from dmlbench import build
-from dmlbench.cli.front import guarded
+from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import keep_freed_memory
 from dmlbench.config import compose
 from dmlbench.experiment import Experiment, make_experiment

@@ -5,7 +5,7 @@ import functools
 
 from omegaconf import DictConfig
 
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.training.log import History
 from dmlbench.types import EmbeddingSet, RunError

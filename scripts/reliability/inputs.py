@@ -104,7 +104,7 @@ def of_values() -> Iterator[Case]:
     """Each key of several configurations with values that are none of its kind."""
     from omegaconf import OmegaConf
 
-    from dmlbench.cli.front import compose
+    from dmlbench.config import compose
 
     seen: set[str] = set()
     for name, base in BASES.items():

@@ -76,12 +76,12 @@ def _settle_splits(protocol: Any) -> None:
 
 
 @contextlib.contextmanager
-def composing(folder: Path | None = None) -> Iterator[None]:
-    """Hydra made ready to compose, with the user's own configuration folder if there is one.
+def composing(folder: Path | None = None, name: str | None = None) -> Iterator[None]:
+    """Hydra made ready to compose ``name`` (None: anything), with the user's own configuration folder if there is one.
 
     Also within a command that Hydra itself started, which it goes back to.
     """
-    register_schemas(folder)
+    register_schemas(folder, name)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -99,8 +99,6 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
-    # Hydra copies the whole store at each look at a group, though load() hands out copies: 5 s of every --help.
-    setattr(ConfigStore, "__deepcopy__", lambda itself, memo: itself)  # noqa: B010 -- mypy knows no such method
     store = ConfigStore.instance()
     for each in SCHEMAS if name is None else [name]:  # making all takes as long as importing numpy
         if f"{each}.yaml" not in store.repo.get("schema", {}):

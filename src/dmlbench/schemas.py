@@ -204,7 +204,7 @@ class ReproduceConfig:
     list: bool = False
     measured: str | None = None
     dry_run: bool = False
-    max_hours: float | None = None
+    run_missing: bool = True
     shard: str | None = None
     allow_mixed: bool = False
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")

@@ -12,7 +12,7 @@ from dmlbench.apps.report.picture import draw_report
 from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import load_run
 from dmlbench.cli.evaluate import task as evaluate_task
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell

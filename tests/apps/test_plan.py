@@ -1,6 +1,5 @@
-"""Plans: cells composed once, runs and what became of them, shards and what must come first."""
+"""Plans: configs composed once, the state of runs, shards, and runs that must come first."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +7,14 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.origins import Origin
-from dmlbench.apps.plan import CellCache, Plan, make_plan
-from dmlbench.apps.reproduce import given_by_hand, mixtures, moving, others, seconds_per_run
+from dmlbench.apps.plan import Plan, compose_configs, make_plan
+from dmlbench.apps.provenance import Provenance
+from dmlbench.apps.table_comparison import given_by_hand, mixtures, moving, others, seconds_per_run
 from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
 
-CELLS = [("pooling=gap",), ("pooling=gmp",)]
+CONFIGS = [("pooling=gap",), ("pooling=gmp",)]
 
 
 class Composer:
@@ -33,21 +32,19 @@ class Composer:
         protocol = {**self.protocol, **({"stage": int(given["protocol.stage"])} if "protocol.stage" in given else {})}
         return OmegaConf.create(
             {
-                "dataset": {"name": "glyphs"}, "protocol": protocol, "pooling": {"name": given["pooling"]}, "fit": {},
+                "dataset": {"name": "glyphs", "table": {}}, "backbone": {}, "protocol": protocol,
+                "pooling": {"name": given["pooling"]}, "fit": {},
                 "loss": {}, "runtime": {"choices": {"pooling": given["pooling"], "loss": "l", "backbone": "b"}},
                 "base_seed": 0, "fold": 0, "repeat": 0,
             }
         )  # fmt: skip
 
 
-def _cache(folder: Path, compose: Composer) -> CellCache:
-    return CellCache(folder / "plans", "gsp/table2", [folder], compose)
-
-
-def _plan(folder: Path, compose: Composer, cells: Sequence[tuple[str, ...]] = CELLS, **coordinates: list[int]) -> Plan:
-    cache = _cache(folder, compose)
-    found = [cell for cell in cache.cells(cells).values() if not isinstance(cell, str)]
-    return make_plan(found, cache, str(folder / "out"), coordinates)
+def _plan(
+    folder: Path, compose: Composer, wanted: Sequence[tuple[str, ...]] = CONFIGS, **coordinates: list[int]
+) -> Plan:
+    found = [config for config in compose_configs(wanted, compose).values() if not isinstance(config, str)]
+    return make_plan(found, compose, str(folder / "out"), coordinates)
 
 
 def _write(run, **changes: object) -> None:
@@ -56,7 +53,8 @@ def _write(run, **changes: object) -> None:
         ("n_query", "n_gallery", "steps", "n_skipped_queries", "val_is_test", "search", "monitor"), 0
     )
     result |= {
-        "cell_id": run.cell.name, "cell_sha256": run.cell.sha256, "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
+        "cell_id": run.config.name, "cell_sha256": run.config.sha256,
+        "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
         "protocol": "mlrc", "aggregation": "collections", "num_folds": 2, "num_repeats": 2, "fold": run.fold,
         "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
         "metrics": {"test": {"p_at_1": 0.5}}, "wall_s": 7200.0, "git_commit": "abc",
@@ -64,49 +62,23 @@ def _write(run, **changes: object) -> None:
     write_result(run.path, result | changes)
 
 
-def test_a_cell_is_composed_once_until_something_that_it_follows_from_changes(tmp_path: Path) -> None:
+def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> None:
     compose = Composer(num_folds=2, num_repeats=2)
-    first = _plan(tmp_path, compose)
+    plan = _plan(tmp_path, compose, [*CONFIGS, *CONFIGS])
     assert compose.count == 2
-    assert [(run.fold, run.repeat, run.cell.name.split("-")[1]) for run in first.runs] == [
+    assert [(run.fold, run.repeat, run.config.name.split("-")[1]) for run in plan.runs] == [
         *((fold, repeat, name) for repeat in (0, 1) for fold in (0, 1) for name in ("gap", "gmp")),
     ]
-    assert _plan(tmp_path, compose).runs == first.runs
-    assert compose.count == 2
-    (tmp_path / "mine.yaml").write_text("a: 1\n")
-    assert _plan(tmp_path, compose).runs == first.runs
-    assert compose.count == 4
-    (file,) = (tmp_path / "plans").iterdir()  # what was known of the former configuration is gone
-    file.write_text("{")
-    assert _plan(tmp_path, compose).runs == first.runs
-    assert compose.count == 6
 
 
-def test_modules_beside_a_configuration_folder_renew_the_plan(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "here" / "conf", tmp_path / "elsewhere"
-    for path in (folder.parent / "mine" / "deep", folder.parent / "space" / "inner", elsewhere):
-        path.mkdir(parents=True)
-    folder.symlink_to(elsewhere)  # modules are searched for beside the link
-    files = [folder.parent / name for name in ("single.py", "mine/a.py", "mine/deep/b.py", "space/inner/c.py")]
-    seen = {_cache(folder, Composer()).path.name}
-    for file in files:
-        for text in ("a = 1\n", "a = 10\n"):
-            file.write_text(text)
-            seen.add(_cache(folder, Composer()).path.name)
-    assert len(seen) == 1 + 2 * len(files)
-    (tmp_path / "other.py").write_text("")
-    (folder.parent / "notes.txt").write_text("")
-    assert _cache(folder, Composer()).path.name in seen
-
-
-def test_a_cell_that_cannot_be_composed_does_not_keep_others_from_it(tmp_path: Path) -> None:
-    found = _cache(tmp_path, Composer()).cells([("pooling=wrong",), *CELLS])
+def test_a_config_that_cannot_be_composed_does_not_keep_others_from_it() -> None:
+    found = compose_configs([("pooling=wrong",), *CONFIGS], Composer())
     assert found["pooling=wrong",] == "pooling=wrong is unknown"
-    assert [getattr(found[cell], "num_repeats", 0) for cell in CELLS] == [3, 3]
+    assert [getattr(found[overrides], "num_repeats", 0) for overrides in CONFIGS] == [3, 3]
 
 
 def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=4), [CELLS[0]])
+    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=4), [CONFIGS[0]])
     done, lost, cut, foreign, other, moved, failed, running = plan.runs
     _write(done)
     _write(lost, embeddings_sha256="x")
@@ -140,7 +112,7 @@ def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp
 
 def test_shards_share_out_all_runs_whatever_is_done_by_then(tmp_path: Path) -> None:
     compose = Composer(num_folds=4, num_repeats=3)
-    plan = _plan(tmp_path, compose, [CELLS[0]])
+    plan = _plan(tmp_path, compose, [CONFIGS[0]])
     parts = [plan.waves((i, 5))[0] for i in range(1, 6)]
     assert sorted(run.path for part in parts for run in part) == sorted(run.path for run in plan.runs)
     _write(parts[0][0], num_folds=4, num_repeats=3)
@@ -151,22 +123,23 @@ def test_shards_share_out_all_runs_whatever_is_done_by_then(tmp_path: Path) -> N
 
 def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> None:
     compose = Composer("TwoStage", num_repeats=2)
-    cells = [(*cell, f"protocol.stage={stage}") for cell in CELLS for stage in (1, 2)]
+    cells = [(*cell, f"protocol.stage={stage}") for cell in CONFIGS for stage in (1, 2)]
     plan = _plan(tmp_path, compose, cells)
-    assert [cell.overrides for cell in plan.cells] == [cells[1], cells[3]]
+    assert [cell.overrides for cell in plan.configs] == [cells[1], cells[3]]
     before, after = plan.waves()
     assert [run.overrides[1] for run in before] == ["protocol.stage=1"] * 4
     assert [run.overrides[1] for run in after] == ["protocol.stage=2"] * 4
     half_before, half = plan.waves((1, 2))
-    assert [(r.cell.overrides[0], r.repeat) for r in half_before] == [(r.cell.overrides[0], r.repeat) for r in half]
+    assert [(r.config.overrides[0], r.repeat) for r in half_before] == [(r.config.overrides[0], r.repeat) for r in half]
     assert len(half) == 2
 
 
 def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_refused(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1], repeat=[4])
-    assert [(run.fold, run.repeat) for run in plan.runs] == [(1, 4)]
-    with pytest.raises(ConfigError, match=r"fold \(5\) is outside of the table's protocol, which has 0 to 1"):
-        _plan(tmp_path, Composer(num_folds=2), [CELLS[0]], fold=[1, 5])
+    plan = _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1], repeat=[4])
+    assert [(run.fold, run.repeat) for run in plan.requested] == [(1, 4)]
+    assert [[(run.fold, run.repeat) for run in wave] for wave in plan.waves()] == [[(1, 4)]]
+    with pytest.raises(ConfigError, match="fold: got 5, expected 0 to 1"):
+        _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1, 5])
 
 
 def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
@@ -176,18 +149,18 @@ def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
     code, data = mixtures(plan.refreshed().runs, to_do=False)
     assert code == "MIXED CODE: abc (2 runs), def (1 runs)"
     assert data == f"MIXED DATA: glyphs with the fingerprints {'f' * 12} (2 runs), {'g' * 12} (1 runs)"
-    same = [run for run in plan.refreshed().runs if run.code == "abc"][:1]
+    same = [run for run in plan.refreshed().runs if run.result.get("git_commit") == "abc"][:1]
     assert mixtures(same, to_do=False) == []
     (added,) = mixtures(same, to_do=True)
     assert str(git_commit())[:12] in added
     _write(plan.runs[0], weights_code="xyz")
-    both, *_ = mixtures([run for run in plan.refreshed().runs if run.code == "abc"], to_do=False)
+    both, *_ = mixtures([run for run in plan.refreshed().runs if run.result.get("git_commit") == "abc"], to_do=False)
     assert both == "MIXED CODE: abc (2 runs), xyz (1 runs)"
 
 
 def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path: Path) -> None:
     plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
-    shas = [cell.sha256 for cell in plan.cells]
+    shas = [cell.sha256 for cell in plan.configs]
     assert seconds_per_run(plan, {shas[0]: 2.0}) == {shas[0]: (7200.0, "as the experiment says")}
     _write(plan.runs[0])
     assert seconds_per_run(plan.refreshed(), {}) == dict.fromkeys(shas, (7200.0, "measured here"))
@@ -215,7 +188,7 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
 
     score = next(s for s in load_table("gsp/table2") if s.dataset == "cub200" and s.kind == "separated")
     summary = {"dataset": "cub200", "protocol": "mlrc", "choices": {"backbone": "bn_inception_levels"}, "scores": {}}
-    unknown = Origin()
+    unknown = Provenance()
     assert others(score, summary | {"dimension": {"separated": 128}}, unknown) == []
     changed = {
         "dataset": "glyphs",
@@ -223,7 +196,7 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
         "choices": {"backbone": "resnet20"},
         "dimension": {"separated": 8},
     }
-    assert others(score, summary | changed, Origin(("OTHER WEIGHTS: random ones",), 128)) == [
+    assert others(score, summary | changed, Provenance(("OTHER WEIGHTS: random ones",), 128)) == [
         "data set glyphs instead of cub200",
         "protocol hpo instead of mlrc",
         "backbone resnet20 instead of bn_inception",
@@ -231,11 +204,5 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
         "OTHER WEIGHTS: random ones",
     ]
     # a rule over repeats sums up no dimensions: the runs' own configuration has them
-    assert others(score, summary, Origin(embedding_size=64)) == ["64 dimensions instead of 128"]
-    assert others(score, summary, Origin(embedding_size=128)) == others(score, summary, unknown) == []
-
-
-def test_the_file_of_known_cells_is_json(tmp_path: Path) -> None:
-    cache = _cache(tmp_path, Composer())
-    cache.cells(CELLS)
-    assert set(json.loads(cache.path.read_text())) == {"pooling=gap", "pooling=gmp", "checksum"}
+    assert others(score, summary, Provenance(embedding_size=64)) == ["64 dimensions instead of 128"]
+    assert others(score, summary, Provenance(embedding_size=128)) == others(score, summary, unknown) == []

@@ -10,7 +10,7 @@ import pytest
 
 from dmlbench.apps import reevaluate
 from dmlbench.cli.evaluate import task
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.types import ConfigError, RunError

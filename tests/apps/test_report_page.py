@@ -27,8 +27,8 @@ from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import _thumbnail
 from dmlbench.apps.tables import Cell, build_tables, find_cells
 from dmlbench.build import component
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.one_run import run

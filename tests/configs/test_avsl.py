@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 
 # zbr17/AVSL fd2686e4, examples/samples_avsl.sh: --lr_trunk, --lr_embedder, --lr_collector, --loss0_weight and so on,
 # --pa_neg_margin, --step (epochs), --gamma, and whether batch norm is frozen.

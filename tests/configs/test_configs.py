@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
-from dmlbench.cli.front import guarded
+from dmlbench.cli.errors import guarded
 from dmlbench.config import cell_id, compose, config_folder, config_sha256
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.runtime import write_json
@@ -251,21 +251,6 @@ def test_run_hash_knows_coordinates_and_seed() -> None:
 
 
 AVSL = ["head=avsl", "pooling=none", "backbone=resnet20_levels", "head.level_size=8", "head.top_k=4"]
-OF_THE_LINE = [
-    (["optm.lr=1"], "'optm'.*did you mean 'optim'"),
-    (["pooling=gps"], "pooling=gps is unknown: did you mean 'gsp'"),
-    (["=3"], "'=3' names no key"),
-    (["--resolve"], "the command line cannot be read: The --resolve flag"),
-    (["pooling=[gap]"], "an option of pooling is chosen by its name, such as pooling="),
-    (["~pooling"], "every run needs a pooling"),
-    (["hydra=null"], "hydra is no group"),
-    (["dataset=omniglot/*"], "an option of dataset is chosen by its name"),
-    (["paths.output_dir="], "paths.output_dir is empty"),
-    (["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"], "temperature is nan"),
-    (["fold=4"], "fold \\(4\\).*0 to 3"),
-    (["loss=null"], "loss=null: every run needs a loss"),
-    (["device=tpu"], "device 'tpu'"),
-]
 MISTAKES = [
     (["poling=gap"], "did you mean 'pooling'"),
     (["fit.max_step=1"], "did you mean 'max_steps'"),
@@ -349,22 +334,6 @@ def test_mistakes_in_configurations_are_named_with_a_remedy(capsys, overrides: l
     assert guarded(lambda: build.check(compose("train", overrides))) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
-
-
-@pytest.mark.parametrize(("overrides", "message"), OF_THE_LINE, ids=[" ".join(line) for line, _ in OF_THE_LINE])
-def test_mistakes_end_in_one_message_before_data_is_read(tmp_path, capsys, monkeypatch, overrides, message) -> None:
-    from dmlbench.cli.main import main
-
-    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path))
-    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(SystemExit) as info:
-        main(["train", *overrides])
-
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-    assert "Traceback" not in error
-    assert info.value.code == 2
-    assert not (tmp_path / "cache").exists()
 
 
 def test_misspelt_key_fails_before_torch_is_imported(tmp_path) -> None:

@@ -1,15 +1,18 @@
 """What losses with class vectors begin with under ``recipe=small``: batches, warm-up, learning rates, first vectors."""
 
-import math
-
 import pytest
-import torch
-from omegaconf import DictConfig, OmegaConf
-
-from dmlbench import build
 from dmlbench.cli.front import compose
+from omegaconf import DictConfig
 
-WITH_CLASS_VECTORS = ("arcface", "norm_softmax", "proxy_anchor", "proxy_nca", "proxy_nca_gsp", "proxy_nca_pp", "soft_triple")
+WITH_CLASS_VECTORS = (
+    "arcface",
+    "norm_softmax",
+    "proxy_anchor",
+    "proxy_nca",
+    "proxy_nca_gsp",
+    "proxy_nca_pp",
+    "soft_triple",
+)
 BIRDS = ("experiment=photographs", "dataset=cub200_2010")
 # Training classes: a fold of mlrc has three quarters of the training half, hpo four fifths.
 SETTINGS = {

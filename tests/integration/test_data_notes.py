@@ -16,9 +16,8 @@ from dmlbench.apps import explain
 from dmlbench.apps.report import picture
 from dmlbench.apps.tables import find_cells
 from dmlbench.build import Data
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id
+from dmlbench.config import cell_id, compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -25,8 +25,8 @@ from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, 
 
 import dmlbench
 from dmlbench import build
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
+from dmlbench.config import compose
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.evaluation.metrics.table import METRICS
 from dmlbench.models.bninception import BNInception

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from small_data_sets import write_cars196, write_cub200, write_inshop, write_sop
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.one_run import run
 from dmlbench.results.store import read_result
 from dmlbench.training.fit import BEST, HISTORY

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dmlbench.apps.tables import build_tables, find_cells
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec

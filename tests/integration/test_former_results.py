@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from dmlbench.apps.tables import find_cells
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id, config_sha256, load_config
+from dmlbench.config import cell_id, compose, config_sha256, load_config
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.one_run import directory_of, run

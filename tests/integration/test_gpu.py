@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec

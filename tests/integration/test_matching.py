@@ -12,7 +12,7 @@ from dmlbench import one_run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_cells
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run

@@ -1,26 +1,18 @@
 """Sweeps that share a grid, in real processes; and what they say of the jobs that failed."""
 
-import logging
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import Process
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig
 
-from dmlbench.cli import train
-from dmlbench.cli.front import guarded
-from dmlbench.cli.main import main
-from dmlbench.cli.sweeps import SharingLauncher
+from dmlbench.cli.errors import guarded
+from dmlbench.cli.sweeps import raise_failures
 from dmlbench.results.store import RESULT, find_runs, locked
-from dmlbench.types import ConfigError, RunError, RunInUse
+from dmlbench.types import ConfigError, RunError
 
 TINY = (
     "dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "dataset.table.image_size=24",
@@ -36,7 +28,7 @@ def start(folder: Path, *arguments: str) -> Process:
 
 
 @pytest.mark.slow
-def test_two_sweeps_share_a_grid_and_a_third_takes_over_what_another_process_leaves(tmp_path: Path) -> None:
+def test_two_sweeps_share_a_grid_and_each_skips_the_runs_that_the_other_has(tmp_path: Path) -> None:
     both = [start(tmp_path, *GRID) for _ in range(2)]
     ended = [process.wait(timeout=120) for process in both]
     assert [code for code, _, _ in ended] == [0, 0], ended
@@ -45,19 +37,14 @@ def test_two_sweeps_share_a_grid_and_a_third_takes_over_what_another_process_lea
     runs = find_runs(tmp_path / "out")
     assert [run.state for run in runs] == ["done"] * 2
 
-    (runs[0].path / RESULT).unlink()
+    for run in runs:
+        (run.path / RESULT).unlink()
     with locked(runs[0].path):
-        process = start(tmp_path, *GRID)
-        deadline = time.monotonic() + 60
-        while "waiting for runs of other processes" not in process.output() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not (runs[0].path / RESULT).exists()
-        assert not process.has_ended()
-    code, out, error = process.wait(timeout=60)
+        code, _, error = start(tmp_path, *GRID).wait(timeout=120)
     assert code == 0, error
-    assert f"waiting for runs of other processes: {runs[0].path}" in out
-    assert "left for the end of this sweep" in error
-    assert (runs[0].path / RESULT).exists()
+    assert error.count("skipped: ") == 1
+    assert f"skipped: {runs[0].path.relative_to(tmp_path)}" in error or f"skipped: {runs[0].path}" in error
+    assert [(run.path / RESULT).exists() for run in runs] == [False, True]
 
 
 @pytest.mark.slow
@@ -74,76 +61,23 @@ def test_the_last_line_names_every_cell_that_failed_and_the_others_are_done(tmp_
     assert sorted(run.state for run in find_runs(tmp_path / "out")) == ["done", "failed"]
 
 
-class Scripted:
-    """A launcher whose jobs end as a script says, one entry an attempt."""
-
-    def __init__(self, **script: list[Exception | None]) -> None:
-        self.script = script
-
-    def launch(self, jobs, first: int) -> list[JobReturn]:
-        results = []
-        for job in jobs:
-            error = self.script[job[-1].partition("=")[2]].pop(0)
-            status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
-            result = JobReturn(status=status)
-            result.return_value = error
-            results.append(result)
-        return results
+def _ended(**errors: Exception | None) -> list[JobReturn]:
+    jobs = []
+    for name, error in errors.items():
+        jobs.append(JobReturn(overrides=["x=1", f"loss={name}"], status=JobStatus.COMPLETED))
+        jobs[-1].return_value = error
+    return jobs
 
 
-def test_a_sweep_comes_back_to_runs_in_use_until_they_are_done_and_names_what_failed(tmp_path: Path, capsys) -> None:
-    in_use = RunInUse("in use", tmp_path)
-    inner = Scripted(a=[None], b=[in_use, in_use, None], c=[RunError("it broke")], d=[in_use, ValueError("a defect")])
-    launcher = SharingLauncher(inner)
-    assert len(launcher.launch([["x=1", f"loss={name}"] for name in "abcd"], 0)) == 1
-    assert guarded(launcher.finish) == 1
+def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
+    jobs = _ended(a=None, b=RunError("it broke"), c=ValueError("a defect"))
+    assert guarded(lambda: raise_failures(jobs)) == 1
     error = capsys.readouterr().err
-    assert "dmlbench: loss=c: it broke\n" in error
-    assert "ValueError: a defect" in error and "Traceback" in error
-    assert "2 of 4 runs failed: loss=c; loss=d;" in error.splitlines()[-1]
-    assert inner.script == {"a": [], "b": [], "c": [], "d": []}
-
-
-def test_runs_in_use_are_come_back_to_only_while_there_is_time_for_them(tmp_path: Path, caplog) -> None:
-    in_use = RunInUse("in use", tmp_path / "run")
-    launcher = SharingLauncher(Scripted(a=[in_use, None], b=[in_use, in_use]))
-    launcher.launch([["loss=a"], ["loss=b"]], 0)
-    asked: list[str] = []
-
-    def may_begin(job: Sequence[str]) -> bool:
-        asked.append(job[0])
-        return asked.count("loss=b") < 2
-
-    with caplog.at_level(logging.INFO):
-        launcher.wait(may_begin)
-    assert f"left, as there is no time to wait for them: {tmp_path / 'run'}" in caplog.text
-    assert (launcher.in_use, launcher.failures) == ([], [])
-    assert asked == ["loss=a", "loss=b", "loss=b"]
-
-
-def test_a_sweep_of_bad_configurations_ends_as_one_of_them_does(capsys) -> None:
-    launcher = SharingLauncher(Scripted(a=[ConfigError("too small")]))
-    launcher.launch([["fold=a"]], 0)
-    assert guarded(launcher.finish) == 2
-    assert "1 of 1 runs failed: fold=a" in capsys.readouterr().err
-
-
-def test_a_job_is_composed_once_before_the_first_begins(tmp_path: Path, monkeypatch) -> None:
-    composed: list[list[str]] = []
-    load = ConfigLoaderImpl.load_configuration
-
-    def counted(loader: ConfigLoaderImpl, *arguments: Any, overrides: list[str], **named: Any) -> DictConfig:
-        composed.append([override for override in overrides if override.startswith("fold=")])
-        return load(loader, *arguments, overrides=overrides, **named)
-
-    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
-    began = []
-    monkeypatch.setattr(train, "task", lambda cfg: began.append((cfg.fold, len(composed))))
-    with pytest.raises(SystemExit) as done:
-        main(["train", "-m", "fold=0,3", f"paths.output_dir={tmp_path}"])
-    assert done.value.code == 0
-    assert composed[-2:] == [["fold=0"], ["fold=3"]]
-    assert began == [(0, len(composed)), (3, len(composed))]
+    assert "dmlbench: loss=b: it broke\n" in error
+    assert "ValueError: a defect" in error
+    assert "2 of 3 runs failed: loss=b; loss=c;" in error.splitlines()[-1]
+    assert guarded(lambda: raise_failures(_ended(a=ConfigError("too small")))) == 2
+    raise_failures(_ended(a=None))
 
 
 @pytest.mark.slow

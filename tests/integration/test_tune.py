@@ -10,7 +10,7 @@ import hydra
 import pytest
 from forked import Process
 
-from dmlbench.cli.reproduce import composed_run
+from dmlbench.cli.train import composed_run
 from dmlbench.config import cell_sha256, compose, composing
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError

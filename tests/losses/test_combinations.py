@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.build import Data
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.config import compose, config_folder
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.xbm import CrossBatchMemory

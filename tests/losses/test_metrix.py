@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.metrix import Metrix, Pairs
 from dmlbench.losses.objective import Objective

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.losses.objective import Mixing, Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput

@@ -11,8 +11,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.cli.front import compose
-from dmlbench.config import cell_sha256
+from dmlbench.config import cell_sha256, compose
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
 from dmlbench.losses.objective import Objective

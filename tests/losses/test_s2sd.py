@@ -11,7 +11,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.cli.front import compose
+from dmlbench.config import compose
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.proxy_anchor import ProxyAnchor

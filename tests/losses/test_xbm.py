@@ -10,7 +10,7 @@ from pytorch_metric_learning import losses, miners
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.cli.front import compose, config_folder
+from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.xbm import CrossBatchMemory, Placement, Variant

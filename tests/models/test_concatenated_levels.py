@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
+from dmlbench.config import compose
 from dmlbench.models.concatenated_levels import ConcatenatedLevels
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.resnet_cifar import ResNet20

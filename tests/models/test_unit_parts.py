@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
+from dmlbench.config import compose
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.global_pooling import Gap

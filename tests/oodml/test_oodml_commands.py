@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dmlbench.cli.front import compose
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id
+from dmlbench.config import cell_id, compose
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.one_run import run

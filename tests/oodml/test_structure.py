@@ -13,8 +13,8 @@ from oodml_runs import small_run
 from scipy.stats import rankdata
 
 from dmlbench.apps.trained import load_run
-from dmlbench.cli.front import compose
 from dmlbench.cli.oodml_structure import task
+from dmlbench.config import compose
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.correlation import (
     Measured,

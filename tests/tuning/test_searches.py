@@ -3,7 +3,7 @@
 import hydra
 import pytest
 
-from dmlbench.cli.reproduce import composed_run
+from dmlbench.cli.train import composed_run
 from dmlbench.cli.tune import make_search
 from dmlbench.config import composing, config_folder
 from dmlbench.tuning.search import _checked

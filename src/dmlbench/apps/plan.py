@@ -1,64 +1,48 @@
-"""Which runs make a table: cells, where their runs lie, what became of these, and what is left to do.
-
-Composing a configuration takes a third of a second, so that a cell is composed once for all of its coordinates, and
-what is needed of it is kept in a file that is bound to everything that it follows from.
-"""
+"""Plan the runs of a table: its configs, the state of each run, and which runs are left to do."""
 
 import contextlib
-import functools
-import hashlib
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from dmlbench import __version__
 from dmlbench.build import component
-from dmlbench.config import cell_id, cell_sha256, config_folder
-from dmlbench.one_run import folders_of_cell, stored_identity
+from dmlbench.config import cell_id, cell_sha256
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
-    code_of,
-    folder_of_run,
     read_result,
     require_own_place,
     run_directory,
     run_state,
 )
-from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
-log = logging.getLogger(__name__)
-
 Compose = Callable[[Sequence[str]], DictConfig]
-"""A run's configuration from overrides, as ``dmlbench train`` makes it."""
-
-
-_KEPT_EVERY = 50
-"""Cells after which those composed so far are written, so that an interrupted plan goes on from there."""
+"""A run's configuration from overrides, as ``dmlbench train`` composes it."""
+Overrides = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What planning needs to know of a cell.
+class Config:
+    """What planning needs to know of a config.
 
     Attributes:
-        overrides: of ``dmlbench train``, without coordinates.
-        dataset, protocol, name, sha256: which say where its runs lie and whose they are.
+        overrides: of ``dmlbench train``, without fold and repeat.
+        dataset, protocol, name: parts of the path of its runs.
+        sha256: its hash.
         num_folds, num_repeats: of its protocol.
-        base_seed: what the seeds of its runs derive from.
-        ingredients: a hash of its data and backbone, which cells that begin with the same share.
-        planned_by: overrides of the cell whose runs must come first; None where there is none.
+        base_seed: of its runs.
+        inputs: JSON of the nodes of its data set and, if it has weights, of its backbone.
+        planned_by: overrides of the config whose runs must come first, if there is one.
     """
 
-    overrides: tuple[str, ...]
+    overrides: Overrides
     dataset: str
     protocol: str
     name: str
@@ -66,151 +50,76 @@ class Cell:
     num_folds: int
     num_repeats: int
     base_seed: int
-    ingredients: str
-    planned_by: tuple[str, ...] | None
+    inputs: tuple[str, ...]
+    planned_by: Overrides | None
+
+    @property
+    def place(self) -> str:
+        return f"{self.dataset}/{self.protocol}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a cell and what became of it.
+    """A run and its state.
 
     Attributes:
-        cell, fold, repeat, path: which it is, and where it lies or is to lie.
-        state: done, running, failed, stale, missing, or unusable (a result that cannot be read or is of another run).
-        problem: why it failed or cannot be used; of a done run what it has lost. Empty where there is nothing.
-        wall_s: of a done run, else None.
-        code: the code that made a done run, else None.
-        fingerprint: of the data of a done run, else None.
-        weights: SHA-256 of the file of weights that a done run started from; None where it names none.
-        weights_code: the code that trained what a done run took from another, else None.
+        config, fold, repeat, path: which run it is, and its directory.
+        is_requested: whether the command line asks for its fold and repeat.
+        state: done, running, failed, stale, missing, or unusable (the result is damaged or of another run).
+        problem: why it failed or is unusable; what files a done run has lost.
+        result: of a done run, else empty.
     """
 
-    cell: Cell
+    config: Config
     fold: int
     repeat: int
     path: Path
-    state: str
+    is_requested: bool
+    state: str = "missing"
     problem: str = ""
-    wall_s: float | None = None
-    code: str | None = None
-    fingerprint: str | None = None
-    weights: str | None = None
-    weights_code: str | None = None
+    result: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def overrides(self) -> tuple[str, ...]:
-        return (*self.cell.overrides, f"fold={self.fold}", f"repeat={self.repeat}")
+    def overrides(self) -> Overrides:
+        return (*self.config.overrides, f"fold={self.fold}", f"repeat={self.repeat}")
 
     @property
     def is_to_do(self) -> bool:
-        return self.state not in ("done", "unusable")
+        return self.is_requested and self.state not in ("done", "unusable")
 
 
-@dataclass
-class CellCache:
-    """Cells by their overrides, those composed before read from a file in ``folder``.
-
-    The file's name is a hash of the version, of the package and of the configuration folders, by sizes and times of
-    their files: whatever changes there, cells are composed again.
-    """
-
-    folder: Path
-    name: str
-    config_folders: Sequence[Path]
-    compose: Compose
-    known: dict[str, dict[str, Any]] = field(default_factory=dict)
-    path: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        # once: what is composed from now on follows from the code that this process has
-        self.path = self.folder / f"{self.name.replace('/', '-')}-{_fingerprint(self.config_folders)}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is made again
-            self.known = read_json(self.path)  # which compares the checksum
-
-    def cells(self, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], Cell | str]:
-        """A cell for each of the overrides, or why they cannot be composed."""
-        wanted = list(dict.fromkeys(wanted))
-        missing = [overrides for overrides in wanted if _key(overrides) not in self.known]
-        failures: dict[tuple[str, ...], str] = {}
-        bar = tqdm(missing, "composing cells", unit="cell", disable=not sys.stderr.isatty() or len(missing) < 3)
-        for number, overrides in enumerate(bar, start=1):
-            try:
-                self.known[_key(overrides)] = _facts(self.compose(overrides))
-            except DmlbenchError as error:
-                failures[overrides] = str(error)
-            if number % _KEPT_EVERY == 0 or number == len(missing):
-                self._write()
-        return {
-            overrides: failures[overrides] if overrides in failures else _cell(overrides, self.known[_key(overrides)])
-            for overrides in wanted
-        }
-
-    def _write(self) -> None:
+def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overrides, Config | str]:
+    """A config for each of the overrides, or why they cannot be composed. Each is composed once."""
+    wanted = list(dict.fromkeys(wanted))
+    found: dict[Overrides, Config | str] = {}
+    for overrides in tqdm(wanted, "composing", unit="config", disable=not sys.stderr.isatty() or len(wanted) < 3):
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for former in self.folder.glob(f"{self.name.replace('/', '-')}-{'?' * 16}.json"):
-                if former != self.path:
-                    former.unlink(missing_ok=True)
-            write_json(self.path, self.known)
-        except OSError as error:
-            log.warning("%s cannot be written (%s): the next plan composes again", self.path, error.strerror)
+            found[overrides] = _config(overrides, compose(overrides))
+        except DmlbenchError as error:
+            found[overrides] = str(error)
+    return found
 
 
-def _key(overrides: Sequence[str]) -> str:
-    return "\n".join(overrides)
-
-
-def _fingerprint(folders: Sequence[Path]) -> str:
-    package = Path(__file__).resolve().parents[1]
-    files = [*package.rglob("*.py")]
-    for folder in folders:
-        files += [*folder.rglob("*.yaml"), *(_modules_beside(folder) if folder != config_folder() else ())]
-    digest = hashlib.sha256(__version__.encode())
-    for path in sorted(files):
-        status = path.stat()
-        digest.update(f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _modules_beside(folder: Path) -> list[Path]:
-    """Modules and packages next to a user's folder, which configurations can name: its parent is searched for them."""
-    beside = folder.absolute().parent  # not resolved, as for the search
-    packages = [path for path in beside.iterdir() if path.name.isidentifier() and path.is_dir()]
-    return [
-        *beside.glob("*.py"),
-        # folders of data and of results, whose listing takes long, have none in their first levels
-        *(
-            file
-            for path in packages
-            if any(path.glob("*.py")) or any(path.glob("*/*.py"))
-            for file in path.rglob("*.py")
-        ),
-    ]
-
-
-def _facts(cfg: DictConfig) -> dict[str, Any]:
+def _config(overrides: Overrides, cfg: DictConfig) -> Config:
     protocol = component(cfg.protocol)
-    first = protocol.planned_by
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
-    begins_with = [container["dataset"].get("table"), container.get("backbone")]
-    return {
-        "dataset": cfg.dataset.name,
-        "protocol": protocol.name,
-        "name": cell_id(cfg),
-        "sha256": cell_sha256(cfg),
-        "num_folds": protocol.num_folds,
-        "num_repeats": protocol.num_repeats,
-        "base_seed": cfg.base_seed,
-        "ingredients": hashlib.sha256(json.dumps(begins_with, sort_keys=True).encode()).hexdigest()[:16],
-        "planned_by": None if first is None else [f"protocol.{key}={value}" for key, value in first.items()],
-    }
-
-
-def _cell(overrides: tuple[str, ...], facts: Mapping[str, Any]) -> Cell:
-    first = facts["planned_by"]
-    keys = {override.partition("=")[0] for override in first or ()}
-    kept = tuple(override for override in overrides if override.partition("=")[0] not in keys)
-    return Cell(overrides, **{**facts, "planned_by": None if first is None else (*kept, *first)})
+    planned_by = None
+    if protocol.planned_by is not None:
+        first = {f"protocol.{key}": f"protocol.{key}={value}" for key, value in protocol.planned_by.items()}
+        planned_by = (*(o for o in overrides if o.partition("=")[0] not in first), *first.values())
+    has_weights = any(cfg.backbone.get(key) for key in ("pretrained", "weights_file"))
+    nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
+    return Config(
+        overrides,
+        cfg.dataset.name,
+        protocol.name,
+        cell_id(cfg),
+        cell_sha256(cfg),
+        protocol.num_folds,
+        protocol.num_repeats,
+        cfg.base_seed,
+        tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes),
+        planned_by,
+    )
 
 
 @dataclass(frozen=True)
@@ -218,149 +127,118 @@ class Plan:
     """The runs of a table.
 
     Attributes:
-        cells: those that are rows of it, in their order.
-        first: by a cell's overrides, the cell whose runs must come before, where there is one.
-        runs: of the cells, the first repeat of all of them before the next.
-        preparing: runs of the cells of ``first``, in the same order.
-        output_dir: root of the run directories.
+        configs: those of its rows, in their order.
+        first: by a config's overrides, the config whose runs must come before.
+        runs: of the configs at all folds and repeats, the first repeat of all of them before the next.
+        preparing: runs of the configs of ``first``, in the same order.
     """
 
-    cells: tuple[Cell, ...]
-    first: Mapping[tuple[str, ...], Cell]
+    configs: tuple[Config, ...]
+    first: Mapping[Overrides, Config]
     runs: tuple[Run, ...]
     preparing: tuple[Run, ...]
-    output_dir: str
 
-    def of_cell(self, cell: Cell) -> list[Run]:
-        return [run for run in self.runs if run.cell.sha256 == cell.sha256]
-
-    def has_all(self) -> bool:
-        """Whether no coordinates of the cells' protocols were left out."""
-        found = {(run.cell.sha256, run.fold, run.repeat) for run in self.runs}
-        return all(
-            (cell.sha256, fold, repeat) in found
-            for cell in self.cells
-            for fold in range(cell.num_folds)
-            for repeat in range(cell.num_repeats)
-        )
-
-    def all_runs(self, other: "Plan", *, preparing: bool = True) -> tuple[Run, ...]:
-        """The runs of both plans, each once."""
-        runs = [*self.runs, *other.runs, *((*self.preparing, *other.preparing) if preparing else ())]
-        return tuple({run.path: run for run in runs}.values())
+    @property
+    def requested(self) -> list[Run]:
+        return [run for run in (*self.preparing, *self.runs) if run.is_requested]
 
     def refreshed(self) -> "Plan":
-        """The same runs as they are now."""
-        return Plan(
-            self.cells, self.first, tuple(map(_looked_at, self.runs)), tuple(map(_looked_at, self.preparing)),
-            self.output_dir,
-        )  # fmt: skip
+        """The same runs with their present state."""
+        return replace(self, runs=tuple(map(with_state, self.runs)), preparing=tuple(map(with_state, self.preparing)))
 
     def waves(self, shard: tuple[int, int] = (1, 1)) -> list[list[Run]]:
-        """What is left to do, as groups that must follow each other: what plans others, then all else.
+        """The runs left to do, as groups to run one after the other: runs that others follow, then all else.
 
         Args:
-            shard: (i, n) for the i-th of n parts; runs that need each other are in one part, and which part that is
-                does not depend on what is done.
+            shard: (i, n) for the i-th of n parts. A run is in the same part as the run that it follows, whatever is
+                done already.
         """
         number, count = shard
-        mine = [run for i, run in enumerate(self.runs) if i % count == number - 1 and run.is_to_do]
-        wanted = {
-            (self.first[run.cell.overrides].sha256, run.fold, run.repeat)
+        requested = [run for run in self.runs if run.is_requested]
+        mine = [run for i, run in enumerate(requested) if i % count == number - 1 and run.is_to_do]
+        needed = {
+            (self.first[run.config.overrides].sha256, run.fold, run.repeat)
             for run in mine
-            if run.cell.overrides in self.first
+            if run.config.overrides in self.first
         }
-        before = [run for run in self.preparing if run.is_to_do and (run.cell.sha256, run.fold, run.repeat) in wanted]
+        before = [run for run in self.preparing if run.is_to_do and (run.config.sha256, run.fold, run.repeat) in needed]
         return [wave for wave in (before, mine) if wave]
 
 
 def make_plan(
-    cells: Sequence[Cell], cache: CellCache, output_dir: str, coordinates: Mapping[str, Sequence[int]]
+    configs: Sequence[Config], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
 ) -> Plan:
-    """The runs of cells at all coordinates of their protocols, or at those that are named.
+    """The runs of configs at all folds and repeats of their protocols.
+
+    Args:
+        configs: of the table's rows.
+        compose: for configs whose runs must come first.
+        output_dir: root of the run directories.
+        coordinates: the requested folds and repeats; without them all are requested.
 
     Raises:
-        ConfigError: no cell has one of the folds, or the cell that has to come first cannot be composed.
+        ConfigError: no config has one of the folds.
+        RunError: a config that must come first cannot be composed.
     """
-    folds = max((cell.num_folds for cell in cells), default=0)
-    if cells and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
-        raise ConfigError(f"fold ({beyond[0]}) is outside of the table's protocol, which has 0 to {folds - 1}")
-    found = cache.cells(cell.planned_by for cell in cells if cell.planned_by is not None)
-    first: dict[tuple[str, ...], Cell] = {}
-    for cell in cells:
-        before = None if cell.planned_by is None else found[cell.planned_by]
-        if isinstance(before, str):
-            raise RunError(before)
-        if before is not None:
-            first[cell.overrides] = before
-    hidden = {cell.sha256 for cell in first.values()}  # a grid may name both stages; the first one is no row
-    rows = {cell.sha256: cell for cell in cells if cell.sha256 not in hidden}
-    preparing = {cell.sha256: cell for cell in first.values()}
-    return Plan(
-        tuple(rows.values()), first,
-        _runs(list(rows.values()), cache.compose, output_dir, coordinates),
-        _runs(list(preparing.values()), cache.compose, output_dir, coordinates),
-        output_dir,
-    )  # fmt: skip
+    folds = max((config.num_folds for config in configs), default=0)
+    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
+        raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
+    known: dict[Overrides, Config | str] = {config.overrides: config for config in configs}
+    needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
+    known |= compose_configs((overrides for overrides in needed if overrides not in known), compose)
+    first: dict[Overrides, Config] = {}
+    for config in configs:
+        if config.planned_by is not None:
+            before = known[config.planned_by]
+            if isinstance(before, str):
+                raise RunError(before)
+            first[config.overrides] = before
+    hidden = {config.sha256: config for config in first.values()}  # a grid may name both stages; the first is no row
+    rows = {config.sha256: config for config in configs if config.sha256 not in hidden}
+    found = [_runs(list(part.values()), output_dir, coordinates) for part in (rows, hidden)]
+    return Plan(tuple(rows.values()), first, *found)
 
 
-def _runs(
-    cells: Sequence[Cell], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
-) -> tuple[Run, ...]:
+def _runs(configs: Sequence[Config], output_dir: str, coordinates: Mapping[str, Sequence[int]]) -> tuple[Run, ...]:
     placed = []
-    bar = tqdm(cells, "looking at runs", unit="cell", disable=not sys.stderr.isatty() or len(cells) < 20)
-    stored = functools.cache(stored_identity)  # cells whose names differ in the hash alone are looked at by each other
-    for i, cell in enumerate(bar):
-        folders = _folders(cell, compose, output_dir, stored)
-        for fold in coordinates.get("fold", range(cell.num_folds)):
-            for repeat in coordinates.get("repeat", range(cell.num_repeats)):
-                if fold < cell.num_folds:  # more repeats than usual are welcome
-                    path = folder_of_run(folders, f"fold{fold}_rep{repeat}") / f"fold{fold}_rep{repeat}"
-                    placed.append((repeat, fold, i, _looked_at(Run(cell, fold, repeat, path, "missing"))))
+    bar = tqdm(configs, "reading runs", unit="config", disable=not sys.stderr.isatty() or len(configs) < 20)
+    for i, config in enumerate(bar):
+        folds, repeats = range(config.num_folds), range(config.num_repeats)
+        asked_folds, asked_repeats = coordinates.get("fold", folds), coordinates.get("repeat", repeats)
+        for fold in folds:
+            for repeat in dict.fromkeys([*repeats, *asked_repeats]):  # more repeats than the protocol's are welcome
+                path = run_directory(output_dir, config.dataset, config.protocol, config.name, fold, repeat)
+                run = Run(config, fold, repeat, path, fold in asked_folds and repeat in asked_repeats)
+                placed.append((repeat, fold, i, with_state(run)))
     return tuple(run for *_, run in sorted(placed, key=lambda entry: entry[:3]))
 
 
-def _folders(cell: Cell, compose: Compose, output_dir: str, stored: Callable[[Path], str | None]) -> list[Path]:
-    named = run_directory(output_dir, cell.dataset, cell.protocol, cell.name, 0, 0).parent
-    if not named.parent.is_dir():
-        return [named]
-    return folders_of_cell(named, lambda: cell.sha256, lambda: compose(cell.overrides), stored)
-
-
-def _looked_at(run: Run) -> Run:
-    """A run as it is now."""
-    fixed = (run.cell, run.fold, run.repeat, run.path)
+def with_state(run: Run) -> Run:
+    """A run with its present state."""
+    run = replace(run, state="missing", problem="", result={})
     if not run.path.is_dir():
-        return Run(*fixed, "missing")
+        return run
     try:
         state = run_state(run.path)
         if state != "done":
-            return Run(*fixed, state, _last_line(run.path / ERROR) if state == "failed" else "")
+            return replace(run, state=state, problem=_last_line(run.path / ERROR) if state == "failed" else "")
         result = read_result(run.path)
         require_own_place(run.path, result)
-        if result.get("cell_sha256", run.cell.sha256) != run.cell.sha256:
+        if result.get("cell_sha256", run.config.sha256) != run.config.sha256:
             raise RunError(
                 f"{run.path} holds the result of another configuration; bring back the one that belongs there, or "
                 "remove it with `dmlbench clean`"
             )
-        if result["base_seed"] != run.cell.base_seed:
+        if result["base_seed"] != run.config.base_seed:
             raise RunError(
-                f"{run.path} was made with base_seed={result['base_seed']}, not {run.cell.base_seed}; choose another "
+                f"{run.path} was made with base_seed={result['base_seed']}, not {run.config.base_seed}; choose another "
                 "paths.output_dir"
             )
     except RunError as error:
-        return Run(*fixed, "unusable", str(error))
+        return replace(run, state="unusable", problem=str(error))
     lost = "embeddings_sha256" in result and not (run.path / EMBEDDINGS).exists()
-    return Run(
-        *fixed,
-        "done",
-        f"{run.path} has lost its {EMBEDDINGS}: its scores stay, others need another run" if lost else "",
-        float(result["wall_s"]),
-        code_of(result),
-        result["dataset_fingerprint"],
-        result.get("weights_sha256"),
-        result.get("weights_code"),
-    )
+    problem = f"{run.path} has lost its {EMBEDDINGS}: its scores stay, others need another run" if lost else ""
+    return replace(run, state="done", problem=problem, result=result)
 
 
 def _last_line(path: Path) -> str:

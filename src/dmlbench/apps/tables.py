@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.apps.own_values import given_otherwise
+from dmlbench.apps.changed_settings import changed_settings
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import read_settings, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
@@ -101,7 +101,7 @@ def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[st
         members = _without_twins(everything, settings)
         labels, differing = cell_labels(
             [(summary["choices"], settings[path]) for path, _, summary in members],
-            [given_otherwise(configs[path], NAMING_GROUPS) for path, _, _ in members],
+            [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in members],
         )
         labels = _distinct(labels, [path for path, _, _ in members])
         named = [
@@ -145,7 +145,7 @@ def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[s
     """Notes on settings in which the cells of runs, given with their choices, differ beyond their names."""
     configs = [read_settings(run_dir / CONFIG) for run_dir, _ in runs]
     cells = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
-    return cell_labels(cells, [given_otherwise(config, NAMING_GROUPS) for config in configs])[1]
+    return cell_labels(cells, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
 
 
 def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,219 +1,183 @@
-"""The command line as Hydra takes it: options first, lists and names as people write them, mistakes in plain words."""
+"""Parse a command line: options, words, and overrides in Hydra's grammar."""
 
+import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import MISSING
 
-from dmlbench.cli.targets import with_new_arguments
+from dmlbench.cli.target_overrides import with_new_arguments
 from dmlbench.config import config_folder
-from dmlbench.schemas import SCHEMAS
+from dmlbench.schemas import SCHEMAS, TrainConfig
 from dmlbench.types import ConfigError
 
-REQUIRED = (
-    *("dataset", "transform", "sampler", "protocol", "backbone", "pooling", "head", "loss", "optim", "fit"),
-    *("evaluation", "paths"),
-)
-"""Groups that no run can do without."""
-
-_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p", "--config-name", "-cn")
-_ALONE = (
-    *("--help", "-h", "--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help"),
-    *("--shell-completion", "-sc", "--version"),
-)
-_DASHED = {
+_FLAGS: dict[str, dict[str, str | None]] = {
+    "train": {"--why": None},
     "report": {"--picture": "picture=true"},
-    "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true", "--max-hours": "max_hours=", "--shard": "shard="},
+    "reproduce": {"--list": "list=true", "--dry-run": "dry_run=true"},
 }
-"""Options of a command that stand for one of its keys; those that end in = take a value."""
+"""Options of single commands, with the override that they stand for."""
 _WORDS = {"reproduce": "table", "tune": "search"}
 """The key that a bare word stands for, where it is not ``cells``."""
-_SHOWN = ("--help", "--config-dir <folder>", "--cfg job", "-m")
-_LISTS = (
-    *("metrics", "recall_at", "evaluation.metrics", "evaluation.recall_at", "facts", "compare", "images", "pair"),
-    *("archives", "state", "training"),
-)
-"""Keys whose values may be written with bare commas."""
-_NEVER_SINGLE = ("metrics", "recall_at", "training", "formats", "modules")
-"""Those of them that are lists even where there is one value."""
-_OWN_LISTS = {
-    "embed": ("modules",),
-    "export": ("formats",),
-    "explain": ("run",),
-    "reproduce": ("rows", "fold", "repeat"),
-    "oodml_splits": ("also",),
-    "oodml_scores": ("frozen",),
-    "oodml_transfer": ("runs",),
-    "oodml_few_shot": ("run", "shots", "merge_order"),
-    "study_object_size": ("gap", "gmp"),
+_IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at", "recipe.side": "recipe/side"}
+"""Keys of other commands by what ``train`` calls them."""
+_SINGLE = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.default == MISSING)
+"""Groups of which every run has one option."""
+_TEXT, _LIST, _ANY = "text", "list", "any"
+_KINDS = {
+    **dict.fromkeys(("paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"), _TEXT),
+    **dict.fromkeys(("evaluation.metrics", "evaluation.recall_at"), _LIST),
 }
-"""The same of single commands."""
-_NAMES = (
-    *("cells", "rows", "run", "name", "output", "embeddings", "labels", "gallery", "gallery_labels", "official"),
-    *("model", "trained", "selected", "license"),
-    *(
-        "per_query",
-        "per_class",
-        "password",
-        "paths.output_dir",
-        "paths.data_dir",
-        "paths.cache_dir",
-        "dataset.table.root",
-    ),
-)
-"""Keys whose values are names of files or patterns of them, with whatever letters these have."""
-_IN_TRAIN = {
-    "metrics": "evaluation.metrics",
-    "recall_at": "evaluation.recall_at",
-    "recipe.side": "recipe/side",
-}
-_SWEPT_BY = re.compile(r"(glob|choice|sort|shuffle)\(.*\)")
+"""What nested keys hold; a schema tells it of the others."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What stands behind ``dmlbench COMMAND``.
+    """What follows ``dmlbench COMMAND``.
 
     Attributes:
-        options: of Hydra, without ``--config-dir``.
-        config_dir: folder of the user's own configuration files, or None.
-        words: that are neither options nor ``key=value``.
+        words: arguments that are neither options nor overrides.
         overrides: ``key=value``, ``+key=value``, ``~key``.
+        config_dir: folder of the user's own configuration files.
+        is_sweep: ``-m``.
+        help: ``--help``.
+        why: ``--why``, of ``train`` only.
+        cfg: which part of the configuration ``--cfg`` prints: job, hydra or all.
+        package: the node that ``--cfg`` prints.
+        resolve: whether ``--cfg`` resolves interpolations.
     """
 
-    options: tuple[str, ...]
-    config_dir: Path | None
-    words: tuple[str, ...]
-    overrides: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    config_dir: Path | None = None
+    is_sweep: bool = False
+    help: bool = False
+    why: bool = False
+    cfg: str | None = None
+    package: str | None = None
+    resolve: bool = False
 
-    @property
-    def is_sweep(self) -> bool:
-        return bool({"-m", "--multirun"} & set(self.options))
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parse(name: str, arguments: Sequence[str]) -> CommandLine:
-    """Tell options, words and overrides of the command ``name`` apart, wherever they stand.
+    """Split the arguments of the command ``name`` into options, words and overrides, in any order.
 
     Raises:
-        ConfigError: an option is unknown, or lacks its value; ``--config-dir`` is no folder.
+        ConfigError: an option is unknown or lacks its value, or ``--config-dir`` is no folder.
     """
-    options: list[str] = []
-    folders: list[str] = []
-    rest: list[str] = []
-    waiting = iter(arguments)
-    for argument in waiting:
-        option, equals, value = argument.partition("=")
-        if not argument.startswith("-"):
-            rest.append(argument)
-        elif option in _WITH_VALUE:
-            value = value if equals else next(waiting, "")
-            if not value:
-                raise ConfigError(f"{option} needs a value, such as --config-dir my_conf or --cfg job")
-            if option in ("--config-dir", "-cd"):
-                folders.append(value)
-            else:
-                options += [option, value]
-        elif option in _ALONE or (argument == "--why" and name == "train"):
-            options.append(argument)
-        elif (key := _DASHED.get(name, {}).get(option)) is not None:
-            if key.endswith("="):
-                value = value if equals else next(waiting, "")
-                if not value or value.startswith("-"):
-                    raise ConfigError(f"{option} needs a value; see dmlbench {name} --help")
-                key += value
-            rest.append(key)
+    for argument in arguments:
+        key = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and key in _keys(name) and argument not in _FLAGS.get(name, ()) and key != "shard":
+            raise ConfigError(f"{argument}: write values without dashes, {key}=<value>; see dmlbench {name} --help")
+    parser = _Parser(prog=f"dmlbench {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true", dest="is_sweep")
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    for flag, override in _FLAGS.get(name, {}).items():
+        if override is None:
+            parser.add_argument(flag, action="store_true")
         else:
-            raise ConfigError(_unknown(name, option.lstrip("-").replace("-", "_"), argument))
-    if len(folders) > 1:
-        raise ConfigError(f"--config-dir is given {len(folders)} times ({', '.join(folders)}); give one folder")
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--config-dir {folder}: there is no such folder")
-    words = [word for word in rest if "=" not in word and not word.startswith("~")]
-    return CommandLine(
-        tuple(options), Path(folders[0]) if folders else None, tuple(words),
-        tuple(argument for argument in rest if argument not in words),
-    )  # fmt: skip
+            parser.add_argument(flag, action="append_const", const=override, dest="flags")
+    if name == "reproduce":
+        parser.add_argument("--shard")
+    parser.add_argument("rest", nargs="*")
+    given = vars(parser.parse_intermixed_args(list(arguments)))
+    rest, flags, shard = given.pop("rest"), given.pop("flags", None) or (), given.pop("shard", None)
+    folder = given["config_dir"]
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    if given["resolve"] and not given["cfg"]:
+        raise ConfigError("--resolve goes with --cfg only")
+    words = tuple(word for word in rest if "=" not in word and not word.startswith("~"))
+    overrides = [argument for argument in rest if argument not in words]
+    return CommandLine(words, (*overrides, *flags, *([f"shard={shard}"] if shard else [])), **given)
 
 
-def _unknown(name: str, key: str, argument: str) -> str:
-    if key in _keys(name):
-        return f"{argument}: values are written without dashes, {key}=<value>; see dmlbench {name} --help"
-    return (
-        f"unknown option {argument}: the options are {', '.join(_SHOWN)}, all else is key=value; "
-        f"see dmlbench {name} --help"
-    )
-
-
-def _keys(name: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(SCHEMAS[name])] if name in SCHEMAS else []
+def _keys(name: str) -> dict[str, Any]:
+    """Types of the top-level keys of a command."""
+    return {field.name: field.type for field in dataclasses.fields(SCHEMAS[name])} if name in SCHEMAS else {}
 
 
 def for_hydra(name: str, line: CommandLine) -> list[str]:
     """The overrides of a command line in Hydra's grammar.
 
     Raises:
-        ConfigError: one that Hydra would refuse, in words of its own inner workings or after the wrong thing was done.
+        ConfigError: Hydra cannot parse one of them.
     """
     given = [_without_spaces(argument) for argument in line.overrides]
     if line.words:
         key = _WORDS.get(name, "cells")
         if key not in _keys(name) and not (config_folder() / key).is_dir():
-            raise ConfigError(f"'{line.words[0]}' is no key=value; see dmlbench {name} --help")
+            raise ConfigError(f"expected key=value, got '{line.words[0]}'; see dmlbench {name} --help")
         if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):
-            what = "cells once, in one pattern" if key == "cells" else f"{key} once"
-            raise ConfigError(f"name the {what}, not in {', '.join(map(repr, line.words))}")
+            raise ConfigError(f"name the {key} once, in one word, not in {', '.join(map(repr, line.words))}")
         given.append(f"{key}={line.words[0]}")
     if name == "train":
         given = [_renamed(argument) for argument in given]
-    if not line.is_sweep:
-        lists = (*_LISTS, *_OWN_LISTS.get(name, ()))
-        given = [as_list(argument, lists) for argument in given]
-    given = [_quoted_name(argument, is_sweep=line.is_sweep) for argument in given]
-    given = [_without_null(_checked(argument)) for argument in given]
-    given = with_new_arguments(given)
+    kinds = _kinds(name)
+    given = [_written(argument, kinds, is_sweep=line.is_sweep) for argument in given]
+    given = with_new_arguments([_checked(_without_null(argument)) for argument in given])
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
 
 def _without_spaces(argument: str) -> str:
-    """``key =value`` as the one argument that quotes may have made of it."""
     key, equals, value = argument.partition("=")
     return f"{key.strip()}{equals}{value}" if equals else argument
 
 
 def _renamed(argument: str) -> str:
-    """What other commands call ``metrics`` is part of a run's evaluation, and a recipe's side is a group to Hydra."""
     key, equals, value = argument.partition("=")
     return f"{_IN_TRAIN.get(key, key)}{equals}{value}"
 
 
-def as_list(argument: str, keys: Iterable[str]) -> str:
-    """``key=a,b`` as Hydra reads a list; it would take the commas for a sweep.
+def _kinds(name: str) -> dict[str, str]:
+    """What keys hold whose values may be written without Hydra's quotes and brackets."""
+    kinds = dict(_KINDS)
+    for key, annotation in _keys(name).items():
+        is_union = typing.get_origin(annotation) is types.UnionType
+        main = typing.get_args(annotation)[0] if is_union else annotation
+        if main is str:
+            kinds[key] = _TEXT
+        elif typing.get_origin(main) is tuple:
+            kinds[key] = _LIST
+        elif main is Any and name != "train" and not (config_folder() / key).is_dir():
+            kinds[key] = _ANY
+    return kinds
 
-    Numbers stay numbers; all else is quoted, so that names may hold whatever they like but a comma.
+
+def _written(argument: str, kinds: dict[str, str], *, is_sweep: bool) -> str:
+    """``key=a,b`` as ``key=['a','b']``, and texts in quotes; numbers stay numbers.
+
+    In sweeps a comma separates jobs.
     """
-    key, _, value = argument.partition("=")
-    is_list = "," in value or (key.removeprefix("evaluation.") in _NEVER_SINGLE and re.fullmatch(r"[\w./=-]+", value))
-    if key not in keys or value.startswith("[") or value == "null" or not is_list:
-        return argument
-    parts = [part.strip() for part in value.split(",")]
-    return f"{key}=[{','.join(part if re.fullmatch(r'-?[0-9]+', part) else _quoted(part) for part in parts)}]"
-
-
-def _quoted_name(argument: str, *, is_sweep: bool) -> str:
-    """Names of files with letters that mean something to Hydra, such as parentheses, in quotes."""
     key, equals, value = argument.partition("=")
-    is_name = key in _NAMES or (key in _LISTS and "," not in value)
-    if not equals or not is_name or value.startswith(("[", "${", "'", '"')) or (is_sweep and "," in value):
+    kind = kinds.get(key)
+    if not equals or kind is None or value == "null" or value.startswith(("[", "{", "${")):
         return argument
-    is_plain = re.fullmatch(r"[\w./~*?%@:+-]*", value) and key != "password"  # which may look like a number
-    return argument if is_plain else f"{key}={_quoted(value)}"
+    if is_sweep and ("," in value or kind != _TEXT):
+        return argument
+    if kind == _TEXT:
+        return f"{key}={_quoted(value)}"
+    parts = [part.strip() for part in value.split(",")]
+    written = [part if re.fullmatch(r"-?[0-9]+", part) else _quoted(part) for part in parts]
+    return f"{key}=[{','.join(written)}]" if kind == _LIST or len(parts) > 1 else f"{key}={written[0]}"
 
 
 def _quoted(text: str) -> str:
@@ -224,36 +188,26 @@ def _quoted(text: str) -> str:
 
 
 def _checked(argument: str) -> str:
-    """An override that Hydra would refuse in words of its own inner workings."""
-    key, equals, value = argument.partition("=")
-    if not key.strip("+~ "):
-        raise ConfigError(f"'{argument}' names no key; write key=value, such as fit.max_steps=100")
-    group = key.lstrip("+~")
-    if group == "hydra":
-        raise ConfigError(
-            f"'{argument}': hydra is no group of this configuration; its own keys are hydra.<key>=<value>"
-        )
-    if key.startswith("~") and group in REQUIRED:
-        raise ConfigError(f"{argument}: every run needs a {group}; choose one of conf/{group}")
-    # Several regularizers compose, and several loggers; of every other group one is chosen, or each in its turn.
-    allowed = r"[\w./,+@:\-\s'\"\[\]]*" if group in ("regularizer", "logger") else r"[\w./,+@:\-\s'\"]*"
-    is_group = (config_folder() / group).is_dir()
-    if equals and is_group and not _SWEPT_BY.fullmatch(value) and not re.fullmatch(allowed, value):
-        some = min(path.stem for path in (config_folder() / group).glob("*.yaml"))
-        raise ConfigError(f"{argument}: an option of {group} is chosen by its name, such as {group}={some}")
+    """An override, unless Hydra's message about it would be about its own internals."""
+    key, _, value = argument.partition("=")
+    group = key.lstrip("+~").strip()
+    if not group:
+        raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100")
+    folder = config_folder() / group
+    if group in _SINGLE and (key.startswith("~") or value.startswith(("[", "{"))) and folder.is_dir():
+        some = min(path.stem for path in folder.glob("*.yaml"))
+        raise ConfigError(f"{argument}: every run has one {group}; choose it by its name, such as {group}={some}")
     return argument
 
 
 def _without_null(argument: str) -> str:
-    """``group=null`` as Hydra understands it: by the group's option ``none``, or by leaving out its default."""
+    """``group=null`` as the group's option ``none``, or as ``~group`` where it has no such option."""
     key, equals, value = argument.partition("=")
     folder = config_folder() / key
     if not equals or not key or not folder.is_dir() or "null" not in value.split(","):
         return argument
     if (folder / "none.yaml").is_file():
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
-    if value == "null" and key in REQUIRED:
-        raise ConfigError(f"{key}=null: every run needs a {key}; choose one of conf/{key}")
     return f"~{key}" if value == "null" else argument
 
 
@@ -263,16 +217,16 @@ def _parsed(argument: str) -> Override:
     except HydraException:
         key = argument.partition("=")[0]
         raise ConfigError(
-            f"{argument} cannot be read: a value with any of , = : ( ) [ ] {{ }} or quotes in it is put into quotes of "
-            f"its own, such as \"{key}='...'\"; lists are [a,b]"
+            f"cannot parse {argument}: expected key=value. Put a value with any of , = : ( ) [ ] {{ }} or quotes into "
+            f"quotes, \"{key}='...'\"; lists are [a,b]"
         ) from None
 
 
 def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[str]:
     """Values inside of a group that is swept over, as sweeps over one value.
 
-    Hydra applies what is not swept to the configuration before the sweep, too, where the group has its default option,
-    which need not know the key.
+    Hydra applies all other overrides to the configuration before the sweep, too, where the group has its default
+    option, which may lack the key.
     """
     swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
     return [

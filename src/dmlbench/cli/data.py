@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig
 
 from dmlbench.cli.arguments import CommandLine, key_of
-from dmlbench.cli.front import run_hydra
+from dmlbench.cli.command import run_command
 from dmlbench.config import config_folder
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
@@ -26,11 +26,10 @@ _NAMED = 10
 
 def main(line: CommandLine) -> None:
     command, *names = line.words or ("",)
-    asks_for_help = not {"-h", "--help", "--hydra-help"}.isdisjoint(line.options)
-    if command not in _COMMANDS and not asks_for_help:
+    if command not in _COMMANDS and not line.help:
         raise ConfigError(f"say what to do: dmlbench data {'|'.join(_COMMANDS)}; '{command}' is none of these")
     names += [override.partition("=")[2] for override in line.overrides if override.startswith("dataset=")]
-    if len(names) != (command != "list") and not asks_for_help:
+    if len(names) != (command != "list") and not line.help:
         wanted = "no name" if command == "list" else "the name of one data set"
         raise ConfigError(f"dmlbench data {command} takes {wanted}; `dmlbench data list` has them all")
     for name in names:
@@ -51,7 +50,7 @@ def main(line: CommandLine) -> None:
 
     chosen = [override for override in line.overrides if not override.startswith("dataset=")]
     overrides = (*(f"dataset={name}" for name in names), *chosen)
-    run_hydra("data", task, dataclasses.replace(line, words=(), overrides=overrides))
+    run_command("data", task, dataclasses.replace(line, words=(), overrides=overrides))
 
 
 def known(config_dir: Path | None) -> list[str]:

@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
     from dmlbench.cli.arguments import parse
-    from dmlbench.cli.front import guarded, run_hydra
+    from dmlbench.cli.command import run_command
+    from dmlbench.cli.errors import guarded
     from dmlbench.types import ConfigError, closest
 
     def action() -> None:
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if hasattr(command, "main"):
             command.main(line)
         else:
-            run_hydra(name, command.task, line)
+            run_command(name, command.task, line)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own

@@ -3,7 +3,7 @@
 import importlib
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.front import first_word, run_hydra
+from dmlbench.cli.command import first_word, run_command
 
 WORDS = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
@@ -22,4 +22,4 @@ def main(line: CommandLine) -> None:
     chosen = first_word(line, WORDS, usage="oodml WORD", unknown=unknown)
     if chosen is not None:
         name = f"oodml_{chosen[0]}"
-        run_hydra(name, importlib.import_module(f"dmlbench.cli.{name}").task, chosen[1])
+        run_command(name, importlib.import_module(f"dmlbench.cli.{name}").task, chosen[1])

@@ -15,7 +15,7 @@ from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_cells
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.cli.reproduce import composed_run
+from dmlbench.cli.train import composed_run
 from dmlbench.config import compose, composing
 from dmlbench.evaluation.embeddings.arrays import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
@@ -40,7 +40,7 @@ def run(*overrides: str) -> Path:
     """
     from dmlbench.one_run import run as run_cell
 
-    line = CommandLine((), None, (), tuple(overrides))
+    line = CommandLine(overrides=overrides)
     with composing():
         cfg = composed_run(for_hydra("train", line))
     return run_cell(cfg)

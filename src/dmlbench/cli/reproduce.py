@@ -1,23 +1,22 @@
-"""``dmlbench reproduce``: what is missing of a table is run, then ours is printed beside the paper's."""
+"""``dmlbench reproduce``: run what is missing of a table, then print our results vs. the paper."""
 
 import contextlib
 import csv
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.utils import configure_log
-from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.utils import JobReturn, configure_log
+from omegaconf import DictConfig
 
-from dmlbench.apps.experiment_tables import (
+from dmlbench.apps.measured import measured
+from dmlbench.apps.table_rows import (
     QUOTED,
     experiments,
     hours_per_run,
@@ -25,14 +24,14 @@ from dmlbench.apps.experiment_tables import (
     reproduce_of,
     states,
 )
-from dmlbench.apps.measured import measured
 from dmlbench.cli import train
 from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
-from dmlbench.cli.asked_table import Table, asked_table, in_train, known_name, shard_of
-from dmlbench.cli.front import Prepared, explain, groups, prepare_process, require_output_dir, run_hydra
-from dmlbench.cli.sweeps import SweepFailed, launcher_for
-from dmlbench.cli.written_table import print_table
-from dmlbench.config import composing, config_folder, settle
+from dmlbench.cli.command import Job, prepare_process, require_output_dir, run_command
+from dmlbench.cli.errors import groups
+from dmlbench.cli.sweeps import launch, raise_failures
+from dmlbench.cli.table_output import print_table
+from dmlbench.cli.table_selection import Table, in_train, known_name, select_table, shard_of
+from dmlbench.config import composing, config_folder
 from dmlbench.schemas import ReproduceConfig, TrainConfig
 from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
 
@@ -45,20 +44,22 @@ _OWN = tuple(ReproduceConfig.__dataclass_fields__)
 _ON_OTHER_MACHINES = "launcher=submitit_slurm"
 """Which may have the data where this one has none."""
 _OF_RUNS = ("hydra", *TrainConfig.__dataclass_fields__)
+_LINE = 120
+"""Characters of a line of ``--list``."""
 
 
 def main(line: CommandLine) -> None:
     """Plan, run, compare.
 
     Raises:
-        ConfigError: the table, its rows or values of one's own are wrong; runs are of different code or data.
-        SweepFailed: runs have failed; the others are done, and the table is written.
+        ConfigError: the table, its rows or overrides are wrong; runs are of different code or data.
+        SweepFailed: runs have failed; the others are complete, and the table is written.
     """
     if line.is_sweep:
-        raise ConfigError("-m: reproduce runs all that is missing of a table by itself; leave -m out")
+        raise ConfigError("-m: reproduce runs all that is missing of a table; leave -m out")
     own, given, launching = parts_of(line, _OWN)
-    if line.options:
-        run_hydra("reproduce", lambda cfg: None, own)
+    if line.help or line.cfg:
+        run_command("reproduce", lambda cfg: None, own)
         return
     prepare_process(line.config_dir)
     with composing(line.config_dir):
@@ -68,18 +69,17 @@ def main(line: CommandLine) -> None:
         folders = [*([line.config_dir] if line.config_dir else []), config_folder()]
         if cfg.list:
             _print_list(folders, Path(cfg.paths.output_dir) / "tables")
-            return
-        if cfg.measured:
+        elif cfg.measured:
             print(measured(Path(cfg.measured)), end="")
-            return
-        _reproduce(cfg, folders, given, launching, line.config_dir)
+        else:
+            _reproduce(cfg, folders, given, launching, line.config_dir)
 
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
-    """The command's own part of a command line, what is for the runs, and what is for Hydra's launchers.
+    """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers.
 
     Raises:
-        ConfigError: a key is of none of them.
+        ConfigError: a key is unknown.
     """
     own: list[str] = []
     given: list[str] = []
@@ -95,75 +95,68 @@ def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[
             own.append(override)
         if (group not in keys and group != "hydra") or group == "paths":
             given.append(override)
-    return CommandLine(line.options, line.config_dir, line.words, tuple(own)), given, launching
+    return replace(line, overrides=tuple(own)), given, launching
 
 
 def _reproduce(
-    cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], folder: Path | None
+    cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], config_dir: Path | None
 ) -> None:
-    from dmlbench.apps.ingredients import what_is_missing
-    from dmlbench.apps.plan import CellCache, make_plan
-    from dmlbench.apps.reproduce import mixtures, moving
+    from dmlbench.apps.inputs import missing_inputs
+    from dmlbench.apps.plan import compose_configs, make_plan
+    from dmlbench.apps.table_comparison import mixtures, moving
 
-    if cfg.max_hours is not None and not 0 <= cfg.max_hours < float("inf"):
-        raise ConfigError(f"max_hours ({cfg.max_hours}) must be a number of hours from 0, or null for no limit")
     name = known_name(cfg.table, folders)
     shard = shard_of(cfg.shard)
-    searching = [f"hydra.searchpath=['file://{folder.resolve()}']"] if folder else []
-
-    def compose(overrides: Sequence[str]) -> DictConfig:
-        return composed_run([*overrides, *searching])
-
     log.info("planning %s", name)
-    table = asked_table(cfg, name, folders, given, searching)
-    cache = CellCache(Path(cfg.paths.cache_dir) / "plans", name, folders, compose)
-    with quiet("dmlbench.recipes"):  # each run says what its recipe did, when it is run
-        cells = cache.cells(table.wanted)
-        known = [cell for cell in cells.values() if not isinstance(cell, str)]
-        failures = [cell for cell in cells.values() if isinstance(cell, str)]
+    if (reproduce := reproduce_of(experiments(folders)[name])).get("commands") and not reproduce.get("rows"):
+        from dmlbench.cli.table_commands import run_commands
+
+        run_commands(name, reproduce, cfg, given, config_dir)
+        return
+    table = select_table(cfg, name, folders, given)
+    with quiet("dmlbench.recipes"):  # each run logs what its recipe set
+        configs = compose_configs(table.wanted, train.composed_run)
+        known = [config for config in configs.values() if not isinstance(config, str)]
+        failures = [config for config in configs.values() if isinstance(config, str)]
         if failures and not known:
             raise ConfigError(failures[0])
-        plan = make_plan(known, cache, cfg.paths.output_dir, table.coordinates)
+        plan = make_plan(known, train.composed_run, cfg.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
-    seconds = _print_plan(plan, table, waves, failures)
-    # what is asked for is summed up with the rest
-    everything = plan if plan.has_all() else make_plan(known, cache, cfg.paths.output_dir, {})
-    mixed = mixtures(everything.all_runs(plan), to_do=any(waves) and cfg.max_hours != 0)
-    if mixed and not cfg.allow_mixed and not cfg.dry_run:
-        raise ConfigError(f"{name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
+    _print_plan(plan, table, waves, failures)
+    mixed = mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and cfg.run_missing)
     if cfg.dry_run:
         for note in mixed:
             print(note)
         return
-    failed: Sequence[tuple[str, Exception]] = ()
+    if mixed and not cfg.allow_mixed:
+        raise ConfigError(f"{name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
+    done: list[JobReturn] = []
     blocked: dict[str, DmlbenchError] = {}
     count = sum(map(len, waves))
-    if waves and cfg.max_hours != 0 and not any(_ON_OTHER_MACHINES in override for override in launching):
-        blocked = what_is_missing({run.cell.sha256: run.cell for wave in waves for run in wave}.values(), compose)
-        waves = [kept for wave in waves if (kept := [run for run in wave if run.cell.sha256 not in blocked])]
-        if blocked and not waves and not any(run.state == "done" for run in everything.runs):
-            raise _one_error(blocked)
-    if waves:
-        jobs = [[(run.overrides, seconds.get(run.cell.sha256)) for run in wave] for wave in waves]
-        failed = _launch(jobs, cfg.max_hours, [*launching, *searching], folder)
-        before, plan = plan, plan.refreshed()
-        everything = plan if everything is before else everything.refreshed()
-        mixed = mixtures(everything.all_runs(plan), to_do=False)
-    moved = moving(given) if table.lines else []
+    if waves and cfg.run_missing:
+        if not any(_ON_OTHER_MACHINES in override for override in launching):
+            blocked = missing_inputs({run.config.sha256: run.config for wave in waves for run in wave}.values())
+            waves = [kept for wave in waves if (kept := [run for run in wave if run.config.sha256 not in blocked])]
+            if blocked and not waves and not any(run.state == "done" for run in plan.runs):
+                raise _one_error(blocked)
+        for wave in waves:
+            jobs = [run.overrides for run in wave]
+            done += launch(Job("train", train.task, config_dir), jobs, in_train(launching), len(done))
+        plan = plan.refreshed()
+        mixed = mixtures((*plan.runs, *plan.preparing), to_do=False)
+    moved = moving(given) if table.has_scores else []
     file = experiments(folders)[name]
-    if table.lines and not file.is_relative_to(config_folder()):
+    if table.has_scores and not file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {file}"]
-    whole = replace(everything, runs=everything.all_runs(plan, preparing=False))
-    print_table(cfg, table, whole, cells, moved, mixed, blocked)
-    _print_problems(plan, but="failed" if failed else "")
-    if failed:
-        raise SweepFailed(failed, count)
+    print_table(cfg, table, plan, configs, moved, mixed, blocked)
+    _print_problems(plan)
+    raise_failures(done)
     if blocked:
         raise RunError(f"{count - sum(map(len, waves))} of {count} runs were not begun: {_one_error(blocked)}")
 
 
 def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
-    """The errors of several cells as one that says each of them once."""
+    """The errors of several configs as one that has each message once."""
     errors = list({str(error): error for error in blocked.values()}.values())
     return errors[0] if len(errors) == 1 else type(errors[0])("; ".join(map(str, errors)))
 
@@ -180,66 +173,38 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def composed_run(overrides: Sequence[str]) -> DictConfig:
-    """A run's configuration as ``dmlbench train`` would have it.
+def _print_plan(plan: "Plan", table: Table, waves: Sequence[Sequence["Run"]], failures: Sequence[str]) -> None:
+    """Print the state of every config's requested runs, how many are to be run, and what these cost."""
+    from dmlbench.apps.table_comparison import seconds_per_run
 
-    Raises:
-        ConfigError: it cannot be composed.
-    """
-    try:
-        cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
-        settle(cfg)
-        train.settle_choices(cfg, cfg.hydra)
-    except (HydraException, OmegaConfBaseException) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise ConfigError(str(cause) if isinstance(cause, DmlbenchError) else explain(error)) from error
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
-
-
-def _print_plan(
-    plan: "Plan", table: Table, waves: Sequence[Sequence["Run"]], failures: Sequence[str]
-) -> dict[str, float]:
-    """Print what there is and what is to be done; returns what runs of cells take in seconds, where that is known."""
-    from dmlbench.apps.reproduce import seconds_per_run
-
-    everything = [*plan.preparing, *plan.runs]
     states_of: dict[str, Counter[str]] = {}
-    for run in everything:
-        states_of.setdefault(run.cell.sha256, Counter())[run.state] += 1
-    shown = [*{cell.sha256: cell for cell in plan.first.values()}.values(), *plan.cells]
-    labels = {cell.sha256: table.rows.get(cell.overrides, "") for cell in shown}
-    of_label = max(map(len, labels.values()))
-    width = max(len(f"{cell.dataset}/{cell.protocol}/{cell.name}") for cell in shown)
-    for cell in shown:
-        counted = ", ".join(f"{count} {state}" for state, count in states_of.get(cell.sha256, Counter()).items())
-        row = f"{labels[cell.sha256]:<{of_label}}  " if of_label else ""
-        print(f"{row}{f'{cell.dataset}/{cell.protocol}/{cell.name}':<{width}}  {counted or 'no run asked for'}")
+    for run in plan.requested:
+        states_of.setdefault(run.config.sha256, Counter())[run.state] += 1
+    shown = [*{config.sha256: config for config in plan.first.values()}.values(), *plan.configs]
+    labels = {config.sha256: table.labels.get(config.overrides, "") for config in shown}
+    of_label, width = max(map(len, labels.values())), max(len(config.place) for config in shown)
+    for config in shown:
+        counted = ", ".join(f"{count} {state}" for state, count in states_of.get(config.sha256, Counter()).items())
+        row = f"{labels[config.sha256]:<{of_label}}  " if of_label else ""
+        print(f"{row}{config.place:<{width}}  {counted or 'no run requested'}")
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
     stated = {}
-    for cell in shown:
-        chosen = dict(override.partition("=")[::2] for override in cell.overrides)
-        stated[cell.sha256] = hours_per_run(table.reproduce, cell.dataset, chosen.get("backbone", table.backbone))
-    takes = seconds_per_run(plan, stated)
-    total = Counter(run.state for run in everything)
+    for config in shown:
+        chosen = dict(override.partition("=")[::2] for override in config.overrides)
+        backbone = chosen.get("backbone", table.backbone)
+        stated[config.sha256] = hours_per_run(table.reproduce, config.dataset, backbone)
     to_do = [run for wave in waves for run in wave]
-    print(
-        f"{len(shown)} cells, {len(everything)} runs: "
-        + ", ".join(f"{count} {state}" for state, count in total.items())
-    )
-    print(f"to run here: {len(to_do)}{_cost(to_do, takes, table.reproduce)}\n")
-    return {sha256: seconds for sha256, (seconds, _) in takes.items()}
+    total = ", ".join(f"{count} {state}" for state, count in Counter(run.state for run in plan.requested).items())
+    print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
+    print(f"to run here: {len(to_do)}{_cost(to_do, seconds_per_run(plan, stated), table.reproduce)}\n")
 
 
 def _cost(to_do: Sequence["Run"], takes: Mapping[str, tuple[float, str]], reproduce: Mapping[str, Any]) -> str:
-    """What runs take, as far as is known, and how that is known."""
+    """The hours that runs take, and how that is known."""
     if not to_do:
         return ""
-    known = [takes[run.cell.sha256] for run in to_do if run.cell.sha256 in takes]
+    known = [takes[run.config.sha256] for run in to_do if run.config.sha256 in takes]
     unknown = len(to_do) - len(known)
     parts = []
     for how in dict.fromkeys(how for _, how in known):
@@ -253,50 +218,10 @@ def _cost(to_do: Sequence["Run"], takes: Mapping[str, tuple[float, str]], reprod
     return ", " + ", ".join(parts)
 
 
-def _launch(
-    waves: Sequence[Sequence[tuple[tuple[str, ...], float | None]]], max_hours: float | None,
-    overrides: Sequence[str], folder: Path | None,
-) -> list[tuple[str, Exception]]:  # fmt: skip
-    """Run jobs, given with the seconds that they take, wave by wave; returns those that failed."""
-    launcher = launcher_for(Prepared("train", train.task, folder), in_train(overrides))
-    is_basic = launcher.is_in_this_process
-    started, number, planned, is_used_up = time.monotonic(), 0, 0.0, False
-    limit = float("inf") if max_hours is None else 3600 * max_hours
-    takes = {tuple(job): seconds or 0.0 for wave in waves for job, seconds in wave}
-
-    def has_time(job: Sequence[str]) -> bool:
-        return time.monotonic() - started + takes[tuple(job)] <= limit
-
-    for wave in waves:
-        jobs: list[tuple[str, ...]] = []
-        for job, seconds in wave:
-            if max_hours is not None and max_hours > 0 and seconds is None and not is_basic:
-                raise ConfigError("max_hours needs to know what a run takes: run one of them first, without a launcher")
-            if limit <= 0 or not has_time(job) or (not is_basic and planned + takes[tuple(job)] > limit):
-                log.info("max_hours=%s is used up; start the same command again for the rest", max_hours)
-                is_used_up = True
-                break
-            planned += takes[tuple(job)]
-            if is_basic and max_hours is not None:
-                launcher.launch([job], number)
-                number += 1
-            else:
-                jobs.append(job)
-        if jobs:
-            launcher.launch(jobs, number)
-            number += len(jobs)
-        if max_hours is None:
-            launcher.wait()
-        if is_used_up:  # what follows needs what was not begun
-            break
-    launcher.wait(has_time)  # for what others have, as long as there is time to run it
-    return launcher.failures
-
-
-def _print_problems(plan: "Plan", *, but: str) -> None:
-    """Runs that failed, cannot be used, or have lost something, one line each, without those of the state ``but``."""
-    for run in (*plan.preparing, *plan.runs):
-        if run.problem and run.state != but:
+def _print_problems(plan: "Plan") -> None:
+    """One line for each run that failed, is unusable or has lost files."""
+    for run in plan.requested:
+        if run.problem:
             what = {"failed": "failed", "unusable": "cannot be used"}.get(run.state, "note")
             print(f"{what}: {run.problem if str(run.path) in run.problem else f'{run.path}: {run.problem}'}")
 
@@ -309,14 +234,14 @@ def _print_list(folders: Sequence[Path], written: Path) -> None:
     for name in names:
         parts = list(states(name, reproduce_of(known.get(name)), name in known))
         if last := _last_verdicts(written / f"{name}.csv"):
-            parts.append(f"last table: {last}")
-        print(f"{name:<{width}}  {'; '.join(parts)}")
+            parts.insert(1, f"last table: {last}")
+        print(f"{name:<{width}}  {shorten('; '.join(parts), _LINE - width - 2, placeholder='…')}")
     others = [name for name in known if name not in names]
     print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
 
 
 def _last_verdicts(path: Path) -> str:
-    """How many scores of a table that was written had which verdict."""
+    """How many scores of a written table have which verdict."""
     from dmlbench.results.verdicts import NEEDS, count_of_verdicts
 
     with contextlib.suppress(OSError, UnicodeError, csv.Error), path.open(encoding="utf-8", newline="") as file:

@@ -6,7 +6,7 @@ import importlib
 from omegaconf import DictConfig
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.front import first_word, run_hydra
+from dmlbench.cli.command import first_word, run_command
 from dmlbench.types import ConfigError
 
 STUDIES = {
@@ -32,7 +32,7 @@ def main(line: CommandLine) -> None:
     name, rest = chosen
     if line.is_sweep:
         raise ConfigError("a study is no sweep: leave out -m; what it compares are values of its own keys")
-    run_hydra(f"study_{name}", functools.partial(conduct, name), rest)
+    run_command(f"study_{name}", functools.partial(conduct, name), rest)
 
 
 def conduct(name: str, cfg: DictConfig) -> None:

@@ -1,50 +1,60 @@
 """``dmlbench train``: one run, or a sweep with ``-m``."""
 
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.cli.arguments import CommandLine, key_of
-from dmlbench.cli.front import run_hydra
-from dmlbench.cli.targets import settle_targets
-from dmlbench.cli.why import print_reasons
-from dmlbench.types import RunInUse
-
-log = logging.getLogger(__name__)
+from dmlbench.cli.command import run_command
+from dmlbench.cli.errors import explain, root_cause
+from dmlbench.cli.target_overrides import settle_targets
+from dmlbench.cli.value_sources import print_value_sources
+from dmlbench.config import settle
+from dmlbench.types import ConfigError, DmlbenchError
 
 
 def main(line: CommandLine) -> None:
-    """One run or a sweep; with ``--why`` a list of all values and where they come from instead."""
-    if "--why" in line.options:
-        print_reasons(line)
+    """Train one run or a sweep; with ``--why`` print every value and where it comes from."""
+    if line.why:
+        print_value_sources(line)
     else:
-        run_hydra("train", task, line)
+        run_command("train", task, line)
 
 
 def task(cfg: DictConfig) -> str:
-    """Run the composed configuration; returns the run directory as a string for sweepers.
-
-    Raises:
-        RunInUse: another process has the run; a sweep comes back to it.
-    """
+    """Run the composed configuration; returns the run directory as a string for sweepers."""
     from dmlbench.one_run import run  # torch is imported only once the configuration is known to compose
 
-    hydra = HydraConfig.get()
-    settle_choices(cfg, hydra)
+    settle_choices(cfg, HydraConfig.get())
+    return str(run(cfg))
+
+
+def composed_run(overrides: Sequence[str]) -> DictConfig:
+    """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``.
+
+    Raises:
+        ConfigError: it cannot be composed.
+    """
     try:
-        return str(run(cfg))
-    except RunInUse as error:
-        if hydra.mode == RunMode.MULTIRUN:
-            log.info("%s is in use by another process: left for the end of this sweep", error.run_dir)
-        raise
+        cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
+        settle(cfg)
+        settle_choices(cfg, cfg.hydra)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = root_cause(error)
+        raise ConfigError(str(cause) if isinstance(cause, DmlbenchError) else explain(error)) from error
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
 
 
 def settle_choices(cfg: DictConfig, hydra: Any) -> None:
-    """Say in the configuration which option of each group was chosen: a cell's name is made of it."""
+    """Store the chosen option of each group in ``runtime.choices``; a config's name is made of them."""
     runtime = hydra.runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {group: str(option) for group, option in runtime.choices.items() if "/" not in group}

@@ -10,8 +10,9 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
-from dmlbench.cli.front import prepare_process, require_output_dir, run_hydra
-from dmlbench.cli.reproduce import composed_run, parts_of, quiet
+from dmlbench.cli.command import prepare_process, require_output_dir, run_command
+from dmlbench.cli.reproduce import parts_of, quiet
+from dmlbench.cli.train import composed_run
 from dmlbench.config import composing
 from dmlbench.schemas import TuneConfig
 from dmlbench.types import ConfigError, RunError, is_file_name
@@ -32,40 +33,39 @@ def main(line: CommandLine) -> None:
     if line.is_sweep:
         raise ConfigError("-m: tune chooses the values by itself; leave -m out, and name what is searched in space")
     own, given, launching = parts_of(line, _OWN)
-    if line.options:
-        run_hydra("tune", lambda cfg: None, own)
+    if line.help or line.cfg:
+        run_command("tune", lambda cfg: None, own)
         return
     if other := next((override for override in launching if override.startswith("hydra")), None):
         raise ConfigError(f"{other}: tune has no launcher; start the same command in several shells instead")
     prepare_process(line.config_dir)
     with composing(line.config_dir):
-        searching = [f"hydra.searchpath=['file://{line.config_dir.resolve()}']"] if line.config_dir else []
-        cfg = hydra.compose("tune", [*for_hydra("tune", own), *searching], return_hydra_config=True)
+        cfg = hydra.compose("tune", for_hydra("tune", own), return_hydra_config=True)
         configure_log(cfg.hydra.job_logging)
         with open_dict(cfg):
             del cfg["hydra"]
         require_output_dir(cfg)
-        _tune(cfg, given, searching)
+        _tune(cfg, given, line.config_dir)
 
 
-def _tune(cfg: DictConfig, given: Sequence[str], searching: Sequence[str]) -> None:
+def _tune(cfg: DictConfig, given: Sequence[str], config_dir: Path | None) -> None:
     from dmlbench.tuning.search import conduct, reporting
 
     def compose(overrides: Sequence[str]) -> DictConfig:
         with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
-            return composed_run([*_for_train(overrides), *searching])
+            return composed_run(_for_train(overrides))
 
     def choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
-        composed = hydra.compose("train", [*_for_train(overrides), *searching], return_hydra_config=True)
+        composed = hydra.compose("train", _for_train(overrides), return_hydra_config=True)
         return dict(composed.hydra.runtime.choices)
 
     search = make_search(cfg, given, choices)
     conduct(search, compose)
     with reporting(search) as found:
-        _report(search, found, compose, choices, searching)
+        _report(search, found, compose, choices, config_dir)
 
 
-def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, searching: Sequence[str]) -> None:
+def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, config_dir: Path | None) -> None:
     from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
 
     monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
@@ -76,7 +76,7 @@ def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices:
         if any(outcome.state == "running" for outcome in found):
             return  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
-    path, use = _write_recipe(search, best, compose, choices, searching)
+    path, use = _write_recipe(search, best, compose, choices, config_dir)
     print("\n".join(f"written: {each}" for each in [*written, path]))
     folder = quote(str(search.folder))
     print(f"\nto train by it: dmlbench train --config-dir {folder} recipe={search.name} {' '.join(use)}")
@@ -115,11 +115,11 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
 
 
 def _for_train(overrides: Sequence[str]) -> list[str]:
-    return for_hydra("train", CommandLine((), None, (), tuple(overrides)))
+    return for_hydra("train", CommandLine(overrides=tuple(overrides)))
 
 
 def _write_recipe(
-    search: "Search", best: "Outcome", compose: Any, choices: Any, searching: Sequence[str]
+    search: "Search", best: "Outcome", compose: Any, choices: Any, config_dir: Path | None
 ) -> tuple[Path, list[str]]:
     """The recipe's file and how it is used, once it has been seen to make the winner's settings.
 
@@ -134,6 +134,7 @@ def _write_recipe(
     path = search.folder / "recipe" / f"{search.name}.yaml"
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, content.encode())
+    searching = [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
     with composing(search.folder), quiet("dmlbench.recipes"):
         made = settings(composed_run([*_for_train([*asked, f"recipe={search.name}"]), *searching]))
     if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:

@@ -91,6 +91,11 @@ def compare(
         )
     if partial:
         return Comparison(score, f"{PARTIAL} ({partial})", mean, std, kind)
+    return verdict_on(score, mean, std, kind)
+
+
+def verdict_on(score: PaperScore, mean: float, std: float | None, kind: str = "") -> Comparison:
+    """A comparable score of ours, in the paper's unit, with its verdict."""
     ours = Comparison(score, NO_NUMBER, mean, std, kind)
     if ours.difference is None or ours.tolerance is None:
         return ours

@@ -7,10 +7,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import papers
-from dmlbench.apps.experiment_tables import Line, experiments, lines_of, reproduce_of
-from dmlbench.apps.origins import origin_of
+from dmlbench.apps.provenance import provenance_of
 from dmlbench.apps.report.retrievals import first_run
-from dmlbench.apps.reproduce import others
+from dmlbench.apps.table_comparison import others
+from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import Cell
 from dmlbench.config import NOT_PART_OF_A_CELL, compose, config_folder, differences, load_config
 from dmlbench.results.cautions import incomparable
@@ -42,21 +42,22 @@ def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for name in papers.tables():
         if name not in known:
             continue
-        for line in lines_of(name, reproduce_of(known[name]), {}):
+        for row in rows_of_paper(name, reproduce_of(known[name]), {}):
             for cell in with_recipe:
-                if not line.overrides or not _may_be(line, cell):
+                if not row.overrides or not _may_be(row, cell):
                     continue
-                if line.overrides not in composed:
-                    composed[line.overrides] = compose("train", line.overrides, with_hydra=True)
-                if _is(composed[line.overrides], cell):
-                    found.append(_beside(name, line, composed[line.overrides], cell, cells.index(cell)))
+                if row.overrides not in composed:
+                    composed[row.overrides] = compose("train", row.overrides, with_hydra=True)
+                if _is(composed[row.overrides], cell):
+                    found.append(_beside(name, row, composed[row.overrides], cell, cells.index(cell)))
     return [one for one in found if one["verdict"] != NEEDS]
 
 
-def _may_be(line: Line, cell: Cell) -> bool:
-    """Whether what the line says by itself is as in the cell."""
-    summary, score = cell.summary, line.score
-    given = dict(override.partition("=")[::2] for override in line.overrides)
+def _may_be(row: Row, cell: Cell) -> bool:
+    """Whether what the row says by itself is as in the cell."""
+    summary, score = cell.summary, row.score
+    assert score is not None
+    given = dict(override.partition("=")[::2] for override in row.overrides)
     here = [(summary["dataset"], score.dataset), (summary["protocol"], score.protocol)]
     choices = summary["choices"]
     return all(not paper or ours == paper for ours, paper in here) and all(
@@ -74,13 +75,13 @@ def _option(choices: Mapping[str, Any], group: str) -> str:
     return str(choices.get(group, "None")).replace("none", "None")
 
 
-def _beside(name: str, line: Line, cfg: DictConfig, cell: Cell, index: int) -> dict[str, Any]:
-    run = first_run(cell)
+def _beside(name: str, row: Row, cfg: DictConfig, cell: Cell, index: int) -> dict[str, Any]:
+    run, score = first_run(cell), row.score
+    assert score is not None
     result = read_result(run)
-    origin = origin_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
-    reasons = [*others(line.score, cell.summary, origin), *_other_settings(cfg, run), *incomparable(cell.summary)]
-    made = compare(line.score, cell.summary, reasons, label=line.label)
-    score = line.score
+    provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
+    reasons = [*others(score, cell.summary, provenance), *_other_settings(cfg, run), *incomparable(cell.summary)]
+    made = compare(score, cell.summary, reasons, label=row.metric)
     size = f"{score.embedding_size}-D" if score.embedding_size else ""
     column = ", ".join(word for word in (score.setting, score.backbone, score.kind, size) if word)
     return {

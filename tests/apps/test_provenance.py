@@ -5,29 +5,29 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.origins import PUBLISHED, Origin, are_published, origin_of
+from dmlbench.apps.provenance import PUBLISHED, Provenance, are_published, provenance_of
 
 INCEPTION, RESNET = (digest.ljust(64, "0") for digest in PUBLISHED.values())
 
 
-def _origin(folder: Path, backbone: str, *hashes: str | None, **node: object) -> Origin:
+def _provenance(folder: Path, backbone: str, *hashes: str | None, **node: object) -> Provenance:
     size = {"head": {"out_features": 8}, "runtime": {"embedding_size": 24}}
     OmegaConf.save({"backbone": {"weights_file": None, **node}, **size}, folder / "config.yaml")
-    return origin_of(folder / "config.yaml", backbone, hashes)
+    return provenance_of(folder / "config.yaml", backbone, hashes)
 
 
 def test_the_hash_that_a_run_recorded_decides_and_not_the_file_of_today(tmp_path: Path) -> None:
     file = tmp_path / "bn_inception-52deb4733.pth"
     file.write_bytes(b"something else by now")
     node = {"pretrained": True, "weights_file": str(file)}
-    assert _origin(tmp_path, "bn_inception", INCEPTION, **node) == Origin((), 24)
-    assert _origin(tmp_path, "bn_inception_levels", INCEPTION, "f" * 64, **node).other_weights == (
+    assert _provenance(tmp_path, "bn_inception", INCEPTION, **node) == Provenance((), 24)
+    assert _provenance(tmp_path, "bn_inception_levels", INCEPTION, "f" * 64, **node).other_weights == (
         f"OTHER WEIGHTS: {file} (SHA-256 ffffffffffff)",
     )
-    assert _origin(tmp_path, "resnet50", INCEPTION, **node).other_weights  # another backbone's
-    assert _origin(tmp_path, "bn_inception", None, **node).other_weights == (f"OTHER WEIGHTS: {file}",)
+    assert _provenance(tmp_path, "resnet50", INCEPTION, **node).other_weights  # another backbone's
+    assert _provenance(tmp_path, "bn_inception", None, **node).other_weights == (f"OTHER WEIGHTS: {file}",)
     file.unlink()
-    assert _origin(tmp_path, "bn_inception", None, **node).other_weights == ()  # by its name
+    assert _provenance(tmp_path, "bn_inception", None, **node).other_weights == ()  # by its name
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_hash_that_a_run_recorded_decides_and_not_the_file_of_today(tmp_path
     ],
 )
 def test_weights_that_no_file_was_named_for(tmp_path: Path, backbone: str, node: dict, said: tuple[str, ...]) -> None:
-    found = _origin(tmp_path, backbone, None, **node).other_weights
+    found = _provenance(tmp_path, backbone, None, **node).other_weights
     assert found == tuple(f"OTHER WEIGHTS: {text}" for text in said)
 
 
@@ -49,8 +49,8 @@ def test_the_width_of_levels_is_that_of_what_is_compared_and_a_lost_configuratio
     for inference, size in (("rectified", 512), ("concat", 1536)):
         head = {"level_size": 512, "num_levels": 3, "inference": inference}
         OmegaConf.save({"head": head, "runtime": {"embedding_size": 3072}}, tmp_path / "config.yaml")
-        assert origin_of(tmp_path / "config.yaml", "resnet20", []).embedding_size == size
-    (unknown,) = origin_of(tmp_path / "gone.yaml", "resnet50", []).other_weights
+        assert provenance_of(tmp_path / "config.yaml", "resnet20", []).embedding_size == size
+    (unknown,) = provenance_of(tmp_path / "gone.yaml", "resnet50", []).other_weights
     assert unknown.startswith("UNKNOWN WEIGHTS: ")
 
 

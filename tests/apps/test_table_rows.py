@@ -1,21 +1,21 @@
-"""From an experiment's ``reproduce`` and the paper's scores to overrides of cells."""
+"""Rows of tables: overrides from an experiment's ``reproduce``, beside the paper's scores."""
 
 from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.experiment_tables import (
+from dmlbench.apps.table_rows import (
     QUOTED,
-    cells_of_rows,
     checked,
     experiments,
     grid,
     hours_per_run,
     last_of_each,
-    lines_of,
     narrowed,
+    own_rows,
     paper_tables,
     reproduce_of,
+    rows_of_paper,
     states,
 )
 from dmlbench.config import config_folder
@@ -28,13 +28,13 @@ TABLE3 = {"rows": {"C1+XBM": "loss=xbm pooling=gap_gmp", "LIBC+GSP": {"needs": "
 
 
 def test_a_score_belongs_to_the_cell_of_its_row_on_its_data_set_and_backbone() -> None:
-    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
-    of_row = {(line.score.dataset, line.score.backbone): line for line in lines if line.score.row == "C1+XBM"}
+    rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
+    of_row = {(row.score.dataset, row.score.backbone): row for row in rows if row.score.row == "C1+XBM"}
     assert of_row["cub200", "resnet50"].overrides == ("experiment=gsp/table3", "loss=xbm", "pooling=gap_gmp")
     assert of_row["sop", "bn_inception"].overrides == (
         *("experiment=gsp/table3", "dataset=sop", "backbone=bn_inception", "loss=xbm", "pooling=gap_gmp"),
     )
-    whys = {line.score.row: line.why for line in lines}
+    whys = {row.score.row: row.why for row in rows}
     assert whys["C1+XBM [18]"].startswith(QUOTED) and "loss=xbm_contrastive" in whys["C1+XBM [18]"]
     assert whys["LIBC+GSP"] == "needs LIBC"
     assert whys["C1+XBM"] == ""
@@ -42,14 +42,14 @@ def test_a_score_belongs_to_the_cell_of_its_row_on_its_data_set_and_backbone() -
 
 
 def test_scores_of_others_stay_quoted_in_a_row_that_has_own_ones() -> None:
-    lines = lines_of("xml/table1", {"rows": {"PAnchor [7]": "loss=proxy_anchor"}}, COMPOSED)
-    whys = {line.score.origin: line.why.partition(" ")[0] for line in lines if line.score.row == "PAnchor [7]"}
+    rows = rows_of_paper("xml/table1", {"rows": {"PAnchor [7]": "loss=proxy_anchor"}}, COMPOSED)
+    whys = {row.score.origin: row.why.partition(" ")[0] for row in rows if row.score.row == "PAnchor [7]"}
     assert whys == {"own": "", "quoted": QUOTED}
 
 
 def test_a_table_may_name_our_metric_for_the_papers() -> None:
     reproduce = reproduce_of(experiments([config_folder()])["proxynca_pp/table7"])
-    labels = {line.score.metric: line.label for line in lines_of("proxynca_pp/table7", reproduce, {})}
+    labels = {row.score.metric: row.metric for row in rows_of_paper("proxynca_pp/table7", reproduce, {})}
     assert labels["R@1"] == "R@1 (raw)"
     assert labels["R@8"] == "R@8 (raw)"
     assert labels["NMI"] == "NMI (raw, geometric)"
@@ -63,8 +63,8 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
         "embedding_sizes": {2048: "head.out_features=2048"},
         "datasets": {"cub200": "dataset.table.root=x"},
     }
-    lines = lines_of("proxynca_pp/table10", reproduce, {"dataset": "cub200"})
-    overrides = {line.score.setting: line.overrides for line in lines if not line.why}
+    rows = rows_of_paper("proxynca_pp/table10", reproduce, {"dataset": "cub200"})
+    overrides = {row.score.setting: row.overrides for row in rows if not row.why}
     assert set(overrides["GMP"]) == set(overrides["GAP"]) - {"pooling=gap"} | {"pooling=gmp"}
     assert {"dataset.table.root=x", "head.out_features=2048", "protocol=two_stage"} < set(overrides["GAP"])
     assert last_of_each(["a=1", "+b=2", "a=3", "~b"]) == ("a=3", "~b")
@@ -72,24 +72,24 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
 
 def test_what_is_none_of_the_tables_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rows has 'C1\+XMB'; did you mean 'C1\+XBM'"):
-        lines_of("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
+        rows_of_paper("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
     with pytest.raises(ConfigError, match="settings has 'C3'"):
-        lines_of("gsp/table7", {"rows": {}, "settings": {"C3": ""}}, {})
+        rows_of_paper("gsp/table7", {"rows": {}, "settings": {"C3": ""}}, {})
     with pytest.raises(ConfigError, match="reproduce has 'row': did you mean 'rows'"):
         checked({"row": {}}, "here")
-    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
+    rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
     with pytest.raises(ConfigError, match="'Nothing' matches no row"):
-        narrowed(lines, ["Nothing"], {})
+        narrowed(rows, ["Nothing"], {})
     with pytest.raises(ConfigError, match="no scores for dataset=cub20; did you mean 'cub200'"):
-        narrowed(lines, None, {"dataset": ["cub20"]})
+        narrowed(rows, None, {"dataset": ["cub20"]})
 
 
 def test_lines_are_narrowed_by_labels_patterns_and_groups() -> None:
-    lines = lines_of("gsp/table3", TABLE3, COMPOSED)
-    kept = narrowed(lines, ["C1+XBM [18]", "LIBC*"], {"dataset": ["cub200", "sop"]})
-    assert {line.score.row for line in kept} > {"C1+XBM [18]", "LIBC+GSP"}
-    assert all(line.score.row == "C1+XBM [18]" or line.score.row.startswith("LIBC") for line in kept)
-    assert {line.score.dataset for line in kept} == {"cub200", "sop"}
+    rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
+    kept = narrowed(rows, ["C1+XBM [18]", "LIBC*"], {"dataset": ["cub200", "sop"]})
+    assert {row.score.row for row in kept} > {"C1+XBM [18]", "LIBC+GSP"}
+    assert all(row.score.row == "C1+XBM [18]" or row.score.row.startswith("LIBC") for row in kept)
+    assert {row.score.dataset for row in kept} == {"cub200", "sop"}
 
 
 def test_a_grid_is_its_cells_with_the_command_lines_values_in_place_of_its_own() -> None:
@@ -110,10 +110,11 @@ def test_a_figure_without_printed_numbers_has_its_rows_by_settings_by_data_sets(
         "rows": {"m=16": "a=16", "m=32": "a=32"}, "settings": {"C2": "loss=x", "PNCA": "loss=y"},
         "datasets": {"sop": "", "inshop": {"needs": "the pictures"}},
     }  # fmt: skip
-    cells = cells_of_rows("gsp/figure10b", reproduce, None, [])
-    assert next(iter(cells.items())) == (("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x"), "m=16")
-    assert len(cells) == 4
-    assert len(cells_of_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
+    rows = own_rows("gsp/figure10b", reproduce, None, [])
+    assert (rows[0].label, rows[0].overrides) == ("m=16", ("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x"))
+    assert [row.why for row in rows].count("") == 4
+    assert {row.why for row in rows} == {"", "needs the pictures"}
+    assert len(own_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
 
 
 def test_hours_are_looked_up_by_data_set_and_where_they_differ_by_backbone() -> None:

@@ -1,23 +1,22 @@
-"""Experiments that are tables: which rows they have, and which overrides make each row's cell.
+"""Rows of experiments that are tables: each row is a list of Hydra overrides, beside the paper's score if it has one.
 
-An experiment that stands for a table or a figure of a paper says so by its name, ``<paper>/<table>``, and has a part
-``reproduce``:
+An experiment that reproduces a table or a figure of a paper is called ``<paper>/<table>`` and has a part ``reproduce``:
 
-    rows:             by the paper's label of the row its overrides (separated by blanks, or a list), or
+    rows:             overrides by the paper's label of the row, separated by blanks or as a list, or
                       {needs: what is missing}
     settings:         overrides by ``PaperScore.setting``, in the same forms (optional)
     datasets:         the same by ``PaperScore.dataset`` (optional)
     embedding_sizes:  the same by ``PaperScore.embedding_size`` (optional)
-    metrics:          labels of our metrics by the paper's, where it means another one, such as {"R@{k}": "R@{k} (raw)"}
+    metrics:          labels of our metrics by the paper's, where they differ, such as {"R@{k}": "R@{k} (raw)"}
                       (optional)
-    needs:            instead of rows: why nothing of it can be run; beside commands: what these leave out
-    commands:         instead of rows: the commands that make it, where it is no table of runs
+    needs:            instead of rows: why nothing can be run; beside commands: what these leave out
+    commands:         instead of rows: the commands that make it, which ``dmlbench reproduce`` runs
     hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
                       ``measured``, and whether they are an ``upper_bound`` (optional)
-    also:             in experiments of no paper: cells beside those of the experiment's grid, as a list of overrides
+    also:             beside a grid: further configs, as a list of overrides
 
-What the paper took from others is *quoted*, whatever its row is. Other experiments are tables of their own ``rows``,
-or of their own grid (``hydra.sweeper.params``).
+Scores that the paper took from others are *quoted*. Experiments without a paper's scores are tables of their own
+``rows``, or of their grid (``hydra.sweeper.params``).
 """
 
 import itertools
@@ -43,20 +42,22 @@ _PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs",
 
 
 @dataclass(frozen=True)
-class Line:
-    """A score of a paper and the overrides that make its cell.
+class Row:
+    """A row of a table, for one score of a paper where the table has any.
 
     Attributes:
-        score: as the paper prints it.
-        overrides: of ``dmlbench train``, without coordinates; empty where nothing can be run.
-        why: why nothing can be run, beginning with its verdict (``QUOTED``, "needs"); empty where it can.
-        label: of our metric that the score is one of.
+        label: of the row; empty in a grid.
+        overrides: of ``dmlbench train``, without fold and repeat; empty where nothing can be run.
+        score: of the paper.
+        why: why nothing can be run, beginning with its verdict (``QUOTED``, "needs").
+        metric: label of our metric that the score is compared with.
     """
 
-    score: PaperScore
+    label: str
     overrides: tuple[str, ...]
+    score: PaperScore | None = None
     why: str = ""
-    label: str = ""
+    metric: str = ""
 
 
 def experiments(folders: Sequence[Path]) -> dict[str, Path]:
@@ -70,23 +71,12 @@ def experiments(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def paper_tables(folders: Sequence[Path]) -> list[str]:
-    """Names of the papers' tables and figures: those with scores in the paper's text, then other experiments of its."""
+    """Names of the papers' tables and figures, paper by paper, those with scores in the paper's text first."""
     known = papers.tables()
-    own = experiments(folders)
-    by_paper = dict.fromkeys(name.partition("/")[0] for name in known)
-    return [
-        name
-        for paper in by_paper
-        for name in dict.fromkeys(
-            [
-                *(name for name in known if name.startswith(f"{paper}/")),
-                *(name for name in own if name.startswith(f"{paper}/") and name.rpartition("/")[2][:5] in _DRAWN),
-            ]
-        )
-    ]
-
-
-_DRAWN = ("table", "figur")
+    drawn = [name for name in experiments(folders) if name.partition("/")[2].startswith(("table", "figure"))]
+    of_papers = dict.fromkeys(name.partition("/")[0] for name in known)
+    everything = dict.fromkeys([*known, *drawn])
+    return [name for paper in of_papers for name in everything if name.startswith(f"{paper}/")]
 
 
 def reproduce_of(path: Path | None) -> dict[str, Any]:
@@ -96,9 +86,10 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
 
 
 def checked(reproduce: Any, where: str) -> dict[str, Any]:
-    """
+    """What an experiment has under ``reproduce``.
+
     Raises:
-        ConfigError: it is not what the head of this module says.
+        ConfigError: it has keys that this module does not document.
     """
     if reproduce is None:
         return {}
@@ -121,16 +112,16 @@ def words(overrides: Any) -> list[str]:
     raise ConfigError(f"{overrides!r} are no overrides; write 'loss=triplet pooling=gap', or a list of them")
 
 
-def lines_of(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> list[Line]:
-    """Every score of the paper's table with what makes its cell.
+def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> list[Row]:
+    """A row for every score of the paper's table.
 
     Args:
         name: of the table, as in "gsp/table2".
         reproduce: of its experiment; empty where there is none.
-        composed: what the experiment has for the groups ``NARROWING``.
+        composed: the experiment's options of the groups ``NARROWING``.
 
     Raises:
-        ConfigError: a row, setting or size is none of the table's.
+        ConfigError: ``reproduce`` names a row, setting, data set or size that the table lacks.
     """
     scores = load_table(name)
     labels: dict[str, list[Any]] = {
@@ -144,28 +135,29 @@ def lines_of(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str
             if label not in known:
                 listed = list(dict.fromkeys(map(str, known)))
                 raise ConfigError(f"experiment={name}: {part} has '{label}'; {closest(str(label), listed)}")
-    return [_line(name, score, reproduce, composed) for score in scores]
+    return [_row_of(name, score, reproduce, composed) for score in scores]
 
 
-def _line(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> Line:
+def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> Row:
     if score.origin == QUOTED:  # also of a row that others' and own scores share
-        return Line(score, (), f"{QUOTED} {why_quoted(name, score.row, score.dataset)}")
+        return Row(score.row, (), score, f"{QUOTED} {why_quoted(name, score.row, score.dataset)}")
     if score.row not in (reproduce.get("rows") or {}):
-        return Line(score, (), instead_of_rows(reproduce) or "needs a command: its experiment does not name this row")
-    asked = {
+        why = instead_of_rows(reproduce) or "needs a command: its experiment does not name this row"
+        return Row(score.row, (), score, why)
+    keys = {
         "datasets": score.dataset,
         "embedding_sizes": score.embedding_size,
         "rows": score.row,
         "settings": score.setting,
     }
-    parts = [(reproduce.get(part) or {}).get(label) for part, label in asked.items()]
+    parts = [(reproduce.get(part) or {}).get(label) for part, label in keys.items()]
     base = [f"experiment={name}"]
     for group in NARROWING:
         option = getattr(score, group)
         if option and option != composed.get(group):
             base.append(f"{group}={option}")
     overrides, needs = _joined(base, parts)
-    return Line(score, overrides, needs, _our_label(score.metric, reproduce.get("metrics") or {}))
+    return Row(score.row, overrides, score, needs, _our_label(score.metric, reproduce.get("metrics") or {}))
 
 
 def instead_of_rows(reproduce: Mapping[str, Any]) -> str:
@@ -191,33 +183,35 @@ def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...],
     return last_of_each([*base, *(word for part in parts for word in words(part))]), ""
 
 
-def cells_of_rows(
-    name: str, reproduce: Mapping[str, Any], rows: Sequence[str] | None, datasets: Sequence[str] | None
-) -> dict[tuple[str, ...], str]:
-    """Overrides of the cells of a table of no printed numbers, rows by settings by data sets, and the row of each.
+def own_rows(
+    name: str, reproduce: Mapping[str, Any], labels: Sequence[str] | None, datasets: Sequence[str]
+) -> list[Row]:
+    """The rows of a table without printed scores: rows by settings by data sets.
+
+    Args:
+        name: of the experiment.
+        reproduce: of the experiment.
+        labels: of the rows to keep, or shell patterns of them; None keeps all.
+        datasets: to use instead of the experiment's; empty keeps these.
 
     Raises:
-        ConfigError: a row or a data set matches nothing.
+        ConfigError: a label matches nothing.
     """
     parts = {part: dict(reproduce.get(part) or {"": ""}) for part in ("datasets", "rows", "settings")}
-    if rows is not None:
-        kept = _matching(list(parts["rows"]), rows)
-        parts["rows"] = {label: overrides for label, overrides in parts["rows"].items() if label in kept}
-    chosen: dict[str, Any] = {f"dataset={dataset}": parts["datasets"].get(dataset, "") for dataset in datasets or ()}
-    if not datasets:
-        chosen = {f"dataset={dataset}" if dataset else "": part for dataset, part in parts["datasets"].items()}
-    found: dict[tuple[str, ...], str] = {}
-    for (dataset, of_dataset), (label, row), setting in itertools.product(
-        chosen.items(), parts["rows"].items(), parts["settings"].values()
+    kept = parts["rows"].keys() if labels is None else _matching(list(parts["rows"]), labels)
+    chosen = {dataset: parts["datasets"].get(dataset, "") for dataset in datasets} or parts["datasets"]
+    found = []
+    for (dataset, of_dataset), label, setting in itertools.product(
+        chosen.items(), [label for label in parts["rows"] if label in kept], parts["settings"].values()
     ):
-        overrides, needs = _joined([f"experiment={name}", *([dataset] if dataset else [])], [of_dataset, row, setting])
-        if not needs:
-            found.setdefault(overrides, label)
+        base = [f"experiment={name}", *([f"dataset={dataset}"] if dataset else [])]
+        overrides, needs = _joined(base, [of_dataset, parts["rows"][label], setting])
+        found.append(Row(label, overrides, why=needs))
     return found
 
 
 def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> float | None:
-    """What one run takes by the experiment's own account; None where it does not say."""
+    """The hours of one run that the experiment states, if it does."""
     given = reproduce.get("hours_per_run") or {}
     hours = ((given.get("backbones") or {}).get(backbone) or given).get(dataset)
     return float(hours) if isinstance(hours, int | float) else None
@@ -229,25 +223,25 @@ def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(latest[override.partition("=")[0].lstrip("~+")] for override in overrides))
 
 
-def narrowed(lines: Sequence[Line], rows: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Line]:
-    """The lines of these rows (labels, or shell patterns of them) and of these options of ``NARROWING``.
+def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Row]:
+    """The rows with these labels (or shell patterns of them) and these options of ``NARROWING``.
 
     Raises:
-        ConfigError: a row or an option matches nothing.
+        ConfigError: a label or an option matches nothing.
     """
     for group, options in groups.items():
-        known = list(dict.fromkeys(getattr(line.score, group) for line in lines))
+        known = list(dict.fromkeys(getattr(row.score, group) for row in rows))
         for option in options:
             if option not in known:
                 raise ConfigError(f"the table has no scores for {group}={option}; {closest(option, known)}")
-        lines = [line for line in lines if getattr(line.score, group) in options]
-    if not lines:
+        rows = [row for row in rows if getattr(row.score, group) in options]
+    if not rows:
         asked = ", ".join(f"{group}={','.join(options)}" for group, options in groups.items())
         raise ConfigError(f"the table has no scores for {asked} together; leave one of them out")
-    if rows is None:
-        return list(lines)
-    kept = _matching(list(dict.fromkeys(line.score.row for line in lines)), rows)
-    return [line for line in lines if line.score.row in kept]
+    if labels is None:
+        return list(rows)
+    kept = _matching(list(dict.fromkeys(row.label for row in rows)), labels)
+    return [row for row in rows if row.label in kept]
 
 
 def _matching(labels: Sequence[str], rows: Sequence[str]) -> set[str]:
@@ -291,23 +285,22 @@ def _number(override: str) -> int:
 
 
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:
-    """What ``dmlbench reproduce --list`` says of a table: its rows by what can be done with them."""
+    """What ``dmlbench reproduce --list`` prints of a table: how many rows can be run, are quoted, or need something."""
     if not has_experiment:
         yield "no experiment"
-        return
-    if name not in papers.tables():
+    elif commands := reproduce.get("commands"):
+        yield f"made by {len(commands)} commands"
+    elif name not in papers.tables():
         yield instead_of_rows(reproduce) or "runnable, without numbers in the paper's text"
-        return
-    kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "made": set(), "needs": set()}
-    if not reproduce:
+    elif not reproduce:
         yield "runnable by its own grid, not row by row"
-        return
-    for line in lines_of(name, reproduce, {}):
-        kinds[line.why.partition(" ")[0] or "runnable"].add(line.score.row)
-    kinds["made by a command"] = kinds.pop("made")
-    yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
-    if told := instead_of_rows(reproduce):
-        yield told
+    else:
+        kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "needs": set()}
+        for row in rows_of_paper(name, reproduce, {}):
+            kinds[row.why.partition(" ")[0] or "runnable"].add(row.label)
+        yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
+        if told := instead_of_rows(reproduce):
+            yield told
 
 
 def about(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which settings of a stored run its chosen options do not have: given by hand, or by an experiment."""
+"""Settings of a stored run that differ from its chosen options: changed on the command line, or by an experiment."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ BY_HAND = "given by hand"
 _ABSENT = object()
 
 
-def given_otherwise(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
+def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
     """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
 
     The option's value is that of its file or of the paper's recipe that took part; what this project's own recipe

@@ -1,127 +1,31 @@
-"""What every sub-command shares: its configuration, error messages with a remedy, exit codes."""
+"""Error messages of the commands, and exit codes."""
 
 import errno
-import functools
-import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-import hydra
 import yaml
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.cli.sweeps import SweepFailed, shared
-from dmlbench.config import compose as compose  # where scripts and notebooks look for it
-from dmlbench.config import config_folder, register_schemas, settle
+from dmlbench.cli.sweeps import SweepFailed
+from dmlbench.config import config_folder
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk refuses a write with, but never a read."""
+"""Errors of writing only."""
 _DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""What a disk refuses a write or a read with."""
-
-_OF_THE_LINE = ("Config group override", "Only one of --run", "can only be used in conjunction")
-"""What Hydra says of a command line, in errors of no type of its own."""
 _NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
 
 
-def first_word(
-    line: CommandLine, words: Mapping[str, str], *, usage: str, unknown: str
-) -> tuple[str, CommandLine] | None:
-    """The first word of a command that goes on with one, and the line without it; None where help alone was asked for,
-    which is printed.
-
-    Args:
-        line: behind the command's name.
-        words: known ones, and what each does.
-        usage: the command and what stands for its word.
-        unknown: the message about another word, with {} for it.
-
-    Raises:
-        ConfigError: another word, or none.
-    """
-    word, *rest = line.words or ("",)
-    if word in words:
-        return word, replace(line, words=tuple(rest))
-    if word or not {"-h", "--help"} & set(line.options):
-        raise ConfigError(f"{unknown.format(word)} ({closest(word, list(words))})")
-    width = max(10, *map(len, words))
-    print(f"usage: dmlbench {usage} [--help] [key=value ...]\n")
-    print("\n".join(f"  {name:<{width}} {text}" for name, text in words.items()))
-    return None
-
-
-def run_hydra(name: str, task: Callable[[DictConfig], Any], line: CommandLine) -> None:
-    """Compose the configuration ``name`` with the command line's overrides and run ``task`` on it."""
-    folder = line.config_dir
-    options = [*line.options, *(["--config-dir", str(folder)] if folder else [])]
-    sys.argv = [f"dmlbench {name}", *options, *for_hydra(name, line)]
-    # Hydra then raises instead of printing its own report and exiting; guarded() prints ours.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-
-    caught: list[Exception] = []
-
-    @functools.wraps(task)
-    def prepared(cfg: DictConfig) -> Any:
-        try:
-            return Prepared(name, task, folder)(cfg)
-        except Exception as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise
-            caught.append(error)  # Hydra would print all overrides before the error
-
-    prepare_process(folder, name)
-    with shared():
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=name)(prepared)()
-    if caught:
-        raise caught[0]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The task of a command with what it needs, also in processes that a launcher starts."""
-
-    name: str
-    task: Callable[[DictConfig], Any]
-    folder: Path | None
-
-    def __call__(self, cfg: DictConfig) -> Any:
-        prepare_process(self.folder, self.name)
-        if "paths" in cfg:
-            require_output_dir(cfg)
-        if self.name == "train":
-            settle(cfg)
-        return self.task(cfg)
-
-
-def require_output_dir(cfg: DictConfig) -> None:
-    if not str(cfg.paths.output_dir).strip():
-        raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
-
-
-def prepare_process(folder: Path | None, name: str | None = None) -> None:
-    """Make schemas (only that of ``name``, if given), recipes and the modules next to the user's configuration folder
-    known, after what is installed."""
-    register_schemas(folder, name)
-    if folder and str(folder.absolute().parent) not in sys.path:
-        sys.path.append(str(folder.absolute().parent))
-
-
 def guarded(action: Callable[[], None]) -> int:
-    """Run ``action``; what a user can fix becomes one message and an exit code, a defect keeps its traceback."""
+    """Run ``action``; errors that a user can fix become one message and an exit code, defects keep their traceback."""
     try:
         action()
     except KeyboardInterrupt:
@@ -145,15 +49,15 @@ def guarded(action: Callable[[], None]) -> int:
 
 def _described(error: Exception) -> tuple[str, int] | None:
     """Message and exit code of what a user can fix; None of a defect."""
-    cause = _root(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else error
+    cause = root_cause(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else error
     if isinstance(cause, DmlbenchError):
         return str(cause), EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED
     if isinstance(cause, yaml.YAMLError):
         return f"a configuration file is no YAML: {' '.join(str(cause).split())}", EXIT_BAD_CONFIGURATION
     if isinstance(cause, (HydraException, OmegaConfBaseException)):
         return explain(error), EXIT_BAD_CONFIGURATION
-    if isinstance(cause, ValueError) and any(text in str(cause) for text in _OF_THE_LINE):
-        return f"the command line cannot be read: {cause}", EXIT_BAD_CONFIGURATION
+    if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # not a HydraException
+        return str(cause), EXIT_BAD_CONFIGURATION
     if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
         what = next(iter(str(cause).splitlines()), "")
         return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
@@ -188,7 +92,7 @@ def _report_sweep(failed: SweepFailed) -> int:
 def explain(error: Exception) -> str:
     """Hydra's message about a configuration, with the nearest valid name added."""
     message = " ".join(str(error).split())
-    cause = _root(error)
+    cause = root_cause(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={option} is unknown: {closest(option, list(error.options))}"
@@ -212,7 +116,8 @@ def groups() -> list[str]:
     return sorted(path.name for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
 
 
-def _root(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
+    """The error that caused all others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -221,12 +126,3 @@ def _root(error: BaseException) -> BaseException:
 def _report(error: Exception | str, code: int) -> int:
     print(f"dmlbench: error: {error}", file=sys.stderr)
     return code
-
-
-class ProgressFriendlyHandler(logging.StreamHandler):
-    """Log records that do not tear a progress bar apart."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(self.format(record), file=sys.stderr)

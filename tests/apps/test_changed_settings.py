@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.own_values import BY_HAND, given_otherwise
+from dmlbench.apps.changed_settings import BY_HAND, changed_settings
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
 from dmlbench.results.tables import NAMING_GROUPS, cell_labels
@@ -47,13 +47,13 @@ def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ids=["built_on_another", "wrapped", "levels", "timm", "regularizer", "two_regularizers"],
 )
 def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
-    assert given_otherwise(stored(*choices), NAMING_GROUPS) == {}
+    assert changed_settings(stored(*choices), NAMING_GROUPS) == {}
 
 
 def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_options(stored) -> None:
     given = "regularizer=[zsr,s2sd]", "regularizer.zsr.weight=0.2"
     cells = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]
-    assert given_otherwise(cells[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    assert changed_settings(cells[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
     cells[2]["regularizer"]["s2sd"]["feature_size"] = 2048  # as another backbone has it: no setting
     labels, notes = cell_labels([(cell["runtime"]["choices"], flatten(cell)) for cell in cells])
     assert not any("feature_size" in text for text in (*labels, *notes))
@@ -70,7 +70,7 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
         "+pooling.x=1",
         "optim.lr=0.25",
     )
-    found = given_otherwise(by_hand, NAMING_GROUPS)
+    found = changed_settings(by_hand, NAMING_GROUPS)
     assert found.pop("optim.lr").startswith("where the option has ")
     assert found == {
         "pooling.num_prototypes": "where the option has 64",
@@ -79,18 +79,18 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
         "optim.lr_multipliers.loss": "where the option has 1.0",
     }
     of_paper = "recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"
-    assert given_otherwise(stored(*of_paper), NAMING_GROUPS) == {}
-    margin = given_otherwise(stored(*of_paper, "loss.margin=0.3"), NAMING_GROUPS)
+    assert changed_settings(stored(*of_paper), NAMING_GROUPS) == {}
+    margin = changed_settings(stored(*of_paper, "loss.margin=0.3"), NAMING_GROUPS)
     assert margin == {"loss.margin": "where the option has 0.119"}
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
-    assert given_otherwise(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
+    assert changed_settings(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
     weighed = stored("pooling=gsp", "regularizer=zsr", "regularizer.zsr.weight=0.7")
-    assert given_otherwise(weighed, NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    assert changed_settings(weighed, NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
     (tmp_path / "my_conf" / "pooling").mkdir(parents=True)
     (tmp_path / "my_conf/pooling/mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
     own = ("--config-dir=my_conf", "pooling=mine")
-    assert given_otherwise(stored(*own), NAMING_GROUPS) == {}
-    assert given_otherwise(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
+    assert changed_settings(stored(*own), NAMING_GROUPS) == {}
+    assert changed_settings(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``dmlbench train ... --why``: every value of one run's configuration with the place that it comes from."""
+"""``dmlbench train ... --why``: every value of a run's configuration, and where it comes from."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,23 +16,20 @@ COMMAND_LINE = "command line"
 _RECIPE = "recipe/values/"
 
 
-def print_reasons(line: CommandLine) -> None:
-    """Print every key with its value and its place, and what a recipe says that something else has replaced.
+def print_value_sources(line: CommandLine) -> None:
+    """Print every key with its value and its source, and the recipe's values that something else replaced.
 
     Raises:
-        ConfigError: a flag of Hydra, such as ``-m``, is among the arguments: one cell is explained at a time.
+        ConfigError: another option is among the arguments.
     """
-    for option in line.options:
-        if option != "--why":
-            raise ConfigError(f"{option} --why: one cell is explained at a time; leave {option} out")
+    if line.is_sweep or line.help or line.cfg:
+        raise ConfigError("--why explains one run: leave -m, --help and --cfg out")
     overrides = for_hydra("train", line)
     with composing(line.config_dir):
-        if line.config_dir:
-            overrides.append(f"hydra.searchpath=['file://{line.config_dir.resolve()}']")
         cfg = hydra.compose("train", overrides=overrides)
         settle(cfg)
         places = _places(overrides, cfg.runtime.recipe)
-    rows = [(key, str(value), place) for key, value, place in _reasons(cfg, places)]
+    rows = [(key, str(value), place) for key, value, place in _values(cfg, places)]
     widths = [min(max(len(row[i]) for row in rows), 56) for i in (0, 1)]
     for key, value, place in rows:
         print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {place}")
@@ -45,7 +42,7 @@ def print_reasons(line: CommandLine) -> None:
             print(f"  deviates: {text}")
 
 
-def _reasons(cfg: Any, places: dict[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _values(cfg: Any, places: dict[str, str]) -> Iterator[tuple[str, Any, str]]:
     for key, value in flatten(OmegaConf.to_container(cfg, resolve=False)).items():
         if key.partition(".")[0] == "runtime":
             continue

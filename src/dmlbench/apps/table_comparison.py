@@ -1,6 +1,5 @@
-"""From the runs of a table to the table: summaries of its cells, beside the paper's numbers where there are any."""
+"""Compare the runs of a table with a paper's scores."""
 
-import logging
 import re
 import sys
 import time
@@ -13,9 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.experiment_tables import NARROWING, Line
-from dmlbench.apps.origins import Origin, are_published, origin_of
-from dmlbench.apps.plan import Cell, Plan, Run
+from dmlbench.apps.plan import Config, Overrides, Plan, Run
+from dmlbench.apps.provenance import Provenance, are_published, provenance_of
+from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_cells
 from dmlbench.apps.trained import distances_by_cell
 from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN
@@ -23,15 +22,13 @@ from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_of_runs, read_aggregate
-from dmlbench.results.cautions import incomparable
+from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, preferred
+from dmlbench.results.store import CONFIG, RunInfo, code_of
 from dmlbench.results.tables import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
 from dmlbench.types import DmlbenchError, RunError, RunInUse
-
-log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
@@ -40,65 +37,60 @@ _MOVES_NOTHING = (
 )
 _WEIGHTS = "backbone.weights_file"
 
-
-_UNKNOWN = Origin()
+_UNKNOWN = Provenance()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of a cell's runs.
+    """A summary of a config's runs.
 
     Attributes:
-        found: its folder, runs and summary; None where it has no complete run, or where they cannot be summarized.
+        found: its folder, runs and summary; None where no run is complete, or where they cannot be summarized.
         problem: why they cannot.
-        origin: what the runs say of their weights and of their width.
+        provenance: of the runs.
     """
 
     found: Found | None
     problem: str = ""
-    origin: Origin = _UNKNOWN
+    provenance: Provenance = _UNKNOWN
 
 
 def summarize(plan: Plan, spec: EvaluationSpec | Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
-    """A summary of each cell of a plan by its ``sha256``, of all its complete runs that can be used.
-
-    Summaries of the very same runs are used as they are; one that another process makes is waited for.
+    """Summaries of all complete runs of each config, by ``sha256``; summaries of the same runs are reused.
 
     Args:
-        plan: with the runs as they are now.
-        spec: the scores to sum up, for all cells or by ``sha256``.
+        plan: with the present state of its runs.
+        spec: the scores to summarize, for all configs or by ``sha256``.
     """
-    bar = tqdm(plan.cells, "summing up", unit="cell", disable=not sys.stderr.isatty() or len(plan.cells) < 3)
-    runs: dict[str, list[Run]] = {cell.sha256: [] for cell in plan.cells}
+    bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
+    runs: dict[str, list[Run]] = {config.sha256: [] for config in plan.configs}
     for run in plan.runs:
-        runs[run.cell.sha256].append(run)
+        runs[run.config.sha256].append(run)
     return {
-        cell.sha256: _summary(runs[cell.sha256], spec if isinstance(spec, EvaluationSpec) else spec[cell.sha256])
-        for cell in bar
+        config.sha256: _summary(runs[config.sha256], spec if isinstance(spec, EvaluationSpec) else spec[config.sha256])
+        for config in bar
     }
 
 
 def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
-    done = [run.path.parent for run in runs if run.state == "done"]
+    done = [run for run in runs if run.state == "done"]
     if not done:
         return Summary(None)
-    folder = preferred(list(dict.fromkeys(done)))
+    folder = done[0].path.parent
     unusable = {run.path for run in runs if run.state == "unusable"}
-    found = [run for run in _runs_in(folder, runs[0].cell) if run.path not in unusable]
+    found = [run for run in _runs_in(folder, done[0].config) if run.path not in unusable]
     try:
         while True:
             try:
                 made = _aggregate(folder, found, spec)
-                return Summary((folder, found, made), origin=_origin(runs, str(made["choices"].get("backbone", ""))))
-            except RunInUse:
+                break
+            except RunInUse:  # another process summarizes the same runs
                 time.sleep(_PAUSE_S)
     except DmlbenchError as error:
         return Summary(None, str(error))
-
-
-def _origin(runs: Sequence[Run], backbone: str) -> Origin:
-    done = [run for run in runs if run.state == "done"]
-    return origin_of(done[0].path / CONFIG, backbone, [run.weights for run in done])
+    hashes = [run.result.get("weights_sha256") for run in done]
+    backbone = str(made["choices"].get("backbone", ""))
+    return Summary((folder, found, made), provenance=provenance_of(done[0].path / CONFIG, backbone, hashes))
 
 
 def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[str, Any]:
@@ -113,14 +105,55 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
     )  # fmt: skip
 
 
-def _runs_in(folder: Path, cell: Cell) -> list[RunInfo]:
-    """Every run in a cell's folder."""
+def _runs_in(folder: Path, config: Config) -> list[RunInfo]:
+    """Every run in a config's folder."""
     found = [(path, re.fullmatch(r"fold(\d+)_rep(\d+)", path.name)) for path in sorted(folder.glob("fold*_rep*"))]
     return [
-        RunInfo(path, cell.dataset, cell.protocol, folder.name, int(match[1]), int(match[2]))
+        RunInfo(path, config.dataset, config.protocol, folder.name, int(match[1]), int(match[2]))
         for path, match in found
         if match and path.is_dir()
     ]
+
+
+def compare_rows(
+    rows: Sequence[Row], plan: Plan, configs: Mapping[Overrides, Config | str], blocked: Mapping[str, DmlbenchError],
+    reasons: Sequence[str],
+) -> tuple[list[Comparison], list[str]]:  # fmt: skip
+    """Every score of a paper with ours, and notes on what our rows deviate in.
+
+    Args:
+        rows: with scores.
+        plan: with the present state of its runs.
+        configs: by the rows' overrides, or why these cannot be composed.
+        blocked: why runs could not begin, by ``sha256``.
+        reasons: why no row is comparable with the paper.
+    """
+    of_rows: dict[Overrides, Config] = {}
+    for row in rows:
+        if not isinstance(config := configs.get(row.overrides, ""), str):
+            of_rows[row.overrides] = config
+    labels: dict[str, list[str]] = {}
+    for row in rows:
+        if row.overrides in of_rows:
+            labels.setdefault(of_rows[row.overrides].sha256, []).append(row.metric)
+    summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
+    comparisons, deviations = [], {}
+    for row in rows:
+        assert row.score is not None
+        known = of_rows.get(row.overrides)
+        if row.why:
+            comparisons.append(Comparison(row.score, row.why.partition(" ")[0], note=row.why))
+        elif known is None:
+            comparisons.append(Comparison(row.score, NOT_RUN, note=str(configs[row.overrides])))
+        elif (found := summaries[known.sha256].found) is None:
+            note = str(blocked.get(known.sha256, summaries[known.sha256].problem))
+            comparisons.append(Comparison(row.score, NOT_RUN, note=note))
+        else:
+            differing = others(row.score, found[2], summaries[known.sha256].provenance)
+            why = [*reasons, *differing, *incomparable(found[2])]
+            comparisons.append(compare(row.score, found[2], why, label=row.metric))
+            deviations[row.label] = found[2].get("deviations", ())
+    return comparisons, by_fact(list(deviations.values()), list(deviations))
 
 
 def spec_for(labels: Sequence[str]) -> EvaluationSpec:
@@ -129,48 +162,17 @@ def spec_for(labels: Sequence[str]) -> EvaluationSpec:
     return EvaluationSpec(metrics=tuple(dict.fromkeys(score.name for score in asked)) or ("p_at_1",))
 
 
-def compare_lines(
-    lines: Sequence[Line], cells: Mapping[tuple[str, ...], Cell | str], summaries: Mapping[str, Summary],
-    reasons: Sequence[str],
-) -> list[Comparison]:  # fmt: skip
-    """Every score of a paper beside ours.
-
-    Args:
-        lines: of the table.
-        cells: what their overrides compose to, or why they do not.
-        summaries: of these cells.
-        reasons: why nothing that was asked for so can be compared with the paper.
-    """
-    return [_compared(line, cells, summaries, reasons) for line in lines]
-
-
-def _compared(
-    line: Line, cells: Mapping[tuple[str, ...], Cell | str], summaries: Mapping[str, Summary], reasons: Sequence[str]
-) -> Comparison:
-    if line.why:
-        return Comparison(line.score, line.why.partition(" ")[0], note=line.why)
-    cell = cells[line.overrides]
-    if isinstance(cell, str):
-        return Comparison(line.score, NOT_RUN, note=cell)
-    summary = summaries[cell.sha256]
-    if summary.found is None:
-        return Comparison(line.score, NOT_RUN, note=summary.problem)
-    made = summary.found[2]
-    found = [*reasons, *others(line.score, made, summary.origin), *incomparable(made)]
-    return compare(line.score, made, found, label=line.label)
-
-
-def others(score: PaperScore, summary: Mapping[str, Any], origin: Origin) -> list[str]:
-    """What a summary is of, where the paper's score is of something else."""
+def others(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance) -> list[str]:
+    """How the runs of a summary differ from those of the paper's score: data set, protocol, backbone, size, weights."""
     choices = summary["choices"]
-    size = summary.get("dimension", {}).get(kind_of(score, summary), origin.embedding_size)
+    size = summary.get("dimension", {}).get(kind_of(score, summary), provenance.embedding_size)
     pairs = [("data set", summary["dataset"], score.dataset), ("protocol", summary["protocol"], score.protocol)]
     found = [f"{what} {ours} instead of {paper}" for what, ours, paper in pairs if paper and ours != paper]
     if score.backbone and not str(choices.get("backbone", "")).startswith(score.backbone):
         found.append(f"backbone {choices.get('backbone')} instead of {score.backbone}")
     if size and score.embedding_size and size != score.embedding_size:
         found.append(f"{size} dimensions instead of {score.embedding_size}")
-    return [*found, *origin.other_weights]
+    return [*found, *provenance.other_weights]
 
 
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
@@ -194,13 +196,18 @@ def _key_of(override: str) -> str:
 
 
 def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
-    """Why complete runs do not belong side by side: made by different code, or from different data of one name.
+    """Why complete runs cannot share a table: made by different code, or from different data of one name.
 
     Args:
         runs: of a table.
-        to_do: whether others are to be added by the code of now.
+        to_do: whether the present code will add others.
     """
-    code = Counter(name for run in runs for name in dict.fromkeys((run.code, run.weights_code)) if name is not None)
+    done = [run for run in runs if run.state == "done"]
+    code: Counter[str] = Counter()
+    data: dict[str, Counter[str]] = {}
+    for run in done:
+        code.update(list(dict.fromkeys(filter(None, (code_of(run.result), run.result.get("weights_code"))))))
+        data.setdefault(run.config.dataset, Counter())[run.result["dataset_fingerprint"][:12]] += 1
     if to_do and code:
         code[git_commit() or __version__] += 0
     found = []
@@ -209,10 +216,6 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
             f"{str(name)[:12]}{'+changes' * ('+' in str(name))} ({count} runs)" for name, count in code.items()
         )
         found.append(f"MIXED CODE: {listed}")
-    data: dict[str, Counter[str]] = {}
-    for run in runs:
-        if run.fingerprint is not None:
-            data.setdefault(run.cell.dataset, Counter())[run.fingerprint[:12]] += 1
     for dataset, prints in data.items():
         if len(prints) > 1:
             listed = ", ".join(f"{name} ({count} runs)" for name, count in prints.items())
@@ -237,25 +240,25 @@ def grid_tables(summaries: Mapping[str, Summary], spec: EvaluationSpec) -> dict[
 
 
 def seconds_per_run(plan: Plan, hours: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """What a run of a cell takes and how that is known, by ``sha256``; cells of which nothing is known are absent.
+    """What a run of a config takes and how that is known, by ``sha256``; absent where it is unknown.
 
-    Measured on complete runs of the cell, else on those of its data set in this table, else as the experiment says.
+    Measured on complete runs of the config, else on those of its data set in this table, else as the experiment says.
 
     Args:
-        plan: with the runs as they are now.
-        hours: of the experiment for a run of each cell, by ``sha256``.
+        plan: with the present state of its runs.
+        hours: of the experiment for a run of each config, by ``sha256``.
     """
-    of_cell: dict[str, list[float]] = {}
+    of_config: dict[str, list[float]] = {}
     of_dataset: dict[str, list[float]] = {}
     for run in (*plan.preparing, *plan.runs):
-        if run.wall_s is not None:
-            of_cell.setdefault(run.cell.sha256, []).append(run.wall_s)
-            of_dataset.setdefault(run.cell.dataset, []).append(run.wall_s)
+        if run.state == "done":
+            of_config.setdefault(run.config.sha256, []).append(float(run.result["wall_s"]))
+            of_dataset.setdefault(run.config.dataset, []).append(float(run.result["wall_s"]))
     found = {}
-    for cell in (*plan.first.values(), *plan.cells):
-        stated = hours.get(cell.sha256)
-        if measured := of_cell.get(cell.sha256) or of_dataset.get(cell.dataset):
-            found[cell.sha256] = (sum(measured) / len(measured), "measured here")
+    for config in (*plan.first.values(), *plan.configs):
+        stated = hours.get(config.sha256)
+        if measured := of_config.get(config.sha256) or of_dataset.get(config.dataset):
+            found[config.sha256] = (sum(measured) / len(measured), "measured here")
         elif stated is not None:
-            found[cell.sha256] = (3600 * stated, "as the experiment says")
+            found[config.sha256] = (3600 * stated, "as the experiment says")
     return found

@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.cli.front import guarded
+from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import main
 from dmlbench.results.store import remove_run
 from dmlbench.types import RunError
@@ -44,7 +44,7 @@ def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> Non
 def test_a_reader_who_has_seen_enough_is_no_failure() -> None:
     read, write = os.pipe()
     os.close(read)
-    code = "from dmlbench.cli.front import guarded; exit(guarded(lambda: print('x' * 10**6, flush=True)))"
+    code = "from dmlbench.cli.errors import guarded; exit(guarded(lambda: print('x' * 10**6, flush=True)))"
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")

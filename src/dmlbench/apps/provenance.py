@@ -1,4 +1,4 @@
-"""What runs say of themselves that a paper's number may differ in: the weights they started from, and their width."""
+"""Provenance of runs: the weights that they started from, and their embedding size."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ from dmlbench.runtime import file_sha256
 from dmlbench.types import RunError
 
 PUBLISHED = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
-"""How the SHA-256 of a file of weights begins that the papers' authors started from, by backbone."""
+"""First digits of the SHA-256 of the weights that the papers' authors started from, by backbone."""
 _OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
 """What timm calls the same weights."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """
     Attributes:
         other_weights: why the weights that runs started from are not those of the papers' authors.
@@ -28,8 +28,8 @@ class Origin:
     embedding_size: int | None = None
 
 
-def origin_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Origin:
-    """What the runs of a cell say of themselves.
+def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
+    """The provenance that the runs of a config have stored.
 
     Args:
         config_file: of one of them.
@@ -39,13 +39,13 @@ def origin_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) ->
     try:
         config = read_config(config_file)
     except RunError as error:
-        return Origin((f"UNKNOWN WEIGHTS: {error}",))
+        return Provenance((f"UNKNOWN WEIGHTS: {error}",))
     head, said = config.get("head") or {}, config.get("runtime") or {}
     size = said.get("embedding_size")
     if "level_size" in head:  # what is compared is a level, or all of them one after the other
         size = head["level_size"] * (head["num_levels"] if head.get("inference") == "concat" else 1)
     family = next((name for name in PUBLISHED if backbone.startswith(name)), None)
-    return Origin(tuple(_other_weights(config.get("backbone") or {}, family, set(hashes))), size)
+    return Provenance(tuple(_other_weights(config.get("backbone") or {}, family, set(hashes))), size)
 
 
 def _other_weights(node: Mapping[str, Any], family: str | None, hashes: set[str | None]) -> list[str]:

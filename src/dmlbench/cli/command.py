@@ -1,0 +1,138 @@
+"""Compose a command's configuration and run the command on it."""
+
+import logging
+import string
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.sweeps import raise_failures
+from dmlbench.config import composing, config_folder, register_schemas, settle
+from dmlbench.types import ConfigError, RunInUse, closest
+
+log = logging.getLogger(__name__)
+
+Task = Callable[[DictConfig], Any]
+
+
+def first_word(
+    line: CommandLine, words: Mapping[str, str], *, usage: str, unknown: str
+) -> tuple[str, CommandLine] | None:
+    """The sub-command that a line begins with, and the rest of the line; None once ``--help`` has printed them all.
+
+    Args:
+        line: of the command.
+        words: sub-commands and what each does.
+        usage: the command and a placeholder of its word.
+        unknown: the message about an unknown word, with {} for it.
+
+    Raises:
+        ConfigError: the word is unknown or missing.
+    """
+    word, *rest = line.words or ("",)
+    if word in words:
+        return word, replace(line, words=tuple(rest))
+    if word or not line.help:
+        raise ConfigError(f"{unknown.format(word)} ({closest(word, list(words))})")
+    width = max(10, *map(len, words))
+    print(f"usage: dmlbench {usage} [--help] [key=value ...]\n")
+    print("\n".join(f"  {name:<{width}} {text}" for name, text in words.items()))
+    return None
+
+
+def run_command(name: str, task: Task, line: CommandLine) -> None:
+    """Run ``task`` on the configuration ``name`` with the command line's overrides, or print what an option asks for.
+
+    Raises:
+        SweepFailed: jobs of a sweep have failed; the others are complete.
+    """
+    prepare_process(line.config_dir, name)
+    overrides = for_hydra(name, line)
+    with composing(line.config_dir, name):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        if line.help:
+            print(_help(hydra, name, overrides, line.config_dir))
+        elif line.cfg:
+            hydra.show_cfg(name, overrides, cfg_type=line.cfg, package=line.package, resolve=line.resolve)
+        elif line.is_sweep or (name == "train" and hydra.get_mode(name, list(overrides)) == RunMode.MULTIRUN):
+            done = hydra.multirun(name, Job(name, task, line.config_dir), [*overrides, "hydra.mode=MULTIRUN"])
+            raise_failures([job for batch in done for job in batch])
+        else:
+            error = hydra.run(name, Job(name, task, line.config_dir), overrides).return_value
+            if isinstance(error, Exception):
+                raise error
+
+
+def _help(hydra: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
+    """``hydra.help.template`` with the command's values and groups."""
+    cfg = hydra.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
+    template = string.Template(cfg.hydra.help.template)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    options: dict[str, list[str]] = {}
+    for folder in (*([config_dir] if config_dir else []), config_folder()):
+        for path in sorted(folder.glob("*/**/*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if not group.startswith("hydra"):
+                options.setdefault(group, []).append(path.stem)
+    groups = "\n".join(f"{group}: {', '.join(sorted(set(found)))}" for group, found in sorted(options.items()))
+    return template.substitute(CONFIG=OmegaConf.to_yaml(cfg), APP_CONFIG_GROUPS=groups)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The task of a command, which launchers may start in other processes; returns the error that it ended with."""
+
+    name: str
+    task: Task
+    config_dir: Path | None
+
+    def __call__(self, cfg: DictConfig) -> Any:
+        prepare_process(self.config_dir, self.name)
+        try:
+            if "paths" in cfg:
+                require_output_dir(cfg)
+            if self.name == "train":
+                settle(cfg)
+            return self.task(cfg)
+        except RunInUse as error:
+            if HydraConfig.get().mode != RunMode.MULTIRUN:
+                return error
+            log.info("skipped: %s", error)
+        except Exception as error:  # Hydra would print all overrides, and stop the sweep
+            return error
+        return None
+
+
+def require_output_dir(cfg: DictConfig) -> None:
+    """
+    Raises:
+        ConfigError: ``paths.output_dir`` is empty.
+    """
+    if not str(cfg.paths.output_dir).strip():
+        raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+
+
+def prepare_process(config_dir: Path | None, name: str | None = None) -> None:
+    """Register schemas (only that of ``name``, if given) and recipes; make modules beside ``config_dir`` importable."""
+    register_schemas(config_dir, name)
+    if config_dir and str(config_dir.absolute().parent) not in sys.path:
+        sys.path.append(str(config_dir.absolute().parent))
+
+
+class ProgressFriendlyHandler(logging.StreamHandler):
+    """Log records that do not tear a progress bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
