@@ -182,7 +182,7 @@ class SwitchedNegatives(nn.Module):
         return anchor, positive, torch.where(switched, drawn, negative)
 
 
-class RandomPositiveHardestNegative(BaseMiner):  # type: ignore[misc]  # PML has no types
+class RandomPositiveHardestNegative(BaseMiner):
     """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
 
     Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
