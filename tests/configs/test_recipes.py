@@ -259,9 +259,9 @@ def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
     base = ["recipe=oodml", "loss=margin_oodml", "backbone=resnet50"]
     for dataset, beta, rho in (("cub200", 0.6, 0.4), ("cars196", 0.6, 0.35), ("sop", 0.9, 0.15)):
         cfg = compose("train", [*base, f"dataset={dataset}"])
-        assert (cfg.loss.beta, cfg.miner._target_.rpartition(".")[2]) == (1.2, "DistanceWeightedMiner")
+        assert (cfg.loss.beta, cfg.miner._target_.rpartition(".")[2]) == (1.2, "DistanceWeighted")
         cfg = compose("train", [*base, f"dataset={dataset}", "miner=rho_distance_weighted"])
-        assert (cfg.loss.beta, cfg.miner.switch_probability) == (beta, rho)
+        assert (cfg.loss.beta, cfg.miner.switch_probability, cfg.miner.variant) == (beta, rho, "official")
         assert (value(cfg, "batch"), cfg.head.out_features) == (112, 512)
         assert (cfg.head.bias, cfg.backbone.batch_norm) == (True, "stats")
 
@@ -277,7 +277,7 @@ def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
     for dataset, miner, rho, beta, weight, delay, classes in (
         ("cub200", "rho_distance_weighted", 0.4, 0.6, 50, 0, 56),
         ("cars196", "rho_distance_weighted", 0.3, 0.6, 50, 0, 56),
-        ("sop", "distance_weighted", None, 0.9, 5, 1000, 52),
+        ("sop", "distance_weighted_oodml", None, 0.9, 5, 1000, 52),
     ):
         cfg = compose("train", [*base, f"dataset={dataset}", f"miner={miner}", "regularizer=s2sd"])
         s2sd = cfg.regularizer.s2sd
@@ -285,6 +285,7 @@ def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
         assert (s2sd.distillation_weight, s2sd.feature_weight, s2sd.feature_delay) == (weight, weight, delay)
         assert (s2sd.sizes, s2sd.max_pooling, s2sd.weight) == ([1024, 1536, 2048], dataset != "sop", 0.5)
         assert (cfg.sampler.classes_per_batch, cfg.optim.lr_multipliers.loss) == (classes, 1.0)
+        assert cfg.backbone.name == ("resnet101.tv_in1k" if dataset == "sop" else "resnet50.tv_in1k")
 
 
 @pytest.mark.parametrize(

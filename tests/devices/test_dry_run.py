@@ -47,7 +47,6 @@ STAY: Mapping[str, str] = {
     "loss_and_miner_utils.py get_random_triplet_indices: multinomial": MINER,
     "triplet_margin_miner.py mine: index": MINER,
     "multi_similarity_miner.py mine: nonzero": MINER,
-    "miners.py forward: multinomial": MINER,
 }
 
 CLASSES, SIZE, STEPS = 6, 16, 2
@@ -175,6 +174,11 @@ def test_loss_with_mixtures(loss: str, pairs: str) -> None:
 )
 def test_miner(miner: str, loss: str) -> None:
     assert waits_of_loss(loss=loss, miner=miner) <= STAY.keys()
+
+
+@pytest.mark.parametrize("miner", ["distance_weighted_oodml", "rho_distance_weighted"])
+def test_miners_of_this_project_wait_for_nothing(miner: str) -> None:
+    assert not waits_of_loss(loss="margin_oodml", miner=miner)
 
 
 def poolings() -> list[str]:

@@ -35,6 +35,8 @@ MINED = [
     ["loss=triplet", "miner=distance_weighted"],
     ["loss=multi_similarity", "miner=multi_similarity"],
     ["loss=margin_oodml", "miner=distance_weighted"],
+    ["loss=margin_oodml", "miner=distance_weighted_oodml"],
+    ["loss=margin_oodml", "miner=rho_distance_weighted"],
     ["loss=contrastive_c1", "miner=multi_similarity"],
     ["loss=margin", "loss.num_classes=${runtime.num_classes}"],
 ]
@@ -386,7 +388,7 @@ def test_margins_reductions_differ_as_said() -> None:
 
 # Batches that cannot be used as they are
 
-NEEDS_OTHER_CLASSES = {"margin", "margin_oodml", "supcon", "triplet"}  # 0 for one class
+NEEDS_OTHER_CLASSES = {"margin", "margin_oodml", "multi_similarity_oodml", "supcon", "triplet"}  # 0 for one class
 NEEDS_POSITIVES = NEEDS_OTHER_CLASSES | {"contrastive", "contrastive_c1", "recall_at_k_surrogate"}
 OF_CLASSES = {"diva", "margin_oodml"}  # compare images, by boundaries of their classes
 OF_BOTH = [overrides for overrides in ALL if overrides != ["loss=diva"]]  # which refuses a batch without triplets
@@ -471,9 +473,9 @@ def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None
     if compares_with_classes(configured([f"loss={option}"]).loss):
         with pytest.raises(ConfigError, match=r"compares images with .* vectors of each class.*set miner=null"):
             configured([f"loss={option}", "miner=multi_similarity"])
-    if option == "recall_at_k_surrogate":
+    if option in (by_itself := {"recall_at_k_surrogate": "ranks the whole batch", "multi_similarity_oodml": "chooses"}):
         objective = configured([f"loss={option}", "miner=multi_similarity"])
-        with pytest.raises(ConfigError, match=r"ranks the whole batch.*set miner=null"):
+        with pytest.raises(ConfigError, match=rf"{by_itself[option]}.*set miner=null"):
             take(objective, batch_of(dtype=torch.float32), LABELS)
 
 

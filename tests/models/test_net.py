@@ -135,3 +135,16 @@ def test_projection_of_other_channels_is_refused_with_both_numbers() -> None:
         Projection(5, 3)(torch.zeros(2, 4))
     with pytest.raises(ConfigError, match="from 0 to 3"):
         Projection(0, 3)
+
+
+@pytest.mark.parametrize(("init", "weight", "bias"), [("glorot_uniform", (6 / 2_560) ** 0.5, 0.0),
+                                                      ("kaiming_uniform_a5", 2_048**-0.5, 2_048**-0.5)])  # fmt: skip
+def test_a_projection_starts_as_its_init_says(init: str, weight: float, bias: float) -> None:
+    """torch.nn.Linear (ooDML, architectures/resnet50.py:26) starts weights and biases in +-1 / sqrt(2048)."""
+    torch.manual_seed(0)
+    projection = Projection(2048, 512, bias=True, init=init)
+    assert projection.weight.abs().max().item() == pytest.approx(weight, rel=1e-3)
+    assert projection.bias.abs().max().item() == pytest.approx(bias, rel=2e-2)
+    assert projection.weight.square().mean().item() == pytest.approx(weight**2 / 3, rel=1e-2)  # uniform
+    with pytest.raises(ConfigError, match="init 'glorot' is unknown"):
+        Projection(2, 2, init="glorot")

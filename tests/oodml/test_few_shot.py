@@ -12,21 +12,23 @@ import pandas as pd
 import pytest
 import torch
 from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
-from pytorch_metric_learning.miners import DistanceWeightedMiner
-from pytorch_metric_learning.utils import loss_and_miner_utils
 
 from dmlbench.apps.trained import load_run
+from dmlbench.build import component
 from dmlbench.cli.front import compose
 from dmlbench.cli.oodml_few_shot import task
+from dmlbench.config import load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
+from dmlbench.oodml import adaptation as adaptation_module
 from dmlbench.oodml import few_shot as module
-from dmlbench.oodml.adaptation import Adaptation, adapt, distance_weighted_triplets, negative_weights
+from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import drawn_support
-from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run
+from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run, initial_boundary
 from dmlbench.oodml.few_shot_table import FewShotRow, draw, to_csv, to_markdown
 from dmlbench.oodml.split_runs import SplitRun, chosen_runs
 from dmlbench.results.store import EMBEDDINGS, read_result, write_result
@@ -105,38 +107,33 @@ def test_of_a_head_of_unit_parts_the_finished_embeddings_are_adapted(tmp_path: P
 # --- adaptation
 
 
-def test_weights_of_negatives_are_those_of_pytorch_metric_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(40, 6, generator=generator) + 0.7  # some distances below 0.5, some above 1.4
-    labels = torch.arange(40) % 10
-    theirs = {}
-
-    def captured(labels: torch.Tensor, ref_labels: torch.Tensor, weights: torch.Tensor) -> Any:
-        theirs["weights"] = weights
-        return (torch.zeros(0, dtype=torch.long),) * 3
-
-    monkeypatch.setattr(loss_and_miner_utils, "get_random_triplet_indices", captured)
-    DistanceWeightedMiner(cutoff=0.5, nonzero_loss_cutoff=1.4)(rows, labels)
-    ours = negative_weights(rows, labels)
-    assert torch.allclose(ours / ours.sum(1, keepdim=True), theirs["weights"], rtol=1e-4, atol=1e-7)
-    distance = torch.cdist(*[torch.nn.functional.normalize(rows)] * 2)
-    assert (distance < 0.5).sum() > 40 and (distance > 1.4).any()
+def test_triplets_of_an_adaptation_depend_on_its_generator_alone() -> None:
+    rows, labels = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) // 2
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.rand(1)
+        drawn.append(distance_weighted_triplets(rows, labels, generator=torch.Generator().manual_seed(seed)))
+    assert all(torch.equal(one, other) for one, other in zip(drawn[0], drawn[1], strict=True))
+    assert not torch.equal(drawn[0][2], drawn[2][2])
 
 
-def test_each_anchor_has_one_triplet_unless_all_negatives_are_too_far() -> None:
-    rows = torch.eye(4)[[0, 0, 1, 1, 2, 3]] + 0.6
-    rows[5] = -rows[:5].mean(0)  # opposite of all, and alone in its class
-    labels = torch.tensor([0, 0, 1, 1, 2, 3])
-    drawn = [distance_weighted_triplets(rows, labels, torch.Generator().manual_seed(seed)) for seed in range(40)]
-    for anchors, positives, negatives in drawn:
-        assert anchors.tolist() == [0, 1, 2, 3]  # 4 has no positive, 5 neither a positive nor a negative
-        assert positives.tolist() == [1, 0, 3, 2]
-        assert (labels[negatives] != labels[anchors]).all() and 5 not in negatives
-    assert len({tuple(negatives.tolist()) for *_, negatives in drawn}) > 1
-    again = distance_weighted_triplets(rows, labels, torch.Generator().manual_seed(3))
-    assert all(torch.equal(one, other) for one, other in zip(again, drawn[3], strict=True))
-    far = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]])
-    assert not len(distance_weighted_triplets(far, torch.tensor([0, 0, 1, 1]), torch.Generator())[0])
+def test_far_negatives_are_drawn_in_an_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cutoff at 1.4 is commented out in ooDML's batchminer/distance.py:128; all images are anchors."""
+    rows = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.0], [-1.0, 0.1]])  # two classes, 2 apart
+    features = CachedFeatures(rows, None, Projection(2, 2), torch.device("cpu"), "float32", 16)
+    with torch.no_grad():
+        features.projection.weight.copy_(torch.eye(2))
+    mined = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        mined.append((arguments[1], distance_weighted_triplets(*arguments, **options)))
+        return mined[-1][1]
+
+    monkeypatch.setattr(adaptation_module, "distance_weighted_triplets", noted)
+    adapt(features, np.arange(4), np.array([0, 0, 1, 1]), Adaptation(20, 1e-6, 0.0, batch_size=4), seed=0)
+    both = [triplets for labels, triplets in mined if len(labels.unique()) == 2]
+    assert len(both) < len(mined) == 20  # classes are drawn with replacement
+    assert all(len(anchor) == 4 for anchor, *_ in both)
 
 
 def hidden_signal() -> tuple[CachedFeatures, torch.Tensor]:
@@ -269,15 +266,35 @@ def test_an_interrupted_call_keeps_finished_episodes(output: Path, monkeypatch: 
     assert few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0) == resumed
 
 
-def test_the_rate_is_ten_times_that_of_the_head_and_the_decay_the_run_s(made: Path) -> None:
-    from dmlbench.build import component
-    from dmlbench.config import load_config
-
+def test_settings_of_an_adaptation_are_those_of_the_public_code(made: Path) -> None:
+    """OOD-Study_FewShot.sh: 1,000 and 1,500 iterations; utilities/finetune_utils.py:42: Adam without decay."""
     trained_by = component(load_config(run_of(made) / "config.yaml").optim)
-    found = PLAN.adaptation(dataclasses.replace(trained_by, lr_multipliers={"head": 3.0, "loss": 7.0}))
-    assert (found.lr, found.weight_decay) == (pytest.approx(10 * 3.0 * 1e-3), trained_by.weight_decay)
-    changed = dataclasses.replace(PLAN, lr_factor=2.0, weight_decay=0.0).adaptation(trained_by)
-    assert (changed.lr, changed.weight_decay) == (pytest.approx(2e-3), 0.0)
+    trained_by = dataclasses.replace(trained_by, lr_multipliers={"head": 3.0, "loss": 7.0})
+    plan = FewShotPlan((2, 5), 10, SPEC)
+    found = plan.adaptation(trained_by, 0.6, 2)
+    assert found == Adaptation(1000, found.lr, 0.0, 112, 2, 0.6, 0.2)
+    assert found.lr == pytest.approx(10 * 3.0 * 1e-3)
+    assert plan.adaptation(trained_by, 1.2, 5).steps == 1500
+    other = dataclasses.replace(plan, steps=7, lr_factor=2.0, weight_decay=None, beta=0.9)
+    found = other.adaptation(dataclasses.replace(trained_by, lr_multipliers={}), 0.6, 5)
+    assert (found.steps, found.lr, found.weight_decay, found.beta) == (
+        7, pytest.approx(2e-3), trained_by.weight_decay, 0.9
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beta"),
+    [
+        (["loss=multi_similarity_oodml"], 1.2),
+        (["loss=arcface"], 1.2),
+        (["loss=margin_oodml", "miner=rho_distance_weighted", "regularizer=s2sd"], 0.6),
+        (["loss=diva", "head=unit_parts"], 1.2),
+    ],
+)
+def test_the_boundary_is_the_one_that_the_run_started_with(overrides: list[str], beta: float) -> None:
+    """--loss_margin_beta of OOD-Study_FewShot.sh's commands: 0.6 for S2SD, 1.2 (parameters.py) for the others."""
+    cfg = compose("train", ["recipe=oodml", "dataset=cars196", "backbone=resnet50", *overrides])
+    assert initial_boundary(cfg.loss) == beta
 
 
 def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:

@@ -144,6 +144,14 @@ def test_labels_name_only_what_differs() -> None:
     assert cell_labels(of_two) == (["gap", "gsp"], ["fit.patience: null (gap); 5 (gsp)"])
 
 
+def test_variants_of_a_miner_are_in_the_labels() -> None:
+    choices = {"loss": "margin_oodml", "miner": "rho_distance_weighted", "pooling": "gap"}
+    cells = [
+        (choices, {"miner.variant": variant, "miner.switch_probability": 0.4}) for variant in ("official", "paper")
+    ]
+    assert cell_labels(cells) == (["gap miner.variant=official", "gap miner.variant=paper"], [])
+
+
 def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
     def cell(pooling: str, regularizer: str) -> tuple[dict[str, str], dict[str, float]]:
         weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}

@@ -54,6 +54,16 @@ def test_batch_norm_and_other_vectors_decay_where_asked_to(decay_batch_norm: boo
     assert names == weights | normalization | ({"backbone.0.bias", "head.bias", "power"} if decay_biases else set())
 
 
+def test_nothing_of_a_group_without_decay_decays() -> None:
+    model, groups = _groups()
+    settings = _settings(decay_batch_norm=True, decay_biases=True, without_decay=["loss"])
+    optimizer = make_optimizer(parameter_groups(groups, nn.Linear(2, 2)), settings, modules=[model])
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {"backbone": 0.1, "head": 0.1, "loss, no decay": 0.0}
+    with pytest.raises(ConfigError, match=r"optim\.without_decay names the group 'proxies'"):
+        make_optimizer(groups, _settings(without_decay=["proxies"]), modules=[])
+
+
 def test_rate_multipliers_apply_to_their_group_only() -> None:
     model, groups = _groups()
     settings = _settings(lr_multipliers={"loss": 100.0})

@@ -23,8 +23,8 @@ class ProxyAnchor(WholeBatchLoss):
     loss = 1/C+ sum over the C+ classes of log (1 + sum over b of class c of exp(-alpha (s_bc - margin)))
          + 1/C sum over all C classes of log (1 + sum over b of other classes of exp(alpha (s_bc + margin))).
 
-    With ``positive_mean="images"`` the first sum is a mean over the images of the batch of their classes' terms, so that
-    a class with twice as many images counts twice.
+    With ``positive_mean="images"`` the first part is the mean over the batch's images of their classes' terms: a class
+    with twice as many images counts twice.
 
     Limits: a class that is all of the batch has no second term. A row of zeros, or a proxy, has the cosine 0 with all.
 
@@ -81,7 +81,9 @@ class ProxyAnchor(WholeBatchLoss):
         return loss_of_cosines(self.alpha * normalize(embeddings), self.proxies, evaluate)
 
 
-def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, offset: float, by_class: bool) -> tuple[Tensor, Tensor]:
+def _evaluate(
+    products: Tensor, inverse: Tensor, *, labels: Tensor, offset: float, by_class: bool
+) -> tuple[Tensor, Tensor]:
     """Loss and its slope, as ``loss_of_cosines`` asks for, of the logits l = alpha s = products * inverse.
 
     The second term of a class is taken as h + log (exp(-h) + sum of exp(l + offset - h)) with h = max(0, the largest

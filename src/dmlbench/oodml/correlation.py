@@ -140,6 +140,7 @@ def to_markdown(title: str, measured: Sequence[Measured], scores: Sequence[str])
         "[0, 1] on each split",
         f"undefined: fewer than {_FEWEST} points, or a value that is the same for all; overall leaves out splits on "
         "which a value is constant, and points without a value",
+        "spectral decay: over all D singular values, as the public code computes it on a GPU (on a CPU: D - 1)",
         *notes_of([one.run for one in measured]),
     ]
     return "\n".join([*parts, *(f"- {note}" for note in notes), ""])

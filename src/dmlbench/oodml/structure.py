@@ -38,8 +38,10 @@ class Structure:
         inter: mean cosine distance between the normalized means of two different classes.
         density: intra / inter; None where all class means are one direction.
         spectral_decay: divergence of the singular values from evenness, sum_i u log(u / s_i) with the singular values s
-            of the rows, divided by their sum, and u = 1 / their number; 0 where all directions count alike. None where
-            it is infinite: the rows do not span all dimensions.
+            of the rows, divided by their sum, and u = 1 / their number; 0 where all directions count alike. All D
+            singular values count, as in ooDML's code on a GPU (metrics/rho_spectrum.py:19, torch.svd, its default). On
+            a CPU that code takes the D - 1 largest, 511 at most. None where it is infinite: the rows do not span all
+            dimensions.
     """
 
     intra: float

@@ -13,6 +13,7 @@ from dmlbench.data.batches.samplers import (
     IndexBatch,
     RandomBatchSampler,
     RandomClassBatchSampler,
+    RepeatingClassBatchSampler,
     RotatingClassBatchSampler,
 )
 from dmlbench.types import ConfigError, IntArray, RunError
@@ -166,6 +167,9 @@ KINDS = {
     "full_class": lambda labels, seed=0: FullClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
+    "repeating": lambda labels, seed=0: RepeatingClassBatchSampler(
+        labels, classes_per_batch=3, images_per_class=2, seed=seed
+    ),
     "random_class": lambda labels, seed=0: RandomClassBatchSampler(
         labels, classes_per_batch=3, batch_size=6, seed=seed
     ),
@@ -243,6 +247,36 @@ def test_independent_draws_images_with_replacement_and_uniformly() -> None:
     counts = np.bincount(rows, minlength=12)
     assert ((counts - len(rows) / 12) ** 2 / (len(rows) / 12)).sum() < 31.3  # chi-square, 11 degrees, 0.1 %
     assert any(len(set(b.rows.tolist())) < 9 for b in islice(sampler, 20))
+
+
+def test_repeating_draws_classes_and_images_with_replacement_and_uniformly() -> None:
+    sampler = RepeatingClassBatchSampler(labels_of([4, 8, 12]), classes_per_batch=3, images_per_class=2, seed=0)
+    batches = [b.rows for b in islice(sampler, 3000)]
+    classes = sampler.labels[np.stack(batches)].reshape(-1, 3, 2)
+    assert (classes[..., 0] == classes[..., 1]).all()
+    counts = np.unique(classes[..., 0], return_counts=True)[1]
+    assert ((counts - 3000) ** 2 / 3000).sum() < 13.8  # chi-square, 2 degrees, 0.1 %
+    for rows_of, size in zip(np.unique(sampler.labels), (4, 8, 12), strict=True):
+        rows = np.concatenate(batches)
+        times = np.unique(rows[sampler.labels[rows] == rows_of], return_counts=True)[1]
+        assert len(times) == size
+        assert ((times - 6000 / size) ** 2 / (6000 / size)).sum() < 31.3  # chi-square, at most 11 degrees, 0.1 %
+    assert np.mean([len(set(row)) for row in classes[..., 0].tolist()]) == pytest.approx(
+        3 * (1 - (2 / 3) ** 3), abs=0.05
+    )
+
+
+def test_repeating_has_batches_and_classes_of_a_batch_as_the_public_code() -> None:
+    """len(sampler) of datasampler/class_random_sampler.py, and its mean number of classes of a batch over an epoch."""
+    for images, num_classes, per_batch, batches, classes in (
+        (5_864, 100, 56, 52, 42.4), (8_054, 98, 56, 71, 42.2), (59_551, 11_318, 56, 531, 55.87),
+        (5_864, 100, 54, 54, 41.7),
+    ):  # fmt: skip
+        labels = np.arange(images) % num_classes
+        sampler = RepeatingClassBatchSampler(labels, classes_per_batch=per_batch, images_per_class=2, seed=0)
+        assert len(sampler) == batches
+        drawn = [len(set(sampler.labels[b.rows].tolist())) for b in epoch_of(sampler, 0)]
+        assert np.mean(drawn) == pytest.approx(classes, abs=1.2)
 
 
 def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
