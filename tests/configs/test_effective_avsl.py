@@ -68,7 +68,7 @@ def test_proxies_of_each_level_start_as_those_of_the_code(dataset: str, norm: fl
 
 @pytest.mark.parametrize(("row", "count"), [("Margin-AVSL", 4), ("Margin [41]", 1)])
 def test_boundaries_of_classes_start_at_the_codes_beta_with_its_rate(row: str, count: int) -> None:
-    """gedml 0.2.2, margin_loss.py; args.csv, --margin_beta 1.2, --lr_loss 0.01; each term has its own boundaries."""
+    """gedml 0.2.2, margin_loss.py; args.csv, --margin_beta 1.2, --lr_loss 0.01; every term has its own boundaries."""
     run = made(row, "cub200")
     assert len(run.class_vectors) == count
     for name, beta in run.class_vectors.items():

@@ -265,6 +265,20 @@ def test_clusters_of_another_seed_and_shortlists_are_not_summed_up_as_what_is_as
     assert "concatenated_search" not in summary
 
 
+def test_a_run_keeps_its_own_kmeans_unless_another_one_is_asked_for(tmp_path) -> None:
+    own = EvaluationSpec(kmeans_library="scikit-learn", kmeans_init="k-means++", kmeans_restarts=10)
+    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans=own.kmeans,
+                metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
+    runs = find_runs(tmp_path)
+    kept = aggregate_cell(runs, EvaluationSpec(metrics=("nmi",)), progress=False)
+    assert (kept["raw"]["fold0_rep0"]["nmi"], kept["kmeans"]) == (0.111, own.kmeans)
+    asked = EvaluationSpec(metrics=("nmi",), kmeans_library="scikit-learn", kmeans_max_steps=5)
+    other = aggregate_cell(runs, asked, progress=False)
+    stored = load_embeddings(runs[0].path / EMBEDDINGS).queries
+    assert other["raw"]["fold0_rep0"]["nmi"] == evaluate(stored, None, asked).scores["nmi"]
+    assert other["kmeans"] == "scikit-learn, 5 steps, seed 0"
+
+
 def test_a_summary_keeps_what_was_asked_for_before(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
     for metric in ("ndcg_at_10", "map_at_10"):
