@@ -47,8 +47,9 @@ def command_of(name: str, score: PaperScore) -> tuple[str, ...] | str:
     if score.kind != "concatenated":
         forms.append(node.get("embedding_sizes", {}).get(score.embedding_size))
     for form in forms:
-        if isinstance(form, Mapping):
+        if isinstance(form, Mapping) and "needs" in form:
             return str(form["needs"])
+        form = form["overrides"] if isinstance(form, Mapping) else form
         for override in form.split() if isinstance(form, str) else form or ():
             chosen[override.partition("=")[0]] = override
     return tuple(chosen.values())

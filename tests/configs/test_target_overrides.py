@@ -38,14 +38,8 @@ def composed(monkeypatch: pytest.MonkeyPatch, tmp_path):
     [
         ("CircleLoss", ("loss.m=0.3", "loss.gamma=64")),
         ("ContrastiveLoss", ("loss.neg_margin=0.7",)),
-        ("TripletMarginLoss", ("loss.margin=0.2", "loss.swap=true")),
-        ("SupConLoss", ("loss.temperature=0.2",)),
-        ("NTXentLoss", ("loss.temperature=0.1",)),
-        ("LiftedStructureLoss", ("loss.neg_margin=1",)),
         ("SignalToNoiseRatioContrastiveLoss", ()),
         ("CosFaceLoss", (*PROXIES, "loss.scale=30")),
-        ("ProxyAnchorLoss", (*PROXIES, "loss.margin=0.2")),
-        ("NormalizedSoftmaxLoss", PROXIES),
     ],
 )
 def test_a_loss_of_another_library_takes_its_own_arguments_alone(composed, name: str, arguments) -> None:

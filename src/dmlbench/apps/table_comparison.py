@@ -150,7 +150,7 @@ def compare_rows(
             comparisons.append(Comparison(row.score, NOT_RUN, note=note))
         else:
             differing = others(row.score, found[2], summaries[known.sha256].provenance)
-            why = [*reasons, *differing, *incomparable(found[2])]
+            why = [*([row.doubt] if row.doubt else []), *reasons, *differing, *incomparable(found[2])]
             comparisons.append(compare(row.score, found[2], why, label=row.metric))
             deviations[row.label] = found[2].get("deviations", ())
     return comparisons, by_fact(list(deviations.values()), list(deviations))

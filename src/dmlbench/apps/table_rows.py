@@ -3,7 +3,7 @@
 An experiment that reproduces a table or a figure of a paper is called ``<paper>/<table>`` and has a part ``reproduce``:
 
     rows:             overrides by the paper's label of the row, separated by blanks or as a list, or
-                      {needs: what is missing}
+                      {needs: what is missing}, or {overrides: ..., doubt: why the row may be another config}
     settings:         overrides by ``PaperScore.setting``, in the same forms (optional)
     datasets:         the same by ``PaperScore.dataset`` (optional)
     embedding_sizes:  the same by ``PaperScore.embedding_size`` (optional)
@@ -50,6 +50,7 @@ class Row:
         overrides: of ``dmlbench train``, without fold and repeat; empty where nothing can be run.
         score: of the paper.
         why: why nothing can be run, beginning with its verdict (``QUOTED``, "needs").
+        doubt: why the paper's row may be another config.
         metric: label of our metric that the score is compared with.
     """
 
@@ -57,6 +58,7 @@ class Row:
     overrides: tuple[str, ...]
     score: PaperScore | None = None
     why: str = ""
+    doubt: str = ""
     metric: str = ""
 
 
@@ -157,7 +159,8 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
         if option and option != composed.get(group):
             base.append(f"{group}={option}")
     overrides, needs = _joined(base, parts)
-    return Row(score.row, overrides, score, needs, _our_label(score.metric, reproduce.get("metrics") or {}))
+    doubt = "; ".join(part["doubt"] for part in parts if isinstance(part, dict) and "doubt" in part)
+    return Row(score.row, overrides, score, needs, doubt, _our_label(score.metric, reproduce.get("metrics") or {}))
 
 
 def instead_of_rows(reproduce: Mapping[str, Any]) -> str:
@@ -178,9 +181,10 @@ def _our_label(label: str, metrics: Mapping[str, str]) -> str:
 def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...], str]:
     """The overrides of all parts, or what one of them needs."""
     for part in parts:
-        if isinstance(part, dict):
+        if isinstance(part, dict) and "overrides" not in part:
             return (), f"needs {part.get('needs', 'what its experiment does not say')}"
-    return last_of_each([*base, *(word for part in parts for word in words(part))]), ""
+    plain = [part["overrides"] if isinstance(part, dict) else part for part in parts]
+    return last_of_each([*base, *(word for part in plain for word in words(part))]), ""
 
 
 def own_rows(

@@ -18,9 +18,10 @@ from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempte
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of writing only."""
-_DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+)
 _NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
 
 
@@ -62,19 +63,9 @@ def _described(error: Exception) -> tuple[str, int] | None:
         what = next(iter(str(cause).splitlines()), "")
         return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
     if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
-        if _is_of_reading(cause):
-            return f"cannot read {cause.filename}: {cause.strerror}; make it a readable file", EXIT_FAILED
-        place = f" {cause.filename2 or cause.filename}" if cause.filename else ""
-        return f"cannot write{place}: {cause.strerror}; make room, or choose another folder", EXIT_FAILED
+        place = f"{cause.filename2 or cause.filename}: " if cause.filename else ""
+        return f"{place}{cause.strerror}; make room, or choose another file or folder", EXIT_FAILED
     return None
-
-
-def _is_of_reading(error: OSError) -> bool:
-    """Files are written under new names: one that is there, or whose folder cannot be looked into, was being read."""
-    if error.errno in _FULL or error.filename is None or error.filename2 is not None:
-        return False
-    folder = os.path.dirname(error.filename) or "."
-    return os.path.lexists(error.filename) or (os.path.isdir(folder) and not os.access(folder, os.X_OK))
 
 
 def _report_sweep(failed: SweepFailed) -> int:

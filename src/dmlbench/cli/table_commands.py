@@ -105,7 +105,8 @@ def _commands(
             continue
         schema = SCHEMAS["_".join(words[:2]) if words[0] in ("oodml", "study") else words[0]]
         keys = [field.name for field in dataclasses.fields(schema)]
-        known = [o for o in given if not o.startswith("dataset=") and key_of(o).partition(".")[0] in keys]
+        rest = [override for override in given if not override.startswith("dataset=")]
+        known = [o for o in rest if words[0] == "reproduce" or key_of(o).partition(".")[0] in keys]
         words += [*known, *(["--config-dir", str(config_dir)] if config_dir else [])]
         output = None
         if "output" in keys and _has_numbers(name):
