@@ -5,9 +5,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from effective import published_table
 
 from dmlbench.data.batches.samplers import (
     ClassBalancedBatchSampler,
+    EqualClassBatchSampler,
     FullClassBatchSampler,
     IndependentClassBatchSampler,
     IndexBatch,
@@ -15,6 +17,7 @@ from dmlbench.data.batches.samplers import (
     RandomClassBatchSampler,
     RepeatingClassBatchSampler,
     RotatingClassBatchSampler,
+    SplitClassBatchSampler,
 )
 from dmlbench.types import ConfigError, IntArray, RunError
 
@@ -31,7 +34,7 @@ def sampler_of(sizes: list[int], p: int, k: int, *, seed: int = 0) -> ClassBalan
 
 
 def epoch_of(sampler: ClassBalancedBatchSampler, epoch: int) -> list[IndexBatch]:
-    """Batches of one epoch of a sampler that stands at the beginning of epoch 0."""
+    """Batches of one epoch of a sampler that stands at the beginning of it or of an earlier one."""
     batches = []
     for batch in sampler:
         if batch.epoch > epoch:
@@ -164,10 +167,10 @@ KINDS = {
     "independent": lambda labels, seed=0: IndependentClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
-    "full_class": lambda labels, seed=0: FullClassBatchSampler(
+    "repeating": lambda labels, seed=0: RepeatingClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
-    "repeating": lambda labels, seed=0: RepeatingClassBatchSampler(
+    "full_class": lambda labels, seed=0: FullClassBatchSampler(
         labels, classes_per_batch=3, images_per_class=2, seed=seed
     ),
     "random_class": lambda labels, seed=0: RandomClassBatchSampler(
@@ -308,6 +311,72 @@ def test_small_and_single_classes_are_counted_in_the_log(caplog: pytest.LogCaptu
     (record,) = caplog.records
     assert "3 of 4 training classes have fewer than images_per_class (4)" in record.message
     assert "2 have a single image" in record.message
+
+
+def test_classes_come_equally_often_and_their_images_evenly_however_unequal_they_are() -> None:
+    """By a loop, yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py:6-113."""
+    sampler = EqualClassBatchSampler(labels_of(SIZES), classes_per_batch=4, images_per_class=2, seed=0)
+    average = sum(SIZES) / len(SIZES)
+    rounds = int(average // 2) + (average % 2 > 0)  # pick_repeats
+    batches = epoch_of(sampler, 0)
+    assert len(batches) == rounds * len(SIZES) // 4  # 6 rounds of 8 classes
+    groups = np.concatenate([b.rows for b in batches]).reshape(-1, 2)
+    labels = sampler.labels[groups]
+    assert (labels == labels[:, :1]).all()
+    for one in labels[:, 0].reshape(rounds, len(SIZES)):
+        assert len(set(one)) == len(SIZES)  # a round visits each class once
+    for label in np.unique(labels):
+        images = groups[labels[:, 0] == label].ravel()
+        queue: set[int] = set()
+        for image in images:  # no image comes again before all others of its class
+            if not queue:
+                queue = set(np.flatnonzero(sampler.labels == label).tolist())
+            assert image in queue
+            queue.remove(image)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "size", "vary", "length"),
+    [
+        ("cars196", 10, 7, False, 118),
+        ("sop", 15, 6, False, 1510),
+        ("inshop", 14, 4, False, 571),
+        ("cub200", 6, 9, False, 117),
+        ("cub200", 6, 9, True, 123),  # mean of 150, 134, 117, 112, 112, 112
+    ],
+)
+def test_epochs_of_libc_are_as_long_as_its_own(name: str, count: int, size: int, vary: bool, length: int) -> None:
+    """Lengths of dvl-tum/intra_batch a1ae3de8, combine_sampler.py, run on classes of these sizes."""
+    table = published_table(name)
+    labels = table.labels[table.role == "train"]
+    sampler = SplitClassBatchSampler(labels, classes_per_batch=count, images_per_class=size, seed=0, vary_classes=vary)
+    assert len(sampler) == length
+
+
+def test_groups_hold_every_image_and_are_completed_from_their_own_class() -> None:
+    sampler = SplitClassBatchSampler(labels_of(SIZES), classes_per_batch=3, images_per_class=4, seed=0)
+    groups = np.concatenate([b.rows for b in epoch_of(sampler, 1)]).reshape(-1, 4)
+    labels = sampler.labels[groups]
+    assert (labels == labels[:, :1]).all()
+    assert set(groups.ravel()) == set(range(sum(SIZES)))
+    found = Counter(labels[:, 0].tolist())
+    expected = {10 * i + 5: len([*range(0, max(size, 4), 4), *([0] * (max(size, 4) % 4 == 0))])
+                for i, size in enumerate(SIZES)}  # fmt: skip
+    more = sum(found.values()) - sum(expected.values())
+    assert 0 <= more < 3 and all(found[label] >= number for label, number in expected.items())
+
+
+def test_batches_of_libc_may_have_another_number_of_classes_each_epoch() -> None:
+    labels = labels_of([60] * 8)
+    sampler = SplitClassBatchSampler(labels, classes_per_batch=2, images_per_class=6, seed=0, vary_classes=True)
+    sizes = set()
+    for epoch in range(12):
+        rows = np.stack([b.rows for b in epoch_of(sampler, epoch)])
+        assert rows.shape[1] == 12
+        sizes.add(
+            next(size for size in (6, 4, 3, 2) if np.ptp(sampler.labels[rows].reshape(-1, size), axis=1).max() == 0)
+        )
+    assert sizes == {2, 3, 4, 6}
 
 
 # Recorded from gedml 0.2.2, MPerClassFullSampler (core/samplers/m_per_class_full_sampler.py), which zbr17/AVSL fd2686e4
