@@ -3,8 +3,6 @@
 import io
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -124,16 +122,6 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     assert out.splitlines()[-1] == "folder is damaged: 1 of 14 images cannot be read; replace these files"
 
 
-def test_verify_names_ten_and_counts_the_rest(data: Command, animals: Path) -> None:
-    for path in animals.rglob("*.jpg"):
-        path.write_bytes(b"")
-    out, _ = data("verify", "folder", code=1)
-    assert "cannot be read: 12" in out
-    assert "    class3/0.jpg" in out
-    assert "    class3/1.jpg" not in out
-    assert "    and 2 more" in out
-
-
 def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path) -> None:
     (animals / "class0" / "0.jpg").write_bytes(b"broken")
     out, _ = data("verify", "folder", "decode=false")
@@ -227,7 +215,7 @@ def test_list_says_what_is_a_subset(data: Command, tmp_path: Path) -> None:
     assert found["cifar100"] == "NOT AS PUBLISHED: a subset: at most 4 of 60,000 images"
     assert not (tmp_path / "cache").exists()
     (tmp_path / "data" / "images_background_small2.zip").write_bytes(b"damaged")
-    assert "cannot be read: Omniglot's archive" in data("list")[0]
+    assert "cannot be read: the archive '" in data("list")[0]
 
 
 def test_verify_calls_a_part_of_omniglot_no_whole(data: Command, tmp_path: Path) -> None:
@@ -259,27 +247,17 @@ def write_drawings(file: Path) -> None:
                 archive.writestr(f"{file.stem}/{character}/{k:04}_01.png", buffer.getvalue())
 
 
-def test_wrong_words_are_answered_by_the_right_ones(data: Command) -> None:
-    assert "did you mean 'cub200'?" in data("stats", "cub20", code=2)[1]
-    assert "there is nothing to prepare for 'glyphs'" in data("prepare", "glyphs", code=2)[1]
-    assert "unknown option --fast" in data("verify", "glyphs", "--fast", code=2)[1]
-    assert (
-        "--jobs: values are written without dashes, jobs=<value>" in data("verify", "glyphs", "--jobs", "2", code=2)[1]
-    )
-    assert "jobs (0) must be 1 or more" in data("verify", "glyphs", "jobs=0", code=2)[1]
-    assert "takes the name of one data set" in data("verify", code=2)[1]
-    assert "takes the name of one data set" in data("verify", "glyphs", "omniglot", code=2)[1]
-    assert "'look' is none of these" in data("look", "glyphs", code=2)[1]
-    assert "did you mean 'decode'?" in data("verify", "glyphs", "decod=false", code=2)[1]
-    assert "dmlbench: error" in data("verify", "glyphs", "dataset.table.num_clases=3", code=2)[1]
-
-
-@pytest.mark.slow
-def test_a_process_of_its_own_verifies_without_progress_marks_in_a_pipe(tmp_path: Path) -> None:
-    tiny = ("dataset.table.num_classes=4", "dataset.table.images_per_class=3", f"paths.cache_dir={tmp_path}")
-    done = subprocess.run(
-        [sys.executable, "-m", "dmlbench", "data", "verify", "glyphs", *tiny],
-        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "glyphs is whole: every image can be read"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("stats cub20", "did you mean 'cub200'?"),
+        ("prepare glyphs", "there is nothing to prepare for 'glyphs'"),
+        ("verify glyphs jobs=0", "jobs (0) must be 1 or more"),
+        ("verify glyphs omniglot", "takes the name of one data set"),
+        ("look glyphs", "'look' is none of these"),
+        ("verify glyphs decod=false", "did you mean 'decode'?"),
+        ("verify glyphs dataset.table.num_clases=3", "dmlbench: error"),
+    ],
+)
+def test_wrong_words_are_answered_by_the_right_ones(data: Command, words: str, message: str) -> None:
+    assert message in data(*words.split(), code=2)[1]

@@ -198,13 +198,6 @@ def test_an_archive_that_is_read_packed_must_have_its_published_name(tmp_path: P
         prepare(SOURCES["omniglot"], tmp_path / "data", given=[tmp_path / "foo.zip"])
 
 
-def test_half_of_the_archives_may_be_unpacked(tmp_path: Path) -> None:
-    (tmp_path / "omniglot" / "images_background").mkdir(parents=True)
-    with zipfile.ZipFile(tmp_path / "omniglot" / "images_evaluation.zip", "w") as archive:
-        archive.writestr("images_evaluation/A/character01/1.png", b"")
-    assert prepare(SOURCES["omniglot"], tmp_path, download=False, accept_other_checksum=True).was_there
-
-
 def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) -> None:
     archive = tmp_path / "images_background_small1.zip"  # published without a checksum
     with zipfile.ZipFile(archive, "w") as out:

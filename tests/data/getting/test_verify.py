@@ -9,9 +9,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from dmlbench.data.getting.verify import Report, unlisted, verify
-from dmlbench.data.image_table import counts_by_role, make_table
+from dmlbench.data.image_table import make_table
 from dmlbench.data.readers.folder import folder
-from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.types import ImageTable
 
 CLASSES = ("ant", "bee", "cat", "dog")  # the first two train
@@ -76,14 +75,6 @@ def test_truncated_images_are_broken_also_where_another_library_lets_them_pass(
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
-def test_a_decompression_bomb_is_broken_and_called_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(root, "ant/0.jpg", seed=1, size=(100, 100))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    report = report_of(root)
-    assert [path for path, _ in report.broken] == ["ant/0.jpg"]
-    assert "decompression bomb" in report.broken[0][1]
-
-
 def test_modes_rotations_and_tiny_images_are_counted_and_not_broken(root: Path) -> None:
     save(root, "ant/grey.jpg", seed=1, mode="L")
     save(root, "ant/grey2.jpg", seed=2, mode="L")
@@ -117,14 +108,6 @@ def test_identical_files_are_grouped_and_counted_across_classes_and_halves(root:
     assert (duplicates.images, duplicates.across_classes, duplicates.across_halves) == (7, 2, 1)
 
 
-def test_files_of_one_size_are_not_taken_for_the_same(tmp_path: Path) -> None:
-    for k, name in enumerate(CLASSES):
-        Image.fromarray(np.full((20, 20, 3), 50 * k, dtype=np.uint8)).save(tmp_path / f"{name}.bmp")
-        (tmp_path / name).mkdir()
-        (tmp_path / f"{name}.bmp").rename(tmp_path / name / "0.bmp")
-    assert report_of(tmp_path).duplicates.groups == ()
-
-
 def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) -> None:
     (root / "list.csv").write_text("path,label\nant/0.jpg,a\nbee/0.jpg,b\n")
     (root / "ant" / "notes.txt").write_text("no image")
@@ -133,14 +116,6 @@ def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) 
     expected = ["ant/1.jpg", "ant/2.jpg", "ant/deeper/x.png", "bee/1.jpg", "bee/2.jpg"]
     assert unlisted(table) == expected  # cat and dog may be another data set
     assert list(verify(table).unlisted) == expected
-
-
-def test_progress_adds_up_to_all_images(root: Path) -> None:
-    for table in (folder(root), array_table(np.zeros((40, 4, 4), np.uint8), [0] * 40, ["train"] * 40)):
-        seen: list[int] = []
-        verify(table, watch=seen.append)
-        assert sum(seen) == len(table)
-        assert min(seen) > 0
 
 
 @pytest.mark.parametrize("channels", [(), (3,)])
@@ -153,32 +128,6 @@ def test_arrays_are_searched_for_twins_and_constant_images(channels: tuple[int, 
     assert (report.duplicates.across_classes, report.duplicates.across_halves) == (1, 1)
     assert report.constant == ("5.png",)
     assert (report.looked_at, report.is_whole) == (6, True)
-
-
-def test_query_and_gallery_are_one_half() -> None:
-    pixels = np.zeros((2, 8, 8), np.uint8)
-    report = verify(array_table(pixels, [0, 0], ["query", "gallery"]))
-    assert (len(report.duplicates.groups), report.duplicates.across_halves) == (1, 0)
-
-
-def test_glyphs_are_whole(tmp_path: Path) -> None:
-    table = glyphs(cache_dir=tmp_path, num_classes=4, images_per_class=3, image_size=32)
-    report = verify(table)
-    assert (report.looked_at, report.constant, report.duplicates.images) == (12, (), 0)
-
-
-def test_counts_by_role_are_those_of_the_table(root: Path) -> None:
-    table = folder(root)
-    assert counts_by_role(table.labels, table.role) == {"train": (6, 2), "test": (6, 2)}
-
-
-def test_an_error_in_a_thread_ends_the_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> str:
-        raise MemoryError
-
-    monkeypatch.setattr("dmlbench.data.getting.verify.read_image", fail)
-    with pytest.raises(MemoryError):
-        report_of(root)
 
 
 @pytest.mark.data

@@ -141,39 +141,20 @@ def test_changed_data_another_size_and_another_kernel_get_files_of_their_own(tab
     assert (cached.read(NAMES.index("small.png")) == [255, 0, 0]).all()
 
 
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+SPOILED: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[:-1],
+    "of other data": lambda content: content.replace(b'"fingerprint": "', b'"fingerprint": "0', 1),
+    "older": lambda content: content.replace(b'"version": 3', b'"version": 2', 1),
+    "garbage": lambda content: b"\xff" * 100,
+    "empty": lambda content: b"",
+}
 
 
-def _other_data(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"fingerprint": "', b'"fingerprint": "0', 1))
-
-
-def _older(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"version": 3', b'"version": 2', 1))
-
-
-def _garbage(path: Path) -> None:
-    path.write_bytes(b"\xff" * 100)
-
-
-def _another_size(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(image_cache._MAGIC) + 8 + int.from_bytes(content[len(image_cache._MAGIC) :][:8], "little")] ^= 1
-    path.write_bytes(content)
-
-
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("spoil", [_truncate, _other_data, _older, _garbage, _another_size, _empty])
-def test_a_wrong_file_is_reported_and_built_again(
-    table: ImageTable, tmp_path: Path, caplog: Any, spoil: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("way", SPOILED)
+def test_a_wrong_file_is_reported_and_built_again(table: ImageTable, tmp_path: Path, caplog: Any, way: str) -> None:
     first = cached_images(table, tmp_path / "cache", short_side=32)
     whole = first.path.read_bytes()
-    spoil(first.path)
+    first.path.write_bytes(SPOILED[way](whole))
     with caplog.at_level(logging.WARNING):
         cached_images(table, tmp_path / "cache", short_side=32)
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
@@ -221,26 +202,6 @@ def test_damaged_pixels_of_an_image_that_is_gone_are_not_served(table: ImageTabl
         cached.read(row)
 
 
-def test_a_damaged_cache_that_may_not_be_written_or_is_replaced_is_read_rightly(
-    table: ImageTable, tmp_path: Path, caplog: Any, monkeypatch: Any
-) -> None:
-    decoded = DecodedImages(table, short_side=32).read(0)
-    cached = cached_images(table, tmp_path / "cache", short_side=32)
-    _flip(cached.path, int(cached._layout.offsets[cached._position[0]]))
-
-    def read_only(*_: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(image_cache, "_write_all", read_only)
-        np.testing.assert_array_equal(cached.read(0), decoded)
-    assert "cannot be repaired (Permission denied)" in caplog.text
-    cached.path.unlink()
-    cached.path.write_bytes(b"of another version")
-    np.testing.assert_array_equal(cached.read(0), decoded)
-    assert cached.path.read_bytes() == b"of another version"
-
-
 def test_an_unreadable_image_is_named_and_nothing_is_left(table: ImageTable, tmp_path: Path) -> None:
     image = Path(table.root) / "wide.jpg"
     image.write_bytes(image.read_bytes()[:-500])  # the header is whole, the pixels are not
@@ -268,29 +229,6 @@ def test_a_disk_that_fills_or_is_too_small_leaves_nothing(table: ImageTable, tmp
     with pytest.raises(DataError, match=r"takes 0\.00 GB.*0\.00 GB free"):
         cached_images(table, tmp_path / "cache", short_side=32)
     assert files_in(tmp_path / "cache") == []
-
-
-def test_a_folder_that_cannot_be_made_is_named(table: ImageTable, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=r"cannot build the image cache '.*cache"):
-        cached_images(table, tmp_path / "cache", short_side=32)
-
-
-def test_a_request_to_stop_ends_the_building_and_leaves_nothing(table: ImageTable, tmp_path: Path) -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached_images(table, tmp_path / "cache", short_side=32, check=stop)
-    assert files_in(tmp_path / "cache") == []
-
-
-def test_what_a_killed_process_left_is_removed(table: ImageTable, tmp_path: Path) -> None:
-    path = cached_images(table, tmp_path / "cache", short_side=32).path
-    path.unlink()
-    path.with_name(f".{path.name}.4711.tmp").write_bytes(b"half")
-    cached_images(table, tmp_path / "cache", short_side=32)
-    assert files_in(tmp_path / "cache") == [path.name]
 
 
 def test_of_several_that_ask_at_once_one_builds(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:

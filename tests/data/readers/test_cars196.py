@@ -135,14 +135,6 @@ def test_a_list_of_the_test_images_that_has_classes_is_enough_under_its_plain_na
     assert len(cars196(tmp_path, check_counts=False)) == 6
 
 
-def test_annotations_of_the_other_numbering_are_not_taken_for_cars_train(tmp_path: Path) -> None:
-    write_car_ims(tmp_path)
-    (tmp_path / "car_ims").rename(tmp_path / "cars_train")
-    (tmp_path / "cars_test").mkdir()
-    with pytest.raises(DataError, match=r"lacks devkit/cars_train_annos\.mat or .*cars_annos\.mat does not belong"):
-        cars196(tmp_path, check_counts=False)
-
-
 def test_an_unknown_class_folder_is_named_with_the_nearest_class(tmp_path: Path) -> None:
     write_folders(tmp_path)
     touch(tmp_path / "Audi V8 Sedan 1949" / "1.jpg")
@@ -180,28 +172,6 @@ def test_damaged_annotations_are_named(tmp_path: Path, kept: int) -> None:
     os.mkfifo(file)
     with pytest.raises(DataError, match="is missing or not a file"):
         cars196(tmp_path)
-
-
-def test_a_lone_image_is_a_data_set_too(tmp_path: Path) -> None:
-    write_car_ims(tmp_path, (7,))
-    assert cars196(tmp_path, check_counts=False).class_names == (NAMES[6],)
-
-
-def test_a_wrong_folder_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Cars196 is not in .*expected car_ims and cars_annos\.mat; or cars_train"):
-        cars196(tmp_path)
-    write_car_ims(tmp_path / "cars")
-    (tmp_path / "cars/car_ims").rename(tmp_path / "lost")
-    with pytest.raises(DataError, match=r"nearest is '.*cars' \(car_ims and cars_annos\.mat\), which lacks car_ims"):
-        cars196(tmp_path / "cars")
-
-
-@pytest.fixture
-def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists only: every image counts as there."""
-    monkeypatch.setattr(
-        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
-    )
 
 
 @pytest.mark.slow

@@ -164,11 +164,6 @@ def test_one_image_in_both_parts_of_a_split_is_an_error(tmp_path: Path) -> None:
         cub200(tmp_path, check_counts=False)
 
 
-def test_where_nothing_is_found_the_message_names_the_layouts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"CUB-200-2011 is not in .*expected CUB_200_2011 with .*; unpack CUB_200_2011"):
-        cub200(tmp_path)
-
-
 def write_full_lists(root: Path, *, leave_out: int = 0) -> None:
     """As many rows as published: 5,864 images of classes 1 to 100, 5,924 of 101 to 200."""
     counts = [58 + (c < 64) for c in range(100)] + [59 + (c < 24) for c in range(100)]
@@ -177,14 +172,6 @@ def write_full_lists(root: Path, *, leave_out: int = 0) -> None:
     (root / "images.txt").write_text("".join(f"{i} {c:03d}.B/{i}.jpg\n" for i, c in enumerate(classes, 1)))
     (root / "image_class_labels.txt").write_text("".join(f"{i} {c}\n" for i, c in enumerate(classes, 1)))
     (root / "classes.txt").write_text("".join(f"{c} {c:03d}.B\n" for c in range(1, 201)))
-
-
-@pytest.fixture
-def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists only: every image counts as there."""
-    monkeypatch.setattr(
-        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
-    )
 
 
 @pytest.mark.usefixtures("without_files")

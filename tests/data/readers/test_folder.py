@@ -34,27 +34,12 @@ def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path, caplog: pytest.L
 
 
 def test_train_and_test_folders_set_the_roles(tmp_path: Path) -> None:
-    write_images(tmp_path, ["train/z/1.png", "train/y/1.png", "test/a/1.png", "test/a/2.png"])
+    paths = ["Train/z/1.png", "Train/y/1.png", "test/a/1.png", "test/a/2.png", "__MACOSX/Train/1.png"]
+    write_images(tmp_path, paths)
     table = folder(tmp_path)
     assert table.class_names == ("a", "y", "z")
     assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True))["test/a/2.png"] == "test"
     assert sorted(table.role.tolist()) == ["test", "test", "train", "train"]
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
-        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
-        (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
-        (["train/1.png", "test/b/1.png"], "is in no class folder"),
-        (["1.png"], "finds no images"),
-    ],
-)
-def test_a_tree_that_cannot_be_understood_is_refused(tmp_path: Path, paths: list[str], message: str) -> None:
-    write_images(tmp_path, paths)
-    with pytest.raises(DataError, match=message):
-        folder(tmp_path)
 
 
 def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
@@ -69,19 +54,19 @@ def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
     assert table.class_names == ("a", "b", "c")
 
 
-def test_part_folders_may_be_capital_and_what_macos_adds_is_left_out(tmp_path: Path) -> None:
-    write_images(tmp_path, ["Train/b/1.png", "Test/a/1.png", "__MACOSX/Train/1.png"])
-    assert folder(tmp_path).role.tolist() == ["test", "train"]
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
+        (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
+        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
+        (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
+        (["train/1.png", "test/b/1.png"], "is in no class folder"),
+        (["1.png"], "finds no images"),
         (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds both test, train with folders inside and unlabe"),
         (["images/a/1.png", "images/b/1.png"], "finds one class, 'images'.*point root at '.*images'"),
     ],
 )
-def test_folders_that_may_be_classes_or_parts_are_refused(tmp_path: Path, paths: list[str], message: str) -> None:
+def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: list[str], message: str) -> None:
     write_images(tmp_path, paths)
     with pytest.raises(DataError, match=message):
         folder(tmp_path)
@@ -105,13 +90,6 @@ def test_pipes_and_dangling_links_are_named_and_nothing_waits(tmp_path: Path) ->
         folder(tmp_path)
     with pytest.raises(DataError, match=r"3\.png' is missing or not a file"):
         folder(tmp_path, csv="b/3.png")
-
-
-def test_two_spellings_of_a_path_are_one_image(tmp_path: Path) -> None:
-    write_images(tmp_path, ["im/1.png", "im/2.png"])
-    (tmp_path / "list.csv").write_text("path,label\nim/1.png,a\nim/2.png,b\n./im//1.png,b\n")
-    with pytest.raises(DataError, match=r"lists images twice: im/1\.png"):
-        folder(tmp_path, csv="list.csv")
 
 
 def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:
@@ -179,21 +157,9 @@ def test_a_list_of_classes_at_fault_is_refused(
             (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
-
-
-def test_lists_of_classes_beside_roles_and_missing_lists_are_refused(tmp_path: Path) -> None:
-    write_images(tmp_path, ["1.png"])
-    (tmp_path / "list.csv").write_text("path,label,role\n1.png,a,train\n")
+    (tmp_path / "list.csv").write_text("path,label,role\na/1.png,a,train\n")
     with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
-    write_images(tmp_path, ["a/1.png", "b/1.png"])
-    with pytest.raises(DataError, match=r"'.*none\.txt' is missing or not a file; correct its path"):
-        folder(tmp_path, train_classes="none.txt")
-
-
-def test_a_missing_root_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere', which is not a folder"):
-        folder(tmp_path / "nowhere")
 
 
 def test_a_csv_may_give_query_and_gallery(tmp_path: Path) -> None:
@@ -241,7 +207,7 @@ def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_pa
         ("path,label\n1.png,\n", "line 2 of"),
         ("path,label\n1.png,a,b\n", "line 2 of"),
         ("path,label,role\n1.png,a,trian\n", "'trian'; did you mean 'train'"),
-        ("path,label\n1.png,a\n1.png,b\n", r"lists images twice: 1\.png"),
+        ("path,label\n1.png,a\n.//1.png,b\n", r"lists images twice: 1\.png"),
         ("path,label\n../1.png,a\n", r"lists images outside of .*: \.\./1\.png"),
         ("path,label,label\n1.png,a,b\n", "line 1 of"),
         ("path label\n1.png a\n", "line 1 of"),
@@ -253,14 +219,6 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
     write_images(tmp_path, ["1.png", "2.png"])
     (tmp_path / "list.csv").write_text(text)
     with pytest.raises(DataError, match=message):
-        folder(tmp_path, csv="list.csv")
-
-
-def test_a_csv_that_is_missing_or_binary_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"list\.csv' is missing or not a file; correct its path"):
-        folder(tmp_path, csv="list.csv")
-    (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe\x00,a\n")
-    with pytest.raises(DataError, match="not UTF-8 text"):
         folder(tmp_path, csv="list.csv")
 
 

@@ -98,18 +98,6 @@ def test_a_list_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
         inshop(tmp_path, check_counts=False)
 
 
-def test_missing_list_and_missing_images_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "lists")
-    (tmp_path / "lists/Eval/list_eval_partition.txt").unlink()
-    with pytest.raises(
-        DataError, match=r"which lacks Eval/list_eval_partition\.txt or Anno/list_eval_partition\.txt or"
-    ):
-        inshop(tmp_path / "lists")
-    write_list(tmp_path / "images/Eval/list_eval_partition.txt")
-    with pytest.raises(DataError, match=r"which lacks img/\*MEN or Img/img/\*MEN .*unpacked img\.zip there"):
-        inshop(tmp_path / "images")
-
-
 def full_size_rows() -> list[tuple[str, str, str]]:
     """As many as published: 25,882 of 3,997 items to train, 14,218 queries and 12,612 gallery images of 3,985."""
     rows = []

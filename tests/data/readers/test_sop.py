@@ -87,15 +87,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, lines: list[str], 
         sop(tmp_path, check_counts=False)
 
 
-def test_a_missing_list_is_named(tmp_path: Path) -> None:
-    write_original(tmp_path / "sop")
-    (tmp_path / "sop/Ebay_test.txt").unlink()
-    with pytest.raises(
-        DataError, match=r"nearest is '.*sop' .*which lacks Ebay_test\.txt; .*unpack Stanford_Online_Pro"
-    ):
-        sop(tmp_path, check_counts=False)
-
-
 def full_size_lines() -> Iterator[tuple[str, list[str]]]:
     """As many rows as published: 59,551 of classes 1 to 11,318, 60,502 of 11,319 to 22,634."""
     number = 0
@@ -114,14 +105,6 @@ def check_full_size(root: Path) -> None:
     is_train = table.role == "train"
     assert (int(is_train.sum()), int((~is_train).sum())) == (59_551, 60_502)
     assert set(table.labels[is_train]) == set(range(11_318))
-
-
-@pytest.fixture
-def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists only: every image counts as there."""
-    monkeypatch.setattr(
-        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
-    )
 
 
 @pytest.mark.slow
