@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.moved import first_name, present_name, rename_targets
 from dmlbench.recipes import register_recipes, settle_recipe
 from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError, RunError, flatten, not_a_file
@@ -131,66 +130,28 @@ NOT_PART_OF_A_RUN = (
     "protocol.splits",  # its content is: splits_sha256
 )
 
-# Keys and groups that came after the first results, with values that mean what was done before: these hash as absent,
-# so that cells from then keep their names. Whatever is added to the configuration later gets a line here.
-_SAME_AS_ABSENT: dict[str, Any] = {
-    "optim.decay_biases": False,
-    "optim.without_decay": [],
-    "optim.lr_multipliers.distance": 1.0,
-    "fit.clip_form": "plain",
-    "fit.compile": False,
-    "fit.reset_after_warmup": False,
-    "fit.collapse_ratio": None,
-    "fit.warmup_schedule": "runs",
-    "fit.warmup_batch_norm": "frozen",
-    "matching": None,
-    "regularizer.zsr.halves": "random",
-}
-# The same for arguments of what a ``_target_`` names, wherever it stands.
-_ARGUMENTS_SAME_AS_ABSENT: dict[str, dict[str, Any]] = {
-    "dmlbench.losses.arcface.ArcFace": {"init": "normal", "init_std": 1.0, "clamp_negative": False},
-    "dmlbench.losses.libc.Libc": {"init": "kaiming_uniform_a5"},
-    "dmlbench.losses.proxy_anchor.ProxyAnchor": {"positive_mean": "classes", "init": "he_normal", "init_std": None},
-    "dmlbench.losses.soft_triple.SoftTriple": {"init": "normal"},
-    "dmlbench.models.projection.Projection": {"init": "glorot_uniform"},
-    "dmlbench.models.unit_parts.UnitParts": {"init": "glorot_uniform"},
-}
-
-# Scores are computed from stored embeddings whenever they are asked for, so what is computed is no part of a cell. It
-# once was: names of cells still hash what it usually was, and with it what moves the score that selects the weights.
-_EVALUATION_IN_NAMES = {"_target_": "dmlbench.evaluation.evaluate.EvaluationSpec", "recall_at": [1, 2, 4, 8]}
+# Scores are computed from stored embeddings whenever they are asked for, so only what selects the weights is hashed.
 _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
-_KMEANS = {"kmeans_seed": 0, "kmeans_library": "auto", "kmeans_init": "random", "kmeans_restarts": 1,
-           "kmeans_max_steps": 25}  # fmt: skip
+_KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
 
 
 def load_config(path: Path) -> DictConfig:
-    """``read_settings`` of a run as a configuration.
+    """``read_config`` of a run as a configuration.
 
     Raises:
         RunError: it is missing, or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
     try:
-        present = OmegaConf.create(read_settings(path))
+        present = OmegaConf.create(read_config(path))
     except OmegaConfBaseException as error:
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     assert isinstance(present, DictConfig)
     return present
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The composed configuration that a run has stored at ``path``, in the words of now; plain values read fast.
-
-    Raises:
-        RunError: it is missing, or damaged.
-    """
-    settings: dict[str, Any] = rename_targets(read_config(path), present_name)
-    return settings
-
-
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration that a run has stored at ``path``, as it stands there.
+    """The composed configuration that a run has stored at ``path``; plain values, read fast.
 
     Raises:
         RunError: it is missing, or damaged.
@@ -223,39 +184,23 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
-    """What tells a configuration from others, in the words of the first version."""
-    container = rename_targets(container, first_name)
+    """The settings that identify a configuration: all but ``excluded`` and evaluation settings that select nothing."""
     evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
-    selecting = _KMEANS if monitor in _OF_CLUSTERS else {"rerank": None}
-    kept = {k: evaluation[k] for k, usual in selecting.items() if evaluation.get(k, usual) != usual}
-    container["evaluation"] = _EVALUATION_IN_NAMES | kept
-    for key in (*excluded, *_SAME_AS_ABSENT):
+    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("rerank",)
+    container["evaluation"] = {key: evaluation.get(key) for key in selecting}
+    for key in excluded:
         *parents, last = key.split(".")
         node: Any = container
         for parent in parents:
             node = node.get(parent) or {}
-        if key in excluded or node.get(last) == _SAME_AS_ABSENT[key]:
-            node.pop(last, None)
-    _drop_added_arguments(container)
+        node.pop(last, None)
     return container
 
 
-def _drop_added_arguments(node: Any) -> None:
-    """Remove ``_ARGUMENTS_SAME_AS_ABSENT`` from nested lists and dicts."""
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _drop_added_arguments(child)
-    if isinstance(node, dict):
-        for key, value in _ARGUMENTS_SAME_AS_ABSENT.get(str(node.get("_target_")), {}).items():
-            if node.get(key) == value:
-                node.pop(key, None)
-
-
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
-    # Not resolved: "${paths.data_dir}/cars196" is the same cell wherever the data lies.
+    # Not resolved: "${paths.data_dir}/cars196" is the same wherever the data are.
     container: Any = OmegaConf.to_container(cfg, resolve=False)
-    # A run's cache of drawn images was hashed with the first results, so it stays in names.
-    names = tuple(key for key in excluded if key != "dataset.table.cache_dir")
-    return hashlib.sha256(json.dumps(_identity(container, names), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
 
 
 def settings_of_cell(stored: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import datetime
 import logging
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.build import Data, check, component
-from dmlbench.config import NOT_PART_OF_A_CELL, cell_id, cell_sha256, config_sha256, differences, load_config
+from dmlbench.config import cell_id, config_sha256, differences, load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
@@ -106,59 +104,9 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
 
 
 def directory_of(cfg: DictConfig) -> Path:
-    """The run directory of a configuration: in the folder of a stored cell with its settings, else by the cell's name.
-
-    A stored cell may have another name, of a time when what it was evaluated by was part of that.
-    """
-    name, protocol = cell_id(cfg), component(cfg.protocol).name
-    named = store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, name, cfg.fold, cfg.repeat)
-    cells = folders_of_cell(named.parent, lambda: cell_sha256(cfg), lambda: cfg)
-    used = store.folder_of_run(cells, named.name)
-    if len(cells) > 1:
-        same = " and ".join(cell.name for cell in cells if cell != named.parent)
-        log.info("%s is the cell of these settings; %s is used", same, used)
-    return used / named.name
-
-
-def stored_identity(cell: Path) -> str | None:
-    """The ``cell_sha256`` that the first run of a stored cell names; None where it names none."""
-    with contextlib.suppress(RunError):
-        found: str | None = store.read_result(min(cell.glob("fold*_rep*"), default=cell)).get("cell_sha256")
-        return found
-    return None
-
-
-def folders_of_cell(
-    named: Path, identity: Callable[[], str], config: Callable[[], DictConfig],
-    stored: Callable[[Path], str | None] = stored_identity,
-) -> list[Path]:  # fmt: skip
-    """Where runs of one cell may lie: folders of former names with its settings, then ``named``, the one of its name.
-
-    Args:
-        named: folder by today's name.
-        identity: its ``cell_sha256``.
-        config: its configuration, which is asked for if a stored run does not know its identity.
-        stored: ``stored_identity``, which somebody who asks for many cells does well to keep.
-    """
-
-    def is_same(cell: Path) -> bool:
-        known = stored(cell)
-        return _is_same_cell(identity, config, cell) if known is None else known == identity()
-
-    return [*filter(is_same, store.former_names(named.parent, named.name)), named]
-
-
-def _is_same_cell(identity: Callable[[], str], config: Callable[[], DictConfig], cell: Path) -> bool:
-    """Whether a stored cell has the settings of another, by its first run that can say so."""
-    for run_dir in sorted(cell.glob("fold*_rep*")):
-        with contextlib.suppress(RunError):
-            stored = store.read_result(run_dir).get("cell_sha256")
-            if stored is not None:
-                return stored == identity()
-        # values that only its network has do not resolve in the stored run of another: that is no run of this cell
-        with contextlib.suppress(RunError, OmegaConfBaseException):
-            return not differences(config(), load_config(run_dir / store.CONFIG)).keys() - set(NOT_PART_OF_A_CELL)
-    return False
+    """The run directory of a configuration."""
+    protocol = component(cfg.protocol).name
+    return store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
 
 
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.moved import present_name
 from dmlbench.types import ConfigError, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
@@ -82,7 +81,6 @@ def imported(name: str, path: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}"
-            + (f"; it has moved: write {present_name(name)}" if present_name(name) != name else "")
         ) from error
     try:
         return getattr(module, attribute)

@@ -11,12 +11,12 @@ import pandas as pd
 
 from dmlbench.apps.changed_settings import changed_settings
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import read_settings, settings_of_cell
+from dmlbench.config import read_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
-from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs, preferred
+from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
 from dmlbench.results.tables import NAMING_GROUPS, Table, cell_labels, make_table
 from dmlbench.types import RunError
 
@@ -56,8 +56,7 @@ def find_cells(
 ) -> dict[tuple[str, str], list[Cell]]:
     """Aggregated cells per (data set, protocol), trained ones first, each with the shortest name that tells it apart.
 
-    Scores that ``spec`` asks for and a summary lacks are computed and kept. Of former cells that differ in nothing but
-    what they were evaluated by, and so are one, one is used, and the log says which.
+    Scores that ``spec`` asks for and a summary lacks are computed and kept.
 
     Raises:
         RunError: nothing matches; a cell is not aggregated, was aggregated from other runs, or is partial without
@@ -94,19 +93,18 @@ def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[st
     result = {}
     for key, everything in grouped.items():
         configs = {
-            path: read_settings(next(run.path for run in runs if run.state == "done") / CONFIG)
+            path: read_config(next(run.path for run in runs if run.state == "done") / CONFIG)
             for path, runs, _ in everything
         }
         settings = {path: _settings(config) for path, config in configs.items()}
-        members = _without_twins(everything, settings)
         labels, differing = cell_labels(
-            [(summary["choices"], settings[path]) for path, _, summary in members],
-            [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in members],
+            [(summary["choices"], settings[path]) for path, _, summary in everything],
+            [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in everything],
         )
-        labels = _distinct(labels, [path for path, _, _ in members])
+        labels = _distinct(labels, [path for path, _, _ in everything])
         named = [
             Cell(path, tuple(runs), summary, label, tuple(differing))
-            for (path, runs, summary), label in zip(members, labels, strict=True)
+            for (path, runs, summary), label in zip(everything, labels, strict=True)
         ]
         result[key] = sorted(named, key=lambda cell: ("(untrained)" not in cell.label, cell.label))
     return result
@@ -143,7 +141,7 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
     """Notes on settings in which the cells of runs, given with their choices, differ beyond their names."""
-    configs = [read_settings(run_dir / CONFIG) for run_dir, _ in runs]
+    configs = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
     cells = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
     return cell_labels(cells, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
 
@@ -159,16 +157,3 @@ def _distinct(labels: Sequence[str], cells: Sequence[Path]) -> list[str]:
         f"{label} [{cell.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
         for label, cell in zip(labels, cells, strict=True)
     ]
-
-
-def _without_twins(members: list[Found], settings: Mapping[Path, Mapping[str, Any]]) -> list[Found]:
-    """The cells, and of those with the same settings the preferred one."""
-    kept: list[Found] = []
-    for found in members:
-        same = [path for path in settings if settings[path] == settings[found[0]]]
-        if preferred(same) == found[0]:
-            kept.append(found)
-        else:
-            log.warning("%s and %s are one cell, evaluated differently; %s is used",
-                        found[0].name, preferred(same).name, preferred(same))  # fmt: skip
-    return kept

@@ -1,6 +1,5 @@
 """Run directories: their names, their state, and the result that makes a run complete."""
 
-import glob
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -42,26 +41,6 @@ def run_directory(
 ) -> Path:
     """``<output_dir>/<dataset>/<protocol>/<cell>/fold<f>_rep<r>``."""
     return Path(output_dir) / dataset / protocol / cell / f"fold{fold}_rep{repeat}"
-
-
-def former_names(folder: Path, name: str) -> list[Path]:
-    """Cells in ``folder`` whose names differ from ``name`` in the hash alone."""
-    words, _, digest = name.rpartition("-")
-    return [path for path in sorted(folder.glob(f"{glob.escape(words)}-{'?' * len(digest)}")) if path.name != name]
-
-
-def preferred(cells: Sequence[Path]) -> Path:
-    """Of the folders of one and the same cell, the one with the most complete runs, the first by name among equals."""
-    return min(cells, key=lambda cell: (-len(list(cell.glob(f"fold*_rep*/{RESULT}"))), cell.name))
-
-
-def folder_of_run(cells: Sequence[Path], run: str) -> Path:
-    """Which of the folders of one cell, that of its name last, a run lies in or is to be made in."""
-    *former, named = cells
-    if not former:
-        return named
-    existing = [*former, *([named] if named.exists() else [])]
-    return preferred([cell for cell in existing if (cell / run / RESULT).exists()] or existing)
 
 
 def make_directory(path: Path) -> None:

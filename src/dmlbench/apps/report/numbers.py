@@ -12,7 +12,7 @@ import pandas as pd
 
 from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.tables import Cell
-from dmlbench.config import read_settings, settings_of_cell
+from dmlbench.config import read_config, settings_of_cell
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.results.paired import paired_difference
 from dmlbench.results.store import CONFIG, read_result
@@ -194,7 +194,7 @@ def _by_class(cell: Cell) -> pd.DataFrame | None:
 
 def settings(cell: Cell) -> dict[str, str]:
     """What the cell is made of, by key."""
-    stored = read_settings(first_run(cell) / CONFIG)
+    stored = read_config(first_run(cell) / CONFIG)
     return {key: "null" if value is None else str(value) for key, value in settings_of_cell(stored).items()}
 
 
