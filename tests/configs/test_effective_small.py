@@ -1,55 +1,82 @@
-"""What losses with class vectors begin with under ``recipe=small``: batches, warm-up, learning rates, first vectors."""
+"""What losses with class vectors start with under ``recipe=small``: batches, warm-up, learning rates, first vectors."""
+
+import math
 
 import pytest
-from dmlbench.cli.front import compose
-from omegaconf import DictConfig
+from composed import composed
+from effective import Effective, effective
 
-WITH_CLASS_VECTORS = (
-    "arcface",
-    "norm_softmax",
-    "proxy_anchor",
-    "proxy_nca",
-    "proxy_nca_gsp",
-    "proxy_nca_pp",
-    "soft_triple",
-)
-BIRDS = ("experiment=photographs", "dataset=cub200_2010")
-# Training classes: a fold of mlrc has three quarters of the training half, hpo four fifths.
-SETTINGS = {
-    BIRDS: (75, 80),
-    ("experiment=photographs", "dataset=cars196"): (73, 79),
-    ("experiment=losses_omniglot",): (51, 55),
-    ("experiment=losses",): (22, 24),
+# Mean length of the first class vectors, D = 128, C = 75 classes.
+LENGTHS = {
+    "arcface": math.sqrt(128),  # pytorch-metric-learning 2.9.0, losses/mixins.py:14, N(0, 1)
+    "norm_softmax": math.sqrt(128),  # the same
+    "proxy_anchor": math.sqrt(2 * 128 / 75),  # tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py:31, fan-out
+    "proxy_nca": math.sqrt(128) / 8,  # euwern/proxynca_pp 217233d2, loss.py, randn / 8
+    "proxy_nca_gsp": math.sqrt(128),  # pytorch-metric-learning
+    "proxy_nca_pp": math.sqrt(128),  # pytorch-metric-learning, losses/proxy_losses.py:12
+    "soft_triple": math.sqrt(128),
 }
-AVSL = ("loss=layered_proxy_anchor", "head=avsl", "pooling=none", "backbone.out_indices=[1,2,3]")
+AVSL = "loss=layered_proxy_anchor head=avsl pooling=none backbone.out_indices=[1,2,3] head.level_size=128"
+PRETRAINED = "experiment=photographs dataset=cub200_2010"
+# Fewest and most training classes of a fold, by mlrc and hpo: of 68 characters, and of 30 letters.
+FROM_RANDOM_WEIGHTS = {"experiment=losses_omniglot": (51, 55), "experiment=losses": (22, 24)}
 
 
-def sampler(cfg: DictConfig) -> tuple[int, int]:
-    return cfg.sampler.classes_per_batch, cfg.sampler.images_per_class
+def started(*overrides: str) -> Effective:
+    return effective(*(one for each in overrides for one in each.split()))
 
 
-@pytest.mark.parametrize("experiment", SETTINGS)
-def test_no_class_vector_is_without_images_in_more_than_seven_of_ten_steps(experiment: tuple[str, ...]) -> None:
-    fewest, most = SETTINGS[experiment]
-    for loss in WITH_CLASS_VECTORS:
-        cfg = compose("train", [*experiment, f"loss={loss}"])
-        classes, images = sampler(cfg)
-        assert most * 0.3 <= classes <= fewest, loss
-        assert 22 <= classes * images <= 32, loss
+def share_of_classes(found: Effective) -> float:
+    """Mean share of the training classes that have an image in a batch; the others' vectors only repel."""
+    present = [len(batch.unique()) / found.num_classes for batch in found.batches]
+    return sum(present) / len(present)
 
 
-@pytest.mark.parametrize("overrides", [*([f"loss={loss}"] for loss in WITH_CLASS_VECTORS), list(AVSL)])
-def test_class_vectors_train_as_in_the_gsp_study(overrides: list[str]) -> None:
-    # Supplement 1.6.7 (ProxyAnchor, ProxyNCA++): 32 classes x 1 image, warm-up of the embedding layer, proxies x 100;
-    # yetigurbuz/generalized-sum-pooling b765b889, model_utils.py:317: all but the embedding head rests in the warm-up.
-    cfg = compose("train", [*BIRDS, *overrides])
-    assert sampler(cfg) == (32, 1)
-    assert cfg.optim.lr_multipliers.loss == 100.0
-    assert cfg.fit.warmup_steps == 20 < cfg.fit.max_steps / 4
-    assert set(cfg.fit.warmup_frozen) == {"backbone", "pooling"}
+@pytest.mark.parametrize("loss", LENGTHS)
+def test_losses_with_class_vectors_start_as_in_the_gsp_study(loss: str) -> None:
+    # Supplement 1.6.7 (ProxyAnchor, ProxyNCA++): 32 classes x 1 image, proxies at 100 times the learning rate, warm-up;
+    # yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/utilities/model_utils.py:317-318: all but the
+    # embedding layer is frozen in it.
+    found = started(PRETRAINED, f"loss={loss}")
+    assert found.num_classes == 75
+    assert all(len(batch) == len(batch.unique()) == 32 for batch in found.batches)
+    assert share_of_classes(found) > 0.4
+    (vectors,) = (name for name in found.parameters if name.startswith("objective.loss"))
+    assert found.rates[vectors] == pytest.approx(100 * min(found.rates.values()))
+    first = found.parameters[vectors]
+    first = first.T if first.shape == (128, 75) else first  # pytorch-metric-learning has columns
+    assert first.flatten(0, -2).norm(dim=1).mean().item() == pytest.approx(LENGTHS[loss], rel=0.05)
+    assert found.settings.warmup_steps == 20 <= found.settings.max_steps / 6
+    assert found.trained_in_warmup == {vectors, "projection.weight"}
 
 
-def test_losses_that_compare_images_keep_several_of_a_class() -> None:
-    for overrides in (["loss=contrastive"], ["loss=multi_similarity"], ["loss=xbm"]):
-        cfg = compose("train", [*BIRDS, *overrides])
-        assert (sampler(cfg), cfg.fit.warmup_steps, cfg.optim.lr_multipliers.loss) == ((8, 4), 0, 1.0)
+def test_avsl_starts_as_other_losses_with_class_vectors() -> None:
+    found = started(PRETRAINED, AVSL)
+    assert all(len(batch.unique()) == 32 for batch in found.batches)
+    assert found.settings.warmup_steps == 20
+    assert found.rates["objective.loss.proxies"] == pytest.approx(100 * min(found.rates.values()))
+
+
+@pytest.mark.parametrize("experiment", FROM_RANDOM_WEIGHTS)
+@pytest.mark.parametrize("loss", LENGTHS)
+def test_a_third_of_the_class_vectors_is_attracted_in_each_step(experiment: str, loss: str) -> None:
+    cfg = composed(experiment, f"loss={loss}")
+    fewest, most = FROM_RANDOM_WEIGHTS[experiment]
+    assert most / 3 <= cfg.sampler.classes_per_batch <= fewest
+    assert cfg.sampler.classes_per_batch * cfg.sampler.images_per_class == 32
+    assert cfg.fit.warmup_steps == 0  # nothing is pretrained
+
+
+def test_libc_keeps_two_images_of_a_class_and_learns_more_slowly_than_proxies() -> None:
+    # dvl-tum/intra_batch a1ae3de8, trainer.py:90-91: one learning rate; config/config_cub_train.yaml:59-60: 6 x 9 images.
+    found = started(PRETRAINED, "loss=libc")
+    assert all(batch.unique(return_counts=True)[1].tolist() == [2] * 16 for batch in found.batches)
+    assert found.rates["objective.loss.classifier.weight"] == pytest.approx(10 * min(found.rates.values()))
+    assert found.settings.warmup_steps == 20
+
+
+@pytest.mark.parametrize("experiment", [PRETRAINED, *FROM_RANDOM_WEIGHTS, "experiment=poolings"])
+@pytest.mark.parametrize("loss", ["contrastive", "multi_similarity", "xbm"])
+def test_losses_that_compare_images_keep_four_of_a_class(experiment: str, loss: str) -> None:
+    cfg = composed(*experiment.split(), f"loss={loss}")
+    assert (cfg.sampler.classes_per_batch, cfg.sampler.images_per_class, cfg.fit.warmup_steps) == (8, 4, 0)
