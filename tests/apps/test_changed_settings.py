@@ -81,7 +81,7 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
     of_paper = "recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"
     assert changed_settings(stored(*of_paper), NAMING_GROUPS) == {}
     margin = changed_settings(stored(*of_paper, "loss.margin=0.3"), NAMING_GROUPS)
-    assert margin == {"loss.margin": "where the option has 0.119"}
+    assert margin == {"loss.margin": "where the option has 0.05"}
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert changed_settings(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
     weighed = stored("pooling=gsp", "regularizer=zsr", "regularizer.zsr.weight=0.7")

@@ -357,10 +357,10 @@ def test_without_a_recipe_nothing_but_the_options_own_values_applies() -> None:
 
 def test_a_value_that_is_given_wins_and_is_named() -> None:
     given = ["recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"]
-    assert compose("train", given).loss.margin == 0.119
+    assert compose("train", given).loss.margin == 0.05
     cfg = compose("train", [*given, "loss.margin=0.3"])
     assert cfg.loss.margin == 0.3
-    assert cfg.runtime.recipe.overridden == {"loss.margin": 0.119}
+    assert cfg.runtime.recipe.overridden == {"loss.margin": 0.05}
     assert (cfg.runtime.recipe.name, cfg.runtime.recipe.side) == ("gsp", "code")
     assert cfg.runtime.recipe.places["loss.margin"] == "1.6.7 Triplet"
     experiment = compose(
