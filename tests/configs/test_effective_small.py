@@ -68,7 +68,7 @@ def test_a_third_of_the_class_vectors_is_attracted_in_each_step(experiment: str,
 
 
 def test_libc_keeps_two_images_of_a_class_and_learns_more_slowly_than_proxies() -> None:
-    # dvl-tum/intra_batch a1ae3de8, trainer.py:90-91: one learning rate; config/config_cub_train.yaml:59-60: 6 x 9 images.
+    # dvl-tum/intra_batch a1ae3de8: one learning rate (trainer.py:90-91), 6 x 9 images (config_cub_train.yaml:59-60).
     found = started(PRETRAINED, "loss=libc")
     assert all(batch.unique(return_counts=True)[1].tolist() == [2] * 16 for batch in found.batches)
     assert found.rates["objective.loss.classifier.weight"] == pytest.approx(10 * min(found.rates.values()))
