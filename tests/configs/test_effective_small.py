@@ -12,7 +12,7 @@ LENGTHS = {
     "norm_softmax": math.sqrt(128),  # the same
     "proxy_anchor": math.sqrt(2 * 128 / 75),  # tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py:31, fan-out
     "proxy_nca": math.sqrt(128) / 8,  # euwern/proxynca_pp 217233d2, loss.py, randn / 8
-    "proxy_nca_gsp": math.sqrt(128),  # pytorch-metric-learning
+    "proxy_nca_gsp": math.sqrt(2 * 128 / 75),  # yetigurbuz/generalized-sum-pooling b765b889, proxy_utils.py:32-36
     "proxy_nca_pp": math.sqrt(128),  # pytorch-metric-learning, losses/proxy_losses.py:12
     "soft_triple": math.sqrt(128),
 }
@@ -68,7 +68,7 @@ def test_a_third_of_the_class_vectors_is_attracted_in_each_step(experiment: str,
 
 
 def test_libc_keeps_two_images_of_a_class_and_learns_more_slowly_than_proxies() -> None:
-    # dvl-tum/intra_batch a1ae3de8, trainer.py:90-91: one rate; config/config_cub_train.yaml:59-60: 6 x 9 images.
+    # dvl-tum/intra_batch a1ae3de8: one learning rate (trainer.py:90-91), 6 x 9 images (config_cub_train.yaml:59-60).
     found = started(PRETRAINED, "loss=libc")
     assert all(batch.unique(return_counts=True)[1].tolist() == [2] * 16 for batch in found.batches)
     assert found.rates["objective.loss.classifier.weight"] == pytest.approx(10 * min(found.rates.values()))

@@ -362,7 +362,7 @@ def test_a_value_that_is_given_wins_and_is_named() -> None:
     assert cfg.loss.margin == 0.3
     assert cfg.runtime.recipe.overridden == {"loss.margin": 0.05}
     assert (cfg.runtime.recipe.name, cfg.runtime.recipe.side) == ("gsp", "code")
-    assert cfg.runtime.recipe.places["loss.margin"] == "1.6.7 Triplet"
+    assert cfg.runtime.recipe.places["loss.margin"] == "triplet_loss.py; code"
     experiment = compose(
         "train", ["experiment=cub200_2010", "recipe=small", "loss=proxy_anchor", "optim.lr_multipliers.loss=7"]
     )
