@@ -334,7 +334,7 @@ SOME = {  # table, row, data set, setting: each paper, data set, loss and kind o
     ("proxynca_pp/table8", "+scale +norm +cbs", "cub200", "with prob"),
     ("proxynca_pp/table13", "NormSoftMax (+fast)", "cars196", ""),
     ("proxynca_pp/table15", "Ours", "inshop", ""), ("avsl/table1", "ProxyAnchor-AVSL", "sop", ""),
-    ("avsl/table1", "Margin-AVSL", "cub200", ""),
+    ("avsl/table1", "Margin-AVSL", "cub200", ""), ("avsl/table1", "Margin [41]", "sop", ""),
 }  # fmt: skip
 
 
