@@ -1,6 +1,5 @@
 """Splits of a file: what it may hold, and how its classes are found in a data set."""
 
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -103,24 +102,22 @@ def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], messa
         read_splits(written(tmp_path, split(**change)))
 
 
-def test_files_that_are_none_of_splits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no file of splits at"):
-        read_splits(tmp_path / "none.json")
-    with pytest.raises(DataError, match="holds no split"):
-        read_splits(written(tmp_path))
-    (tmp_path / "other.json").write_text(json.dumps({"format": "something"}))
-    with pytest.raises(DataError, match="is JSON, but no file of splits"):
-        read_splits(tmp_path / "other.json")
-    (tmp_path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(DataError, match=r"asks for os\.system"):
-        read_splits(tmp_path / "evil.pkl")
-    (tmp_path / "list.pkl").write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(DataError, match="is no file of splits, or damaged"):
-        read_splits(tmp_path / "list.pkl")
-    whole = written(tmp_path, split()).read_text()
-    (tmp_path / "cut.json").write_text(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="is no file of splits, or damaged"):
-        read_splits(tmp_path / "cut.json")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.json", None, "there is no file of splits at"),
+        ("other.json", b'{"format": "something"}', "is JSON, but no file of splits"),
+        ("cut.json", b'{"format": ', "is no file of splits, or damaged"),
+        ("evil.pkl", b"cos\nsystem\n(S'true'\ntR.", r"asks for os\.system"),
+        ("list.pkl", pickle.dumps([1, 2]), "is no file of splits, or damaged"),
+        ("empty.pkl", pickle.dumps({}), "holds no split"),
+    ],
+)
+def test_other_files_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_splits(tmp_path / name)
 
 
 def test_splits_of_other_data_and_unknown_classes_are_named(tmp_path: Path) -> None:

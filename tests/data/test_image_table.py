@@ -21,7 +21,7 @@ def small_table(**changes: object) -> ImageTable:
     return make_table("small", "/root", **(parts | changes))
 
 
-def test_fingerprint_depends_on_names_sizes_labels_and_roles_but_not_on_order_or_folder() -> None:
+def test_fingerprint_depends_on_names_sizes_labels_and_roles_alone() -> None:
     names, sizes, labels = ["x", "y", "z"], np.array([1, 2, 3]), np.array([0, 1, 1])
     role = np.array(["train", "query", "gallery"])
     digest = fingerprint(names, sizes, labels, role)

@@ -87,11 +87,6 @@ def test_a_few_published_boxes_that_do_not_fit_prove_nothing() -> None:
     assert found(SIZES[1:10], Originals(boxes=boxes[1:])) == ()  # 2 of 9
 
 
-def test_boxes_that_were_rewritten_to_the_whole_image_are_not_called_cut() -> None:
-    boxes = np.array([(0, 0, w, h) for w, h in BOX_SIZES], dtype=np.float64)
-    assert found(BOX_SIZES, Originals(boxes=boxes)) == ()
-
-
 def test_a_box_may_miss_the_image_by_a_pixel() -> None:
     boxes = np.array([(0, 0, w + 1, h) for w, h in SIZES], dtype=np.float64)
     assert found(SIZES, Originals(boxes=boxes)) == ()
@@ -104,14 +99,6 @@ def test_images_without_a_box_are_passed_over() -> None:
     boxes[5:] = np.nan
     assert found(BOX_SIZES, Originals(boxes=boxes)) == ("images cut to their boxes",)
     assert found(BOX_SIZES, Originals(boxes=np.full((NUM, 4), np.nan))) == ()
-
-
-def test_another_format_was_reencoded() -> None:
-    assert found(SIZES, image_format="PNG") == ("images re-encoded as PNG",)
-    assert found([(64, 64)] * NUM, Originals(), "WEBP") == (
-        "images rescaled to 64 x 64 pixels",
-        "images re-encoded as WEBP",
-    )
 
 
 def test_jpegs_of_coarser_colors_than_the_published_ones_were_reencoded(tmp_path: Path) -> None:

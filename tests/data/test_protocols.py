@@ -87,7 +87,7 @@ def test_musgrave_never_validates_on_a_few_classes(size: tuple[int, int], never:
     assert sorted(set(range(size[0] // 2)) - set(seen.tolist())) == never
 
 
-def test_in_shop_validates_within_the_held_out_fold_and_tests_queries_against_the_gallery() -> None:
+def test_in_shop_validates_within_the_fold_and_tests_against_the_gallery() -> None:
     table = in_shop_like(3997, 3985)
     for fold, (first, last) in enumerate([(2997, 3996), (1998, 2996), (999, 1997), (0, 998)]):
         split = Mlrc().split(table, fold=fold)
@@ -132,7 +132,7 @@ def test_held_out_classes_select_and_the_test_half_is_tested() -> None:
     assert classes(table, HeldOut(num_parts=5).split(table, fold=0).val.query) == span(78, 97)
 
 
-def test_two_stages_train_on_half_and_on_all_train_classes_and_only_the_second_is_tested() -> None:
+def test_two_stages_train_on_half_and_on_all_train_classes() -> None:
     table = table_of(*CUB)
     first, second = (TwoStage(stage=stage).split(table, fold=0) for stage in (1, 2))
     assert classes(table, first.train) == span(0, 49)

@@ -129,9 +129,7 @@ def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path)
     assert out.splitlines()[-1].startswith("folder is complete by its counts")
 
 
-def test_prepare_extracts_what_lies_there_and_verify_tells_a_subset_from_the_benchmark(
-    data: Command, tmp_path: Path
-) -> None:
+def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command, tmp_path: Path) -> None:
     archive = birds(tmp_path)
     _, error = data("prepare", "cub200", f"archives={archive}", code=1)
     assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error

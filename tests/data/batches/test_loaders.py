@@ -19,7 +19,7 @@ from dmlbench.data.image_table import make_table
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray, RunError
+from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray
 
 CLASSES, IMAGES = 6, 5
 TRAIN = np.arange(10, 30)  # classes 2 to 5
@@ -139,10 +139,6 @@ def test_rgb_arrays_keep_their_channels() -> None:
     np.testing.assert_array_equal(batch.images.permute(0, 2, 3, 1).numpy(), table.pixels[batch.ids])
 
 
-def test_an_image_transform_takes_array_data_sets_too() -> None:
-    assert next(batches_of(array_table(), small_crops())).images.shape == (6, 3, 16, 16)
-
-
 @pytest.mark.parametrize("kind", ["files", "array"])
 def test_the_images_are_the_same_for_any_number_of_workers(kind: str, tmp_path: Path) -> None:
     table = file_table(tmp_path) if kind == "files" else array_table()
@@ -213,23 +209,6 @@ def test_a_resumed_loader_goes_on_after_the_last_batch_that_was_handed_out(num_w
     second.load_state_dict(state)  # back again, with batches read ahead to be dropped
     assert equal(list(islice(second, 7)), whole[5:])
     second.close()
-
-
-def test_after_close_the_next_batch_is_the_next_one() -> None:
-    table = array_table()
-    whole = list(islice(batches_of(table, random_shift(padding=2)), 6))
-    batches = batches_of(table, random_shift(padding=2), num_workers=1)
-    parts = list(islice(batches, 3))
-    batches.close()
-    batches.close()
-    assert equal(parts + list(islice(batches, 3)), whole)
-    batches.close()
-
-
-def test_the_state_of_another_sampler_is_refused() -> None:
-    batches = batches_of(array_table(), identity())
-    with pytest.raises(RunError, match="seed = 5"):
-        batches.load_state_dict({**batches.state_dict(), "seed": 5})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

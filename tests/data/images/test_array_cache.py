@@ -64,13 +64,3 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -
     with pytest.raises(DataError, match="another cache_dir"):
         get(tmp_path / "file" / "cache", build)
     assert build.calls == 0
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("dmlbench.data.images.array_cache.atomic_write", full)
-    with pytest.raises(DataError, match="No space left"):
-        get(tmp_path, Builder())
-    assert list(tmp_path.iterdir()) == []

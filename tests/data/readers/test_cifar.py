@@ -152,29 +152,12 @@ def test_classes_of_unequal_size_are_not_the_benchmark(tmp_path: Path, monkeypat
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 
-def test_a_missing_file_an_unknown_class_list_and_code_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "cifar-10-batches-py"
-    write_10(folder)
-    (folder / "data_batch_3").rename(tmp_path / "kept")
-    with pytest.raises(DataError, match="data_batch_3"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
-    (folder / "data_batch_3").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(DataError, match=r"data_batch_3.*system"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
-    (tmp_path / "kept").replace(folder / "data_batch_3")
-    for names in (["cat"], None, 3):
-        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
-        with pytest.raises(DataError, match=r"batches\.meta.*does not name its classes"):
-            cifar10(tmp_path, cache_dir=tmp_path / "cache")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"labels": [1, 2]}, r"data \(10, 3072\) of uint8 and 2 labels"),
         ({"data": np.zeros((10, 3072), dtype=np.int64)}, "of int64"),
         ({"labels": [*range(9), 10]}, r"labels outside of \[0, 10\)"),
-        ({"labels": [*range(9), -1]}, r"labels outside of \[0, 10\)"),
         ({"labels": [0.5] * 10}, r"labels outside of \[0, 10\)"),
         ({"labels": [], "data": np.zeros((0, 3072), dtype=np.uint8)}, "no images"),
         ({"data": None}, r"data \(\) of object"),
@@ -185,6 +168,12 @@ def test_a_batch_at_fault_is_named(tmp_path: Path, change: dict[str, Any], messa
     members = write_10(folder)
     (folder / "test_batch").write_bytes(pickle.dumps(members["test_batch"] | change, protocol=2))
     with pytest.raises(DataError, match=rf"test_batch\)' has .*{message}"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")
+    (folder / "test_batch").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(DataError, match=r"test_batch.*system"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["cat"]}))
+    with pytest.raises(DataError, match=r"batches\.meta.*does not name its classes"):
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 

@@ -57,13 +57,6 @@ def test_twins_of_other_alphabets_are_not_classes_of_their_own() -> None:
     assert ord("Ψ") in codes
 
 
-@pytest.mark.slow
-def test_no_two_of_many_classes_look_alike_in_every_face() -> None:
-    codes = distinct_letters(600)
-    looks = {tuple(drawn(code, file) for file in face_files()) for code in codes}
-    assert len(looks) == len(codes)
-
-
 def test_nuisance_symbols_are_common_not_letters_and_apart_for_train_and_test() -> None:
     train, test = nuisance_pools()
     assert not set(train) & set(test)

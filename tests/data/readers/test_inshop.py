@@ -67,7 +67,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str, listed: s
         assert table.fingerprint == reference.fingerprint
 
 
-def test_the_images_of_the_papers_come_before_the_large_ones_and_the_layout_says_which(tmp_path: Path) -> None:
+def test_images_of_the_papers_come_before_the_large_ones(tmp_path: Path) -> None:
     write(tmp_path, images="Img/img_highres")
     assert inshop(tmp_path, check_counts=False).layout.endswith("images of Img/img_highres")
     write(tmp_path, images="Img/img")
@@ -88,13 +88,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, row: tuple[str, st
     write(tmp_path)
     write_list(tmp_path / "Eval/list_eval_partition.txt", (*ROWS, row))
     with pytest.raises(DataError, match=message):
-        inshop(tmp_path, check_counts=False)
-
-
-def test_a_list_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
-    write(tmp_path)
-    write_list(tmp_path / "Eval/list_eval_partition.txt", ROWS[:-1], count=6)
-    with pytest.raises(DataError, match="says in line 1 that it has 6 rows, but has 5; put the original file there"):
         inshop(tmp_path, check_counts=False)
 
 

@@ -49,7 +49,7 @@ def test_the_preferred_layout_wins_over_a_nearer_folder(tmp_path: Path) -> None:
     assert find(tmp_path) == (tmp_path / "birds", PREFERRED)
 
 
-def test_where_nothing_is_found_the_message_says_where_what_is_nearest_and_how_to_get_it(tmp_path: Path) -> None:
+def test_where_nothing_is_found_the_message_says_what_is_nearest(tmp_path: Path) -> None:
     make(tmp_path, "birds/list.txt")
     with pytest.raises(DataError) as error:
         find(tmp_path)
