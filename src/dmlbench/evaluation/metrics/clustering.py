@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
-from dmlbench.evaluation.search.similarity import FloatRows, unit_rows
+from dmlbench.evaluation.search.unit_rows import FloatRows, unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 KMEANS_STEPS = 25  # faiss's own number; scikit-learn gets the same
