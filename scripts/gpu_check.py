@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -121,19 +120,13 @@ def evaluation(tiny: bool) -> list[Row]:
     from bench_evaluation import embedding_sets, pml_call
 
     from dmlbench.evaluation.evaluate import evaluate
-    from dmlbench.evaluation.search import unit_vectors
     from dmlbench.types import EmbeddingSet
 
     (cpu,) = embedding_sets("sop", 512, scale=0.02 if tiny else 1.0)
     held = EmbeddingSet(*(x.cuda() if CUDA else x for x in (cpu.rows, cpu.labels, cpu.ids)))
     ours = seconds(lambda: evaluate(held), rounds=1)
     floor = seconds(lambda: [held.rows[i : i + 2048] @ held.rows.T for i in range(0, len(held.rows), 2048)], rounds=1)
-    with mock.patch.object(unit_vectors, "has_bf16", lambda device: False):
-        plain = seconds(lambda: evaluate(held), rounds=1)
-    rows = [
-        (f"evaluation of {len(cpu.rows):,} x 512", f"{ours:.2f} s", f"{floor:.2f} s its product alone"),
-        ("the same without a shortlist by bf16", f"{plain:.2f} s", f"{plain / ours:.1f} times with it"),
-    ]
+    rows = [(f"evaluation of {len(cpu.rows):,} x 512", f"{ours:.2f} s", f"{floor:.2f} s its product alone")]
     same = evaluate(embedding := embedding_sets("cub", 128, scale=0.1 if tiny else 1.0)[0]).scores
     moved = EmbeddingSet(*(x.cuda() if CUDA else x for x in (embedding.rows, embedding.labels, embedding.ids)))
     verdict = "the same" if evaluate(moved).scores == same else "DIFFERENT"

@@ -26,7 +26,7 @@ from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.evaluation.by_distance import refuse_what_unit_vectors_have
+from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists
 from dmlbench.losses.objective import Objective, plain_loss
@@ -179,7 +179,7 @@ def _check_head(cfg: DictConfig) -> None:
         if cfg.regularizer is not None:
             name = type(distance).__name__
             raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
-        refuse_what_unit_vectors_have(spec, distance)
+        check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
     elif spec.rerank is not None:
         check_rerank(spec.rerank, None, k=0, num_gallery=0)
@@ -189,7 +189,7 @@ def _check_head(cfg: DictConfig) -> None:
             raise ConfigError(
                 f"matching ranks lists of unit vectors again, which {name} does not compare; set it to null"
             )
-        refuse_what_unit_vectors_have(spec, matching)
+        check_distance_supports(spec, matching)
         protocol = component(cfg.protocol)
         if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
             raise ConfigError(

@@ -78,7 +78,7 @@ class Setup:
         return self._embed(part, lambda images: self.model(images).embedding)
 
     def test(
-        self, part: RetrievalSet, spec: EvaluationSpec | None = None, *, partial: Path | None = None
+        self, part: RetrievalSet, spec: EvaluationSpec | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
         """Queries, gallery and their scores as a test has them: where there is a ``matching``, rows with cells, and
         lists whose first neighbors it ranked again."""
@@ -88,22 +88,18 @@ class Setup:
             model: Any = self.model  # which has cells: ``build_matching`` has asked
             size = int(self.matching.grid_size)
             queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
-        return queries, gallery, self._score(queries, gallery, spec, self.matching or self.model.distance, partial)
+        return queries, gallery, self._score(queries, gallery, spec, self.matching or self.model.distance)
 
     def score(
         self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None
     ) -> Evaluation:
         """Scores by the model's distance."""
-        return self._score(queries, gallery, spec, self.model.distance, None)
+        return self._score(queries, gallery, spec, self.model.distance)
 
     def _score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None, distance: BaseDistance,
-        partial: Path | None,
-    ) -> Evaluation:  # fmt: skip
-        """Scores by a distance; ``partial`` is from what folder an interrupted search continues."""
-        return evaluate(
-            queries, gallery, spec or self.spec, distance=distance, partial=partial, progress=sys.stderr.isatty()
-        )
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None, distance: BaseDistance
+    ) -> Evaluation:
+        return evaluate(queries, gallery, spec or self.spec, distance=distance, progress=sys.stderr.isatty())
 
     def validate(
         self, watch: Callable[[EmbeddingSet, EmbeddingSet | None], None] = lambda queries, gallery: None

@@ -19,7 +19,6 @@ from dmlbench.config import cell_id, config_sha256, differences, load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.resume import forget
 from dmlbench.experiment import Experiment, make_experiment
 from dmlbench.models.head import MetricModel
 from dmlbench.results import store
@@ -237,7 +236,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     scores: dict[str, Any] = {}
     test = None
     if data.split.test is not None:
-        queries, gallery, test = setup.test(data.split.test, partial=run_dir / store.PARTIAL)
+        queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
         save_embeddings(
             run_dir / store.EMBEDDINGS, queries, gallery,
@@ -331,7 +330,6 @@ def _published_queries(data: Data) -> dict[str, int]:
 
 def _tidy(run_dir: Path, keep: str) -> None:
     """Remove what a complete run needs no more."""
-    forget(run_dir / store.PARTIAL)
     for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
         if keep not in kept:
             (run_dir / name).unlink(missing_ok=True)

@@ -215,7 +215,7 @@ def test_values_out_of_their_range_are_named() -> None:
     ("pair=my dir/a (1).jpg, b=c.jpg", "pair=['my dir/a (1).jpg','b=c.jpg']"),
     ("pair='a.jpg',it's.jpg", r"pair=['a.jpg','it\'s.jpg']"),
     ("pair=[a.jpg,b.jpg]", "pair=[a.jpg,b.jpg]"),
-    ("pair=a.jpg", "pair=a.jpg"),
+    ("pair=a.jpg", "pair='a.jpg'"),
     ("images=1,2", "images=[1,2]"),
     ("run=a/b (1),c", "run=['a/b (1)','c']"),
 ])  # fmt: skip

@@ -471,7 +471,7 @@ def test_why_names_the_place_of_every_value(capsys) -> None:
     }.items():
         assert rows[key].rstrip().endswith(place) or place in rows[key], rows[key]
     assert "unknown" not in shown
-    assert "replaced: fit.patience, which it has as 10 (1.6.4)" in shown
+    assert "replaced: fit.patience, which it has as 10 (1.6.4 and conventional_*_default.yaml, 10,000 epochs)" in shown
     with pytest.raises(SystemExit) as info:
         main(["train", "experiment=demo", "--why"])
     assert "conf/experiment/demo.yaml" in capsys.readouterr().out

@@ -65,17 +65,16 @@ STAY: Mapping[str, str] = {
     "sets.py labels_of: _to_copy to the host": CHECKED,
     "sets.py check_finite: _local_scalar_dense": CHECKED,
     "clustering.py __init__: _to_copy to the host": CHECKED,
-    "similarity.py _float64_parts: _to_copy to the host": SEARCHED,
-    "on_device.py to_host: _to_copy to the host": SEARCHED,
-    "on_device.py entries_at_least: nonzero": SEARCHED,
-    "device_ranking.py select: nonzero": SEARCHED,
-    "device_ranking.py rank: nonzero": SEARCHED,
-    "on_device.py to_device: _to_copy from the host": MOVED,
+    "unit_rows.py _float64_parts: _to_copy to the host": SEARCHED,
+    "candidates.py to_host: _to_copy to the host": SEARCHED,
+    "candidates.py entries_above: nonzero": SEARCHED,
+    "ranking.py select: nonzero": SEARCHED,
+    "candidates.py to_device: _to_copy from the host": MOVED,
     "pairwise.py tile: _to_copy from the host": MOVED,
-    "pairwise.py places: _to_copy to the host": CHECKED,
-    "pairwise_search.py _unit: _local_scalar_dense": CHECKED,
+    "pairwise.py _places_of_content: _to_copy to the host": CHECKED,
+    "pairwise.py _scale_unit: _local_scalar_dense": CHECKED,
     "pairwise.py _checked: _local_scalar_dense": SEARCHED,
-    "back_ends.py moved_to: _to_copy from the host": MOVED,
+    "scan.py moved_to: _to_copy from the host": MOVED,
     "diml.py _plan: _local_scalar_dense": "a list's updates end when its last one moves little",
 }
 
@@ -263,7 +262,7 @@ def test_search_among_unit_vectors_scores_as_on_the_cpu() -> None:
     with pretended_cuda() as device:
         found = evaluate(on_gpu(queries), spec=SPEC)
     assert found.scores == evaluate(queries, spec=SPEC).scores
-    assert any("back_ends.py" in name for name in device.waits)
+    assert any("scan.py" in name for name in device.waits)
     assert not unknown(device)
 
 
@@ -297,7 +296,7 @@ def test_lists_ranked_again_score_as_on_the_cpu() -> None:
 
 
 def test_collections_score_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concatenated, "compiled_ranking", lambda: None)  # the plain loop
+    monkeypatch.setattr(concatenated, "numba_ranking", lambda: None)
     members = [[embedded(seed=2 * fold + repeat) for repeat in range(2)] for fold in range(2)]
     expected, _ = concatenated.concatenated_scores(members, spec=EvaluationSpec())
     with pretended_cuda() as device:

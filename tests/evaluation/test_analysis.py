@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 import torch
 
-from dmlbench.evaluation import by_distance
+from dmlbench.evaluation import analysis
 from dmlbench.evaluation.analysis import hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search.unit_vectors import nearest
+from dmlbench.evaluation.search.nearest import nearest
 from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
 
 
@@ -68,11 +68,11 @@ def test_the_search_behind_hardest_queries_keeps_to_its_memory(monkeypatch: pyte
     queries = example()
     given = []
 
-    def recording(*arguments: EmbeddingSet, tile_bytes: int) -> Neighbors:
+    def recording(*arguments: EmbeddingSet, tile_bytes: int, distance: None) -> Neighbors:
         given.append(tile_bytes)
         return nearest(*arguments, tile_bytes=tile_bytes)
 
-    monkeypatch.setattr(by_distance, "nearest", recording)
+    monkeypatch.setattr(analysis, "nearest", recording)
     hardest_queries(queries, None, evaluate(queries), count=3, metric="map_at_r", tile_bytes=5000)
     assert given == [5000]
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from dmlbench.evaluation.search import unit_vectors
+from dmlbench.evaluation.search.candidates import column_of, settle
 from dmlbench.evaluation.search.scan import ScanPlan, scan
-from dmlbench.evaluation.search.similarity import unit_rows
-from dmlbench.evaluation.search.top_k import column_of, settle
+from dmlbench.evaluation.search.unit_rows import unit_rows
 from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet
 
@@ -60,7 +60,7 @@ def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_
     assert max(sizes) < 25  # of 600
 
 
-def test_halves_serve_a_set_within_itself_alone_and_only_where_both_sides_see_one_similarity(
+def test_halves_serve_a_set_within_itself_whose_similarities_are_symmetric(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queries, gallery = clustered(60, seed=1), clustered(60, seed=2)
@@ -69,7 +69,7 @@ def test_halves_serve_a_set_within_itself_alone_and_only_where_both_sides_see_on
 
     def uses_halves(search: UnitSearch, *, pays: bool = True) -> bool:
         monkeypatch.setattr(unit_vectors, "_GAIN", 0 if pays else 10**9)
-        return search.plan(7, 60).by_half
+        return search.plan(3, 60).by_half
 
     assert uses_halves(unit_search(queries, None))
     assert not uses_halves(unit_search(queries, None), pays=False)

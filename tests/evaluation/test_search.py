@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import back_ends, on_device
-from dmlbench.evaluation.search.similarity import strict_float32_products
-from dmlbench.evaluation.search.top_k import (
-    LOWEST,
+from dmlbench.evaluation.search import candidates, unit_vectors
+from dmlbench.evaluation.search.candidates import (
     PADDING,
-    Keys,
     TopK,
     column_of,
     kth_bound,
@@ -25,9 +22,10 @@ from dmlbench.evaluation.search.top_k import (
     settle,
     value_of,
 )
+from dmlbench.evaluation.search.scan import nearest_columns
 from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import EmbeddingSet, RunError
 
 
 def embedding_set(rows: np.ndarray, start: int = 0) -> EmbeddingSet:
@@ -35,11 +33,8 @@ def embedding_set(rows: np.ndarray, start: int = 0) -> EmbeddingSet:
     return EmbeddingSet(torch.from_numpy(rows.astype(np.float32)), labels, torch.arange(start, start + len(rows)))
 
 
-def nearest_columns(search: UnitSearch, k: int) -> np.ndarray:
-    def finish(part: IntArray, keys: Keys) -> IntArray:
-        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
-
-    return np.concatenate([found for _, found in search.ranked(k, finish, wanted=np.arange(len(search.query)))])
+def columns_found(search: UnitSearch, k: int) -> np.ndarray:
+    return np.concatenate([found for _, found in nearest_columns(search, k, wanted=np.arange(len(search.query)))])
 
 
 def test_keys_sort_by_value_then_column_and_give_both_back() -> None:
@@ -64,7 +59,7 @@ def test_narrowing_keeps_the_k_largest_of_every_row(width: int, k: int) -> None:
     similarity = rng.normal(size=(9, width)).astype(np.float32).round(1)  # many ties
     similarity[2, : width // 2] = -np.inf
     bound = kth_bound(similarity, k)
-    top = TopK(np.full((9, 1), LOWEST), k, slack=0.05)
+    top = TopK(9, k, slack=0.05)
     for start in range(0, width, 40):
         top.add(similarity[:, start : start + 40], first_column=100 + start)
     for row, kept in zip(similarity, column_of(top.keys), strict=True):
@@ -94,15 +89,14 @@ def test_float32_noise_cannot_change_the_places_that_matter(by_mark: bool) -> No
 
 
 @pytest.mark.parametrize("offset", [0.0, 8.0])
-def test_rows_as_given_rank_as_unit_rows_that_are_held(offset: float) -> None:
+def test_unit_rows_made_anew_rank_as_those_that_are_held(offset: float) -> None:
     rng = np.random.default_rng(1)
     rows = (rng.normal(size=(150, 12)) + offset) * rng.uniform(0.01, 100, (150, 1))
     rows[70:90] = rows[:20]
     sets = embedding_set(rows)
     held, anew = (unit_search(sets, None, tile_bytes=size) for size in (2**24, 4096))
     assert held.query.held is not None and anew.query.held is None
-    assert (anew.factor is None) == (offset > 0)  # centered operands are made from unit rows
-    assert np.array_equal(nearest_columns(held, 9), nearest_columns(anew, 9))
+    assert np.array_equal(columns_found(held, 9), columns_found(anew, 9))
 
 
 def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,86 +104,28 @@ def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypat
     queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
     host = unit_search(queries, gallery)
     device = dataclasses.replace(host, on_host=False)  # the code of an accelerator, on tensors of the CPU
-    entries, sizes, tiles = on_device.entries_at_least, [], []
+    entries, sizes, tiles = candidates.entries_above, [], []
 
-    def small_memory(similarity: torch.Tensor, floor: torch.Tensor) -> object:
+    def small_memory(similarity: torch.Tensor, floor: np.ndarray, *, first_column: int) -> object:
         assert not [tile for tile in tiles if tile() is not None], "a tile is held while its halves are computed"
         tiles.append(weakref.ref(similarity))
         sizes.append(similarity.shape[1])
         if similarity.shape[1] > 15:
             raise torch.OutOfMemoryError("faked")
-        return entries(similarity, floor)
+        return entries(similarity, floor, first_column=first_column)
 
-    expected = nearest_columns(host, 60)
-    assert np.array_equal(nearest_columns(device, 60), expected)
-    monkeypatch.setattr(on_device, "entries_at_least", small_memory)
-    assert np.array_equal(nearest_columns(device, 60), expected)
+    expected = columns_found(host, 60)
+    assert np.array_equal(columns_found(device, 60), expected)
+    monkeypatch.setattr(candidates, "entries_above", small_memory)
+    assert np.array_equal(columns_found(device, 60), expected)
     assert sizes == [80, *2 * [40, 20, 10, 10, 20, 10, 10]]
 
-    def no_memory(*operands: object) -> torch.Tensor:
+    def no_memory(*operands: object, **options: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("faked")
 
-    monkeypatch.setattr(on_device, "entries_at_least", no_memory)
+    monkeypatch.setattr(candidates, "entries_above", no_memory)
     with pytest.raises(RunError, match=r"no memory left for a tile of one item; .* or set evaluation\.device"):
-        nearest_columns(device, 60)
-
-
-@pytest.mark.parametrize("offset", [0.0, 3.0])
-@pytest.mark.parametrize("k", [1, 9, 140])
-def test_a_shortlist_by_bf16_changes_no_neighbor(offset: float, k: int) -> None:
-    rng = np.random.default_rng(8)
-    rows = rng.normal(size=(150, 24)) + offset  # far from the origin, products are relative to the mean
-    rows[100:] = rows[:50] + rng.choice([0, 1e-7, 1e-3], (50, 1)) * rng.normal(size=(50, 24))
-    host = unit_search(embedding_set(rows), None)
-    short = dataclasses.replace(host, on_host=False, in_bf16=True)
-    assert np.array_equal(nearest_columns(short, k), nearest_columns(host, k))
-
-
-def test_rows_whose_every_number_is_rounded_the_wrong_way_are_found_by_a_shortlist_of_bf16() -> None:
-    """Two rows whose float32 order that of their bf16 products contradicts, three roundings of it apart."""
-    size, step = 252, 2.0**-8
-    x, a = np.zeros(size + 2), np.zeros(size + 2)
-    x[: size // 2], x[size // 2 : size] = (
-        (1 + step - 2e-5) / 16,
-        (1 + step + 2e-5) / 16,
-    )  # down to 1 and up to 1 + 2 step
-    a[: size // 2], a[size // 2 : size] = x[: size // 2], -x[size // 2 : size]
-    x[size], a[size] = np.sqrt(1 - (x**2).sum()), 2e-3
-    a[size + 1] = np.sqrt(1 - (a**2).sum())
-    others = np.random.default_rng(0).normal(size=(398, size + 2))
-    others -= (others @ x)[:, None] * x
-    others = np.sqrt(1 - 0.04**2) * others / np.linalg.norm(others, axis=1, keepdims=True) - 0.04 * x
-    gallery = np.concatenate([others[:200], [a, -a], others[200:]])
-    rounded = torch.from_numpy(gallery).bfloat16() @ torch.from_numpy(x).bfloat16()
-    assert rounded[201] - rounded[200] > 0.014 and gallery[200] @ x > gallery[201] @ x
-    host = unit_search(embedding_set(x[None]), embedding_set(gallery, start=1))
-    for in_bf16 in (False, True):
-        assert nearest_columns(dataclasses.replace(host, on_host=False, in_bf16=in_bf16), 1) == 200
-
-
-def test_products_of_bf16_numbers_err_by_less_than_is_taken_into_account() -> None:
-    rng = np.random.default_rng(9)
-    x = torch.nn.functional.normalize(torch.from_numpy(rng.normal(size=(300, 64))).abs().float())
-    with strict_float32_products():
-        error = (x.bfloat16() @ x.bfloat16().T).double() - x.double() @ x.double().T
-    bound = 3 * on_device.BF16_ROUNDING
-    assert bound / 16 < error.abs().max() < bound
-
-
-def test_a_shortlist_by_bf16_does_not_grow_with_the_number_of_tiles() -> None:
-    rows = np.random.default_rng(12).normal(size=(3000, 128))
-    short = dataclasses.replace(unit_search(embedding_set(rows), None), on_host=False, in_bf16=True)
-    whole, parts = (short._by_bf16(np.arange(50), 12, columns).shape[1] for columns in (3000, 250))
-    assert parts < 2 * whole
-
-
-def test_a_shortlist_that_bf16_cannot_thin_out_is_computed_in_float32() -> None:
-    rows = np.random.default_rng(10).normal(size=(1, 16)) + 1e-4 * np.random.default_rng(11).normal(size=(90, 16))
-    rows[45:] *= -1  # their mean is none of either half's, so that products are as large as they are
-    host = unit_search(embedding_set(rows), None)
-    assert host.product.mean is None
-    assert np.array_equal(nearest_columns(dataclasses.replace(host, on_host=False, in_bf16=True), 7),
-                          nearest_columns(host, 7))  # fmt: skip
+        columns_found(device, 60)
 
 
 def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +138,9 @@ def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: py
             raise torch.OutOfMemoryError("faked")
         return move(tensor, *arguments)
 
-    expected = nearest_columns(host, 7)
+    expected = columns_found(host, 7)
     monkeypatch.setattr(torch.Tensor, "to", small_memory)
-    assert np.array_equal(nearest_columns(dataclasses.replace(host, on_host=False), 7), expected)
+    assert np.array_equal(columns_found(dataclasses.replace(host, on_host=False), 7), expected)
 
 
 def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +151,7 @@ def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     exact[np.arange(5), np.arange(5)] = np.inf
     expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
     for search in (host, dataclasses.replace(host, on_host=False)):
-        assert np.array_equal(nearest_columns(search, 2200), expected)
+        assert np.array_equal(columns_found(search, 2200), expected)
 
 
 def test_faiss_searches_on_the_gpu_of_the_rows_and_torch_beyond_its_limit(
@@ -235,14 +171,14 @@ def test_faiss_searches_on_the_gpu_of_the_rows_and_torch_beyond_its_limit(
 
     monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
     monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "memory", raising=False)
-    back_ends._gpu_resources.cache_clear()
-    assert np.array_equal(nearest_columns(gpu, 20), nearest_columns(host, 20))
+    unit_vectors._faiss_memory.cache_clear()
+    assert np.array_equal(columns_found(gpu, 20), columns_found(host, 20))
     assert calls == [("memory", (40, 8), 29, 1)]
-    back_ends._gpu_resources.cache_clear()
+    unit_vectors._faiss_memory.cache_clear()
     with caplog.at_level("INFO"):
         torchs = dataclasses.replace(gpu, device=torch.device("cpu"))
-        assert not back_ends.faiss_finds(2100, 2300, gpu.device)
-        assert np.array_equal(nearest_columns(torchs, 2100), nearest_columns(host, 2100))
+        assert not unit_vectors._faiss_finds(2100, 2300, gpu.device)
+        assert np.array_equal(columns_found(torchs, 2100), columns_found(host, 2100))
     assert len(calls) == 1
     assert "faiss finds at most 2048 neighbors on a GPU and 2100 are needed; torch searches" in caplog.text
 

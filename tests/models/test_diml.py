@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.search.nearest import nearest
 from dmlbench.evaluation.search.rerank import rematched
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.diml import DimlDistance, cells_of
@@ -187,39 +187,14 @@ def test_tiles_and_missing_memory_change_no_list(monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(halved.per_query[name], values)
 
 
-def test_an_interrupted_test_goes_on_to_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distance, images = DimlDistance(grid_size=2, num_neighbors=7), some_images(60)
-    spec = SPEC.replaced(tile_bytes=2**16)
-    whole = evaluate(images, spec=spec, distance=distance)
-    compare = DimlDistance.reranked_similarities
-    asked: list[int] = []
-
-    def killed(self: DimlDistance, queries: Tensor, *rest: Tensor) -> Tensor:
-        asked.append(len(queries))
-        if sum(asked) > 40:
-            raise KeyboardInterrupt
-        return compare(self, queries, *rest)
-
-    monkeypatch.setattr("dmlbench.evaluation.resume._SAVE_SECONDS", 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(DimlDistance, "reranked_similarities", killed)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(images, spec=spec, distance=distance, partial=tmp_path / "partial")
-    asked.clear()
-    monkeypatch.setattr(DimlDistance, "reranked_similarities", lambda *x: asked.append(len(x[1])) or compare(*x))
-    found = evaluate(images, spec=spec, distance=distance, partial=tmp_path / "partial")
-    assert found.scores == whole.scores
-    assert 0 < sum(asked) < 60
-
-
 def test_the_nearest_are_the_first_of_the_new_lists() -> None:
     distance, images = DimlDistance(grid_size=2, num_neighbors=3), some_images(20)
     (found,) = rematched(images, None, distance, 5, wanted=np.arange(20), tile_bytes=2**29)
-    nearest = nearest_by_distance(images, images, 5, distance=distance)
-    np.testing.assert_array_equal(nearest.index, found[1])
-    np.testing.assert_array_equal(nearest.distance[:, :3], found[2])
+    neighbors = nearest(images, images, 5, distance=distance)
+    np.testing.assert_array_equal(neighbors.index, found[1])
+    np.testing.assert_array_equal(neighbors.distance[:, :3], found[2])
     assert (np.diff(found[2]) <= 0).all()
-    assert torch.isnan(nearest.distance[:, 3:]).all()
+    assert torch.isnan(neighbors.distance[:, 3:]).all()
 
 
 @pytest.mark.parametrize(("size", "grid"), [((8, 8), 4), ((7, 7), 4), ((7, 5), 2), ((1, 1), 2)])

@@ -15,7 +15,7 @@ from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, read_aggregate
 from dmlbench.results.collections import collections
-from dmlbench.results.rules import COLLECTIONS, PARTIAL, RULES, rule_named
+from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
 from dmlbench.results.run_scores import SCORES, scores_of_run
 from dmlbench.results.store import (
     EMBEDDINGS,
@@ -69,7 +69,6 @@ def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_s
     assert len((cell / COLLECTIONS).read_text().splitlines()) == 82
     assert is_current(cell, summary)
     assert read_aggregate(cell) == summary
-    assert not (cell / PARTIAL).exists()  # it is finished
 
 
 def test_two_processes_do_not_summarize_one_cell_at_a_time(tmp_path) -> None:
@@ -78,26 +77,6 @@ def test_two_processes_do_not_summarize_one_cell_at_a_time(tmp_path) -> None:
     with locked(runs[0].path.parent), pytest.raises(RunError, match="in use by process"):
         aggregate_cell(runs, progress=False)
     aggregate_cell(runs, progress=False)
-
-
-def test_an_interrupted_summary_goes_on_from_what_it_knew(tmp_path, monkeypatch) -> None:
-    _write_runs(tmp_path, ALL)
-    runs = find_runs(tmp_path)
-    cell = runs[0].path.parent
-    expected = aggregate_cell(runs, progress=False)
-
-    def kill(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dmlbench.results.collections.forget", kill)
-        with pytest.raises(KeyboardInterrupt):
-            aggregate_cell(runs, force=True, progress=False)
-    assert (cell / PARTIAL).is_dir()
-    with monkeypatch.context() as patch:
-        patch.setattr("dmlbench.evaluation.collections.models.UnitModel.similarities", kill)  # all queries are known
-        assert aggregate_cell(runs, force=True, progress=False) == expected
-    assert not (cell / PARTIAL).exists()
 
 
 def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:

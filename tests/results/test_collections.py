@@ -1,10 +1,8 @@
 """Collections of fold models: the concatenated rows themselves and closed forms as oracles."""
 
 import itertools
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,12 +10,11 @@ import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation import resume
-from dmlbench.evaluation.collections import concatenated, device_ranking
+from dmlbench.evaluation.collections import concatenated
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
-from dmlbench.evaluation.search.similarity import exact_similarities, hold_unit_rows, unit_rows
+from dmlbench.evaluation.search.unit_rows import exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
@@ -50,15 +47,15 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
     return EmbeddingSet(torch.from_numpy(rows), members[0].labels, members[0].ids)
 
 
-@pytest.fixture(params=["numpy", "compiled", "tensors"])
+@pytest.fixture(params=["numpy", "numba", "tensors"])
 def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to rank collections, one after the other; that of an accelerator on tensors of the CPU."""
     if request.param == "tensors":
         monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
-    elif request.param == "compiled":
+    elif request.param == "numba":
         pytest.importorskip("numba", reason="extra fast")
     else:
-        monkeypatch.setattr(concatenated, "compiled_ranking", lambda: None)
+        monkeypatch.setattr(concatenated, "numba_ranking", lambda: None)
     return str(request.param)
 
 
@@ -120,13 +117,13 @@ def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
-def test_compiled_plain_and_tensor_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba", reason="extra fast")
     metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
     spec = EvaluationSpec((1, 5), metrics=metrics)
     found = []
-    for ranking, on_host in ((concatenated.compiled_ranking, True), (lambda: None, True), (lambda: None, False)):
-        monkeypatch.setattr(concatenated, "compiled_ranking", ranking)
+    for ranking, on_host in ((concatenated.numba_ranking, True), (lambda: None, True), (lambda: None, False)):
+        monkeypatch.setattr(concatenated, "numba_ranking", ranking)
         monkeypatch.setattr(concatenated, "tiles_on_host", lambda device, on_host=on_host: on_host)
         for members, galleries in (
             (runs(size=90, offset=offset), None),
@@ -149,7 +146,7 @@ def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: 
     members = runs(size=90, offset=0.0)
     expected, _ = concatenated_scores(members, spec=EvaluationSpec())
     monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
-    select, sizes = device_ranking.select, []
+    select, sizes = concatenated.select, []
 
     def small_memory(value: torch.Tensor, *arguments: object, **options: object) -> object:
         sizes.append(value.shape[1])
@@ -157,7 +154,7 @@ def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: 
             raise torch.OutOfMemoryError("faked")
         return select(value, *arguments, **options)
 
-    monkeypatch.setattr(device_ranking, "select", small_memory)
+    monkeypatch.setattr(concatenated, "select", small_memory)
     found, _ = concatenated_scores(members, spec=EvaluationSpec())
     assert max(sizes) > 60 and sorted(sizes)[0] <= 30
     assert {choice: x.scores for choice, x in found.items()} == {choice: x.scores for choice, x in expected.items()}
@@ -195,97 +192,16 @@ def test_tiles_and_threads_cannot_change_a_score(ranked_by: str) -> None:
         pd.testing.assert_frame_equal(frame, frames[0], check_exact=True)
 
 
-class Interrupted(Exception):
-    pass
-
-
-def test_an_interrupted_call_goes_on_to_the_same_numbers(
-    ranked_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_numba_the_log_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    members = runs(folds=3, repeats=2, size=60)
-    expected = collections(members, recall_at=RECALL_AT, tile_bytes=60_000)
-    folder = tmp_path / "partial"
-    tiles: list[int] = []
-
-    def stops_at(limit: int | None) -> Callable[..., Iterator[object]]:
-        def over_tiles(work: Callable[[object], object], items: list, *, threads: int) -> Iterator[object]:
-            for number, item in enumerate(items):
-                if number == limit:
-                    raise Interrupted
-                tiles.append(len(item))
-                yield work(item)
-
-        return over_tiles
-
-    monkeypatch.setattr(resume, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(concatenated, "over_threads", stops_at(3))
-    with pytest.raises(Interrupted):
-        collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
-    done = sum(tiles)
-    assert int(np.load(folder / "progress.npz")["done"]) == done > 0
-    tiles.clear()
-    monkeypatch.setattr(concatenated, "over_threads", stops_at(None))
-    found = collections(members, recall_at=RECALL_AT, tile_bytes=60_000, partial=folder)
-    pd.testing.assert_frame_equal(found, expected, check_exact=True)
-    task = concatenated.relevance_of(members[0][0], members[0][0], asked_scores(["p_at_1"]))
-    assert sum(tiles) == len(task.valid) - done
-    assert not folder.exists()
-
-
-def test_partial_scores_of_other_embeddings_are_not_used(tmp_path: Path) -> None:
-    members = runs(folds=2, repeats=2, size=30)
-    spec = EvaluationSpec((1,))
-    concatenated_scores(members, spec=spec, partial=tmp_path)
-    members[0][1].rows[3, 0] += 1
-    found, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
-    for choice, evaluation in concatenated_scores(members, spec=spec)[0].items():
-        assert found[choice].scores == evaluation.scores
-
-
-DAMAGE = {
-    "no progress": lambda folder: (folder / "progress.npz").write_bytes(b"\xff{"),
-    "half of the progress": lambda folder: os.truncate(folder / "progress.npz", 500),
-    "other progress": lambda folder: np.savez(folder / "progress.npz", done=1),
-    "too many queries": lambda folder: _claim_too_much(folder),
-    "no scores": lambda folder: (folder / "per_query.npy").unlink(),
-    "empty scores": lambda folder: (folder / "per_query.npy").write_bytes(b""),
-    "half of the scores": lambda folder: os.truncate(folder / "per_query.npy", 300),
-    "another score": lambda folder: _change_score(folder, lambda score: score + 0.5),
-    "a missing score": lambda folder: _change_score(folder, lambda score: np.nan),
-    "scores of another shape": lambda folder: np.save(folder / "per_query.npy", np.zeros((2, 3))),
-}
-
-
-def _claim_too_much(folder: Path) -> None:
-    held = dict(np.load(folder / "progress.npz"))
-    np.savez(folder / "progress.npz", **held | {"done": np.array(10**6)})
-    np.save(folder / "per_query.npy", np.full_like(np.load(folder / "per_query.npy"), np.nan))
-
-
-def _change_score(folder: Path, change: Callable[[float], float]) -> None:
-    scores = np.load(folder / "per_query.npy")
-    scores[1, 0, 7] = change(scores[1, 0, 7])
-    np.save(folder / "per_query.npy", scores)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_partial_scores_are_computed_anew(damage: str, tmp_path: Path) -> None:
-    members = runs(folds=2, repeats=2, size=30)
-    spec = EvaluationSpec((1,))
-    expected, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
-    DAMAGE[damage](tmp_path)
-    found, _ = concatenated_scores(members, spec=spec, partial=tmp_path)
-    assert [found[choice].scores for choice in found] == [expected[choice].scores for choice in expected]
-
-
-def test_a_disk_without_room_for_partial_scores_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(RunError, match=r"rankings take (3840|7680) bytes.* has 1000 left"):
-        collections(runs(folds=2, repeats=2, size=30), recall_at=(1,), partial=tmp_path / "scores")
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="choose a writable folder"):
-        collections(runs(folds=2, repeats=2, size=30), recall_at=(1,), partial=tmp_path / "file")
+    concatenated.numba_ranking.cache_clear()
+    monkeypatch.setitem(sys.modules, "dmlbench.evaluation.collections.numba_ranking", None)
+    monkeypatch.delattr("dmlbench.evaluation.collections.numba_ranking", raising=False)
+    with caplog.at_level("INFO"):
+        assert concatenated.numba_ranking() is None
+    concatenated.numba_ranking.cache_clear()
+    assert "the extra 'fast' brings it" in caplog.text
 
 
 @pytest.mark.parametrize("tile_bytes", [MIN_TILE_BYTES, 2**24])

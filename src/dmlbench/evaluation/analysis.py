@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of
 from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.search.nearest import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.types import ConfigError, EmbeddingSet, closest
 
@@ -91,7 +91,7 @@ def hardest_queries(
     part = EmbeddingSet(queries.rows.cpu()[index], queries.labels.cpu()[index], queries.ids.cpu()[index])
     reference = queries if gallery is None else gallery
     on_host = EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu())
-    found = nearest_by_distance(part, on_host, 1, distance=distance, tile_bytes=tile_bytes)
+    found = nearest(part, on_host, 1, distance=distance, tile_bytes=tile_bytes)
     first = found.index[:, 0].numpy()
     return [
         HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(far))

@@ -3,27 +3,25 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from dmlbench.evaluation.by_distance import rank_by_distance, refuse_what_unit_vectors_have
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
 
 # configurations of runs name EvaluationSpec as this module's
-from dmlbench.evaluation.relevance import Relevance, relevance_of
-from dmlbench.evaluation.resume import PartialScores
-from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_rerank
-from dmlbench.evaluation.search.top_k import Keys
-from dmlbench.evaluation.search.unit_vectors import unit_search
+from dmlbench.evaluation.relevance import Relevance, fit_width, relevance_of
+from dmlbench.evaluation.search.candidates import Keys
+from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
+from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists, rematched, reranked
+from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -60,7 +58,6 @@ def evaluate(
     spec: EvaluationSpec | None = None,
     *,
     distance: "BaseDistance | None" = None,
-    partial: Path | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Rank the gallery for every query and score the ranking.
@@ -81,8 +78,6 @@ def evaluate(
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters and without a bound of
             its error runs where these lie.
-        partial: folder from which an interrupted search by ``distance`` continues, to the same scores, if it is of the
-            same embeddings and settings. It stays, complete, for the caller to ``forget``. Unit vectors need none.
         progress: whether to show a bar, with a ``distance``.
 
     Raises:
@@ -97,22 +92,17 @@ def evaluate(
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
     if spec.rerank is not None:
         check_rerank(spec.rerank, own, k=relevance.k, num_gallery=len(reference))
-    if own is None:
-        known = PartialScores(None, (len(of_queries(spec.scores)), len(queries)), fingerprint="")
-        tiles = _unit_tiles(queries, gallery, spec, relevance)
-    else:
-        refuse_what_unit_vectors_have(spec, own)
-        known, tiles = rank_by_distance(queries, gallery, relevance, spec, own, partial=partial, progress=progress)
+    if own is not None:
+        check_distance_supports(spec, own)
     names = score_names(of_queries(spec.scores))
+    per_query = {name: np.full(len(queries), np.nan) for name in names}
     if names:
-        for part, relevant in tiles:
-            for values, scores in zip(
-                known.values, query_scores(relevant, relevance.positives[part], spec.scores).values(), strict=True
-            ):
-                values[part] = scores
-            known.advance(part)
-        known.flush()
-    per_query = {name: np.array(values) for name, values in zip(names, known.values, strict=True)}
+        hidden = not progress or own is None
+        with tqdm(total=len(relevance.valid), desc="queries", unit="query", disable=hidden, leave=False) as bar:
+            for part, relevant in _rankings(queries, gallery, relevance, spec, own):
+                for name, scores in query_scores(relevant, relevance.positives[part], spec.scores).items():
+                    per_query[name][part] = scores
+                bar.update(len(part))
     if relevance.n_skipped_queries:
         logger.info(
             "%d of %d queries have no positive in the gallery and are skipped",
@@ -173,15 +163,51 @@ def evaluate_arrays(
     return evaluate(queries, gallery, spec)
 
 
-def _unit_tiles(
-    queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec, relevance: Relevance
+def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> None:
+    """
+    Raises:
+        ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
+    """
+    name = type(distance).__name__
+    asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
+        )
+    if spec.back_end == "faiss" and spec.rerank is None and not ranks_lists(distance):
+        raise ConfigError(
+            f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
+        )
+
+
+def _rankings(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    relevance: Relevance,
+    spec: EvaluationSpec,
+    distance: "BaseDistance | None",
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
-    """(queries [T], relevance by rank [T, k]) by exact search among unit vectors."""
-    search = unit_search(
-        queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=spec.device_for(queries.rows)
-    )
+    """(queries [T], relevance by rank [T, k or the gallery's size]); without a distance, of unit vectors."""
+    k, wanted, device = relevance.k, relevance.valid, spec.device_for(queries.rows)
+    if distance is not None and ranks_lists(distance):
+        for part, columns, _ in rematched(
+            queries, gallery, distance, k,
+            wanted=wanted, tile_bytes=spec.tile_bytes, back_end=spec.back_end, device=device,
+        ):  # fmt: skip
+            yield part, fit_width(relevance.relevant(part, columns), min(k, len(relevance.gallery_labels)))
+        return
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
         return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
-    yield from search.ranked(relevance.k, by_rank, wanted=relevance.valid)
+    search: UnitSearch | PairwiseSearch
+    if distance is None:
+        search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=device)
+    else:
+        search = PairwiseSearch(queries, gallery, distance, tile_bytes=spec.tile_bytes, device=device)
+    if isinstance(search, UnitSearch) or spec.rerank is None:
+        yield from search.ranked(k, by_rank, wanted=wanted)
+    else:
+        yield from reranked(
+            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.rerank, back_end=spec.back_end
+        )

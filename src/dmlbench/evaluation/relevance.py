@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
 from dmlbench.evaluation.metrics.ranking import positives_per_query
 from dmlbench.evaluation.metrics.table import Score, depth
-from dmlbench.evaluation.search.top_k import ExactSimilarity, Keys, column_of, marked, settle
+from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 

@@ -12,7 +12,6 @@ Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2
 import itertools
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -30,7 +29,6 @@ from dmlbench.evaluation.metrics.table import (
     of_queries,
     score_names,
 )
-from dmlbench.evaluation.resume import forget
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, RunError
@@ -48,13 +46,12 @@ def collections(
     tile_bytes: int = TILE_BYTES,
     device: str | None = None,
     distances: ModelDistances | None = None,
-    partial: Path | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Score every collection of one repeat per fold.
 
     The concatenated ranking is that of the sum over folds, in their order, of the members' exact similarities
-    (see ``dmlbench.evaluation.search.similarity``), ties by gallery index; tiles and threads cannot change it.
+    (see ``dmlbench.evaluation.search.unit_rows``), ties by gallery index; tiles and threads cannot change it.
 
     Args:
         members: query rows [Q, D] of every run, ``[fold][repeat]``; D may differ, ids and labels may not. Folds may
@@ -68,8 +65,6 @@ def collections(
         device: as in ``EvaluationSpec``.
         distances: the runs' own distances, ``[fold][repeat]``; None, as a whole or of a run, is the Euclidean distance
             of unit vectors. The concatenated ranking is then by the sum of the members' distances.
-        partial: folder from which an interrupted call continues; removed at the end. The scores
-            of single queries (8 bytes each) lie there instead of in memory. For one process at a time.
         progress: whether to show a bar.
 
     Returns:
@@ -98,7 +93,7 @@ def collections(
         joined, own = concatenated_scores(
             members, galleries,
             spec=EvaluationSpec(tuple(recall_at), tile_bytes=tile_bytes, metrics=names, device=device),
-            distances=distances, own=scores is None, partial=partial, progress=progress,
+            distances=distances, own=scores is None, progress=progress,
         )  # fmt: skip
     scores = scores or [[evaluation.scores for evaluation in fold] for fold in own]
     # Every score that all members have has a mean over members; those of a whole set, such as nmi, no joined ranking.
@@ -109,9 +104,6 @@ def collections(
         for name in separated:
             row[f"separated_{name}"] = float(np.mean([scores[f][r][name] for f, r in enumerate(choice)]))
         rows.append(row | {f"concatenated_{name}": joined[choice].scores[name] for name in names})
-    del joined, own  # they hold the file of the partial scores open
-    if partial is not None:
-        forget(partial)
     return pd.DataFrame(rows)
 
 

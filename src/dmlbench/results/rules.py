@@ -27,8 +27,6 @@ from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError, closest, not_a_file
 
 COLLECTIONS = "collections.csv"
-PARTIAL = "collections.partial"
-"""Folder of what an interrupted ranking of collections knows so far; a finished one removes it."""
 
 _JOINED = "concatenated_"
 Coordinates = tuple[int, int]
@@ -102,7 +100,7 @@ class Collections:
     spread: str = "collections of fold models"
 
     def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        with locked(cell.path):  # two processes must not write into the same partial scores
+        with locked(cell.path):  # what another process adds to the collections must not be lost
             tested = cell.tested(spec)
             frame, dimension = self._frame(cell, spec, tested)
             text = frame.to_csv(index=False).encode()
@@ -152,7 +150,6 @@ class Collections:
             tile_bytes=spec.tile_bytes,
             device=spec.device,
             distances=distances,
-            partial=cell.path / PARTIAL,
             progress=cell.progress,
         )
         if len(ranked.columns):

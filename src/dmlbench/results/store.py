@@ -15,14 +15,13 @@ from dmlbench.results.locks import require_file
 from dmlbench.runtime import derive_seed, file_sha256, read_json, write_json
 from dmlbench.types import ConfigError, RunError, check_choice
 
-RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN, PARTIAL = (
+RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
     "result.json",
     "error.txt",
     "config.yaml",
     "embeddings.safetensors",
     "distance.safetensors",  # state of a distance that has one
     "plan.json",  # of stage 1 of the two-stage protocol
-    "test.partial",  # of a search by a distance, while it runs
 )
 RESULT_SCHEMA = 1
 _NUMBERS = ("num_folds", "num_repeats", "fold", "repeat", "seed", "base_seed", "n_query", "n_gallery", "steps")

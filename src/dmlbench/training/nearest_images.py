@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.evaluation.by_distance import nearest_by_distance
+from dmlbench.evaluation.search.nearest import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.runtime import generator
 from dmlbench.types import EmbeddingSet, IntArray
@@ -45,7 +45,7 @@ def nearest_images(
     part = EmbeddingSet(queries.rows[chosen], queries.labels[chosen], queries.ids[chosen])
     searched = queries if gallery is None else gallery
     k = min(NUM_NEAREST, len(searched) - int(np.isin(part.ids, searched.ids).any()))
-    index = nearest_by_distance(part, searched, k, distance=distance, tile_bytes=tile_bytes).index
+    index = nearest(part, searched, k, distance=distance, tile_bytes=tile_bytes).index
     is_right = searched.labels[index] == part.labels[:, None]
     return part.ids.numpy(), searched.ids[index].numpy(), is_right.numpy()
 

@@ -12,8 +12,8 @@ from dmlbench.apps.tables import Cell
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
-from dmlbench.evaluation.by_distance import nearest_by_distance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.evaluation.search import nearest as search
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import generator
 from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
@@ -62,7 +62,7 @@ def nearest(cell: Cell, rows: IntArray, count: int) -> tuple[EmbeddingSet, Embed
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
     some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
     count = min(count, len(searched) - 1)
-    return some, searched, nearest_by_distance(some, searched, count, distance=distance_of_run(first_run(cell)))
+    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(first_run(cell)))
 
 
 def image(table: ImageTable, row: int) -> NDArray[np.uint8]:

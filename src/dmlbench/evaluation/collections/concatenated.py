@@ -6,42 +6,50 @@ M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import logging
+from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench import machine_code
-from dmlbench.evaluation.collections import device_ranking, plain_ranking
-from dmlbench.evaluation.collections.models import Bounds, FoldModel, Near, fold_models
+from dmlbench.evaluation.collections import ranking
+from dmlbench.evaluation.collections.ranking import FoldModel, Near, joined, largest_on_average, reached_by, select
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
-from dmlbench.evaluation.resume import PartialScores, fingerprint_of
-from dmlbench.evaluation.search.back_ends import exclude
-from dmlbench.evaluation.search.on_device import halved_where_full, tiles_on_host
-from dmlbench.evaluation.search.parallel import Workspace, num_threads, over_threads, single_threaded_products
-from dmlbench.evaluation.search.top_k import Tile
+from dmlbench.evaluation.search.candidates import Bounds
+from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
+from dmlbench.evaluation.search.scan import (
+    empty_tile,
+    exclude,
+    halved_where_full,
+    num_threads,
+    over_threads,
+    parts_of,
+    single_threaded_products,
+    tiles_on_host,
+)
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, unit_search
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import IntArray
 
 Choice = tuple[int, ...]
 """The repeat of each fold."""
 
-_TILE_ROWS = 144
+_TILE_ROWS = 224
 _COLUMNS = 8192  # gallery items of a block
 _SCORED = 2**16  # places scored at a time, whose terms stay in a core's own cache
 _BYTES_PER_ITEM = 16  # of a query and a block, besides the similarities
 _NEAR_ON_AVERAGE = 3  # times the places that matter: items that bound what every sum needs
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
-_workspace = Workspace()
+logger = logging.getLogger(__name__)
 
 
 def concatenated_scores(
@@ -51,7 +59,6 @@ def concatenated_scores(
     spec: EvaluationSpec,
     distances: ModelDistances | None = None,
     own: bool = False,
-    partial: Path | None = None,
     progress: bool = False,
 ) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
     """Evaluate the joined embedding of every choice of one repeat per fold.
@@ -67,8 +74,6 @@ def concatenated_scores(
         distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
             and so is every distance that ranks as they do.
         own: whether to evaluate every model by itself, too, which takes the same products.
-        partial: folder of what an interrupted call has computed: it is continued, if it is of the same models. The
-            scores lie in a file there, so that they take no memory.
         progress: whether to show a bar.
 
     Returns:
@@ -86,119 +91,125 @@ def concatenated_scores(
     choices = list(itertools.product(*(range(len(fold)) for fold in members)))
     first = list(itertools.accumulate(map(len, members), initial=0))
     rankings = [np.array(choices) + first[:-1], *(np.array([[model]]) for model in range(first[-1]) if own)]
-    fingerprint = ""
-    if partial is not None:
-        fingerprint = fingerprint_of(members, galleries, [*names, "and own"] if own else names, distances)
-    store = PartialScores(partial, (sum(map(len, rankings)), len(names), len(queries)), fingerprint=fingerprint)
-    device = spec.device_for(queries.rows)
-    models = fold_models(members, galleries, distances, tile_bytes=spec.tile_bytes, device=device)
-    _score(models, rankings, relevance, store, spec, progress=progress)
+    scores = np.full((sum(map(len, rankings)), len(names), len(queries)), np.nan)
+    models = _fold_models(members, galleries, distances, spec, device=spec.device_for(queries.rows))
+    _score(models, rankings, relevance, scores, spec, progress=progress)
     found = []
-    for scores in store.values:
-        values = dict(zip(names, scores, strict=True))
+    for one in scores:
+        values = dict(zip(names, one, strict=True))
         found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
-    joined, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
-    return joined, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
+    joint, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
+    return joint, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
+
+
+def _fold_models(
+    queries: ModelEmbeddings,
+    galleries: ModelEmbeddings | None,
+    distances: ModelDistances | None,
+    spec: EvaluationSpec,
+    *,
+    device: torch.device,
+) -> list[FoldModel]:
+    """The models, fold by fold, searched on ``device``; they hold unit rows in at most half of the memory."""
+    share = max(2 * spec.tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
+    models: list[FoldModel] = []
+    for fold, repeats in enumerate(queries):
+        for repeat, rows in enumerate(repeats):
+            gallery = None if galleries is None else galleries[fold][repeat]
+            distance = None if distances is None else distances[fold][repeat]
+            if distance is None or ranks_like_unit_vectors(distance):
+                models.append(unit_search(rows, gallery, back_end="torch", tile_bytes=share, device=device))
+            else:
+                models.append(PairwiseSearch(rows, gallery, distance, tile_bytes=share, device=device))
+    return models
 
 
 def _score(
     models: list[FoldModel],
     rankings: list[IntArray],
     relevance: Relevance,
-    store: PartialScores,
+    scores: NDArray[np.float64],
     spec: EvaluationSpec,
     *,
     progress: bool,
 ) -> None:
-    """Fill ``store`` with the scores of every ranking and query, tile by tile in the order of the queries.
+    """Scores of every ranking, where a query has a positive.
 
     Args:
         models: fold by fold.
         rankings: groups [S, F] of sums of models.
         relevance: of the gallery to the queries, and how deep to rank.
-        store: what is known so far; its rankings are those of all groups in turn.
+        scores: filled, [rankings of all groups in turn, names, Q].
         spec: what to compute.
         progress: whether to show a bar.
     """
     device = models[0].device
     on_host = tiles_on_host(device)
-    ways: Any = plain_ranking if on_host else device_ranking
-    fastest: Any = (compiled_ranking() if on_host else None) or ways
+    rank = (numba_ranking() or ranking).rank
     scored = of_queries(spec.scores)
     threads = num_threads() if on_host else 1
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
     columns = -(-num_gallery // -(-num_gallery // _COLUMNS))  # blocks of one size
     free = spec.tile_bytes // 2 // threads
-    per_query = (4 * len(models) + _BYTES_PER_ITEM) * columns + _BYTES_PER_PLACE * k * len(store.values)
-    left = relevance.valid[store.state.done :]
-    rows = max(1, min(_TILE_ROWS if on_host else len(left), free // 3 // per_query))
+    per_query = (4 * len(models) + _BYTES_PER_ITEM) * columns + _BYTES_PER_PLACE * k * len(scores)
+    rows = max(1, min(_TILE_ROWS if on_host else len(relevance.valid), free // 3 // per_query))
 
-    def work(part: IntArray) -> IntArray:
+    def work(part: IntArray) -> int:
         halved_where_full(lambda first, last: halved_where_crowded(part[first:last]), 0, len(part), device=device)
-        return part
+        return len(part)
 
     def halved_where_crowded(part: IntArray) -> None:
-        if not score(part):
-            for half in np.array_split(part, 2):
-                halved_where_crowded(half)
+        near = near_items(part)
+        if near is not None:
+            for number, (one, sums, slack) in enumerate(near):
+                score(part, one, sums, slack, first=sum(map(len, rankings[:number])))
+            return
+        for half in np.array_split(part, 2):
+            halved_where_crowded(half)
 
-    def score(part: IntArray) -> bool:
-        """Whether there was memory for all that is near."""
+    def near_items(part: IntArray) -> list[tuple[Near, IntArray, float]] | None:
+        """For each group what is near, its sums and their slack; None where there is no memory for all that is."""
         found: list[list[Near]] = [[] for _ in rankings]
-        slack = np.zeros(len(rankings))
+        slacks = np.zeros(len(rankings))
         for start in range(0, num_gallery, columns):
             stop = min(start + columns, num_gallery)
-            shape = (len(models), len(part), stop - start)
-            value: Tile = (
-                _workspace.array("similarity", shape, np.float32)
-                if on_host
-                else torch.empty(shape, dtype=torch.float32, device=device)
-            )
-            bounds = [model.similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)]
+            value = empty_tile((len(models), len(part), stop - start), device, on_host=on_host)
+            bounds = [
+                model.bounded_similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)
+            ]
             for out in value:
                 exclude(out, relevance.own_column[part] - start)
-            slack = np.maximum(slack, [_slack(bounds, sums) for sums in rankings])
-            nearest, upper = ways.largest_on_average(value, rankings[0], _NEAR_ON_AVERAGE * k)
-            for blocks, sums, distance in zip(found, rankings, slack, strict=True):
+            slacks = np.maximum(slacks, [_slack(bounds, sums) for sums in rankings])
+            nearest, upper = largest_on_average(value, rankings[0], _NEAR_ON_AVERAGE * k)
+            for blocks, sums, slack in zip(found, rankings, slacks, strict=True):
                 these = slice(sums.min(), sums.max() + 1)
-                reach = ways.reached_by(nearest[these], sums - these.start, k)
+                reach = reached_by(nearest[these], sums - these.start, k)
                 if blocks:
-                    reach = ways.larger(blocks[-1].reach, reach)
+                    reach = np.maximum(blocks[-1].reach, reach)
                 largest = value[these.start] if sums.size == 1 else upper
-                blocks.append(fastest.select(value[these], largest, start, reach, slack=distance))
+                blocks.append(select(value[these], largest, start, reach, slack=slack))
             # exact similarities may take twice as much
             if sum(one.value.nbytes for blocks in found for one in blocks) > free // 6 and len(part) > 1:
-                return False
-        done = 0
-        for sums, distance in zip(rankings, slack, strict=True):
-            near = _joined(found.pop(0), ways.joined)
-            relevant = relevance.gallery_labels[near.column] == np.repeat(relevance.query_labels[part], near.counts)
-            own = models[sums.min() : sums.max() + 1]
-            ranked = fastest.rank(own, part, near, sums - sums.min(), relevant, k=k, slack=distance)
-            few = max(1, _SCORED // ranked[0].size)
-            for first in range(0, len(sums), few):
-                some = ranked[first : first + few]
-                scores = query_scores(some.reshape(-1, k), np.tile(relevance.positives[part], len(some)), scored)
-                for at, values in enumerate(scores.values()):
-                    store.values[done : done + len(some), at, part] = values.reshape(len(some), -1)
-                done += len(some)
-        return True
+                return None
+        return [(joined(blocks), sums, slack) for blocks, sums, slack in zip(found, rankings, slacks, strict=True)]
 
-    tiles = [left[start : start + rows] for start in range(0, len(left), rows)]
-    bar = tqdm(
-        total=len(relevance.valid),
-        initial=store.state.done,
-        desc="collections",
-        unit="query",
-        disable=not progress,
-        leave=False,
-    )
-    with bar, single_threaded_products():
-        for part in over_threads(work, tiles, threads=threads):
-            store.state.done += len(part)
-            store.advance(part)
-            bar.update(len(part))
-    store.flush()
+    def score(part: IntArray, near: Near, sums: IntArray, slack: float, *, first: int) -> None:
+        relevant = relevance.gallery_labels[near.column] == np.repeat(relevance.query_labels[part], near.counts)
+        own = models[sums.min() : sums.max() + 1]
+        ranked = rank(own, part, near, sums - sums.min(), relevant, k=k, slack=slack)
+        few = max(1, _SCORED // ranked[0].size)
+        for start in range(0, len(sums), few):
+            some = ranked[start : start + few]
+            found = query_scores(some.reshape(-1, k), np.tile(relevance.positives[part], len(some)), scored)
+            for at, values in enumerate(found.values()):
+                scores[first + start : first + start + len(some), at, part] = values.reshape(len(some), -1)
+
+    with (
+        tqdm(total=len(relevance.valid), desc="collections", unit="query", disable=not progress, leave=False) as bar,
+        single_threaded_products(),
+    ):
+        for count in over_threads(work, parts_of(relevance.valid, rows), threads=threads):
+            bar.update(count)
 
 
 def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
@@ -210,15 +221,13 @@ def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
     return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-21 + 2.0**-147
 
 
-def _joined(blocks: Sequence[Near], joined: Callable[[Sequence[Tile], IntArray], Tile]) -> Near:
-    """What matters of the whole gallery."""
-    if len(blocks) == 1:
-        return blocks[0]
-    value, column, counts, _ = zip(*blocks, strict=True)
-    order = np.argsort(np.concatenate([np.repeat(np.arange(len(count)), count) for count in counts]), kind="stable")
-    return Near(joined(value, order), np.concatenate(column)[order], sum(counts), blocks[-1].reach)
-
-
-def compiled_ranking() -> ModuleType | None:
-    """The compiled twins of ``select`` and ``rank`` where numba is installed, else None; the same bits."""
-    return machine_code.load("dmlbench.evaluation.collections.compiled_ranking", task="collections are ranked")
+@cache
+def numba_ranking() -> ModuleType | None:
+    """The compiled twin of ``ranking``, which gives the same bits; None where numba cannot be used."""
+    try:
+        from dmlbench.evaluation.collections import numba_ranking as kernels
+    except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache
+        logger.info("collections are ranked without numba, in more time (%s); the extra 'fast' brings it", error)
+        return None
+    logger.info("collections are ranked by numba; compiling takes up to some ten seconds once, then it is kept")
+    return kernels

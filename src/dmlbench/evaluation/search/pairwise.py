@@ -1,4 +1,7 @@
-"""Pairs by any distance of pytorch-metric-learning: fast values with a known error, and exact ones that decide.
+"""Search by any distance of pytorch-metric-learning: fast values with a known error propose, exact ones decide.
+
+Fast values are compared on the scale f(s) = sign(s) log(1 + |s| / unit), which keeps their order and turns an error
+relative to the value into a constant one, so that the search of unit vectors' parts serve.
 
 What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDistance``:
 
@@ -11,31 +14,47 @@ What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDista
   pairs, after preparing once what all of them need;
 - ``shortlist_rows(rows) -> Tensor``: rows [N, d] whose comparison as unit vectors is a cheap stand-in (``rerank``).
 
-Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs.
+Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs, k places.
 """
 
 import copy
 import hashlib
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import check_sets
-from dmlbench.evaluation.search.top_k import ExactSimilarity
+from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
+from dmlbench.evaluation.search.candidates import MAX_GALLERY, Bounds, ExactSimilarity, Keys, Tile, pack
+from dmlbench.evaluation.search.scan import (
+    BYTES_PER_CANDIDATE,
+    BYTES_PER_WAITING,
+    ScanPlan,
+    halved_where_full,
+    num_threads,
+    scan,
+    tiles_on_host,
+)
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
 
-logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 _PAIRS = 128  # compared exactly at a time; always as many, so that libraries take the same way through every pair
 _COLUMNS = 16  # the same for a matrix of one row
+_BLOCKS = 64  # of a scan by half: half of a block's square is computed for nothing, a share of 1/64 in all
+_MIN_ROWS, _MAX_ROWS = 64, 256  # queries of a tile
+_TILE_ENTRIES = 2**22
+_LIMIT = 16.0  # of the scale; what lies beyond e^16 units is decided exactly
+_PROBE = 8
+
+logger = logging.getLogger(__name__)
 
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
@@ -60,10 +79,10 @@ def is_symmetric(distance: "BaseDistance") -> bool:
     return known or bool(getattr(distance, "is_symmetric", False))
 
 
-class PairwiseSimilarity:
-    """A distance between two sets, larger being nearer whatever its sign.
+class PairwiseSearch:
+    """Two sets, or one within itself, ready to be searched by a distance; larger is nearer whatever its sign.
 
-    Its value of a pair is that of float64 arithmetic on the rows where the distance bounds its float32 error, and is
+    The value of a pair is that of float64 arithmetic on the rows where the distance bounds its float32 error, and is
     computed on the CPU, ``_PAIRS`` pairs at a time; tiles are in float32. Without such a bound the value is that of the
     distance's matrix of one query and ``_COLUMNS`` gallery items in float64, or in the precision of the distance's own
     parameters; tiles are in that precision too, and differ by rounding alone. Equal rows are the same item either way:
@@ -71,38 +90,46 @@ class PairwiseSimilarity:
 
     Args:
         queries: rows [Q, D].
-        gallery: rows [N, D].
+        gallery: rows [N, D], or None: the queries are searched among themselves.
         distance: larger is nearer if ``is_inverted``.
+        tile_bytes: memory for tiles and candidates.
         device: where tiles are computed by a distance that bounds its float32 error or has no parameters; one of the
             others, and without a ``device`` any, computes them where its parameters lie, or the queries if it has none.
 
     Attributes:
         device: where tiles are computed.
-        relative: of a tile's value, this share of it may be error,
-        absolute: and this much.
+        on_host: whether tiles are arrays on the host; else tensors on ``device``.
+        own_column: [Q] gallery index that a query must not find, or -1.
+        num_gallery: N.
 
     Raises:
-        RunError: the sets cannot be searched.
+        RunError: the sets cannot be searched, or the distance gives NaN.
     """
 
     def __init__(
         self,
         queries: EmbeddingSet,
-        gallery: EmbeddingSet,
+        gallery: EmbeddingSet | None,
         distance: "BaseDistance",
+        *,
+        tile_bytes: int,
         device: torch.device | None = None,
     ) -> None:
-        check_sets(queries, gallery)
-        self.distance = distance
-        self.symmetric = is_symmetric(distance)
+        reference = queries if gallery is None else gallery
+        check_sets(queries, reference)
+        self.distance, self.free_bytes, self.num_gallery = distance, tile_bytes, len(reference)
+        if self.num_gallery > MAX_GALLERY:
+            raise RunError(f"the gallery has {self.num_gallery} rows, more than {MAX_GALLERY}; search it in parts")
+        self.own_column = self_columns(ids_of(queries), ids_of(reference))
+        self._within, self._symmetric = gallery is None, is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
-        self._sets = (queries.rows.detach(), gallery.rows.detach().to(queries.rows.device))
+        self._sets = (queries.rows.detach(), reference.rows.detach().to(queries.rows.device))
         state = [x for x in (*distance.parameters(), *distance.buffers()) if x.is_floating_point()]
         self._has_state = bool(state)
         lies = state[0].device if state else queries.rows.device
-        self.relative = self.absolute = 0.0
         self._bounded = hasattr(distance, "float32_error")
         self.device = device if device is not None and (self._bounded or not state) else lies
+        self.on_host = tiles_on_host(self.device)
         if self._bounded:
             if any(x.dtype != torch.float32 or x.device != self.device for x in state):
                 distance = copy.deepcopy(distance).to(self.device, torch.float32)
@@ -113,55 +140,64 @@ class PairwiseSimilarity:
             self._tiles = self._exact = distance
             dtype = state[0].dtype if state else torch.float64
         self._queries = self._sets[0].to(self.device, dtype)
-        self._gallery = self._queries if gallery is queries else self._sets[1].to(self.device, dtype)
+        self._gallery = self._queries if gallery is None else self._sets[1].to(self.device, dtype)
+        self._relative = self._absolute = 0.0  # a tile's value errs by this share of it, and this much
         if self._bounded:
-            self.relative, self.absolute = distance.float32_error(self._queries, self._gallery)
-            logger.debug("float32 values are right up to %.1e of them and %.1e", self.relative, self.absolute)
-        self._places = _places_of_content(self._sets[0], None if gallery is queries else self._sets[1])
+            self._relative, self._absolute = distance.float32_error(self._queries, self._gallery)
+            logger.debug("float32 values are right up to %.1e of them and %.1e", self._relative, self._absolute)
+        self._places = _places_of_content(self._sets[:1] if self._within else self._sets)
+        self._unit = self._scale_unit()
+
+    def _scale_unit(self) -> float:
+        """Where the error's absolute part equals its relative one, and else a usual value; any is right."""
+        if self._absolute and self._relative:
+            return self._absolute / self._relative
+        some = [np.linspace(0, len(x) - 1, min(len(x), _PROBE)).astype(np.int64) for x in self._sets]
+        value = self.tile(some[0], some[1]).abs()
+        return float(value.median()) or float(value.max()) or 1.0
 
     @property
-    def bytes_per_pair(self) -> int:
-        """Memory that a pair of a tile takes: its values, and what the distance makes of it by itself.
-
-        One that bounds its error is taken to work in parts; any other but those of one matrix product may expand pairs.
-        """
-        from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-        expands = not self._bounded and type(self.distance) not in (LpDistance, CosineSimilarity, DotProductSimilarity)
-        width = int(self._queries.shape[1])
-        return 40 + (2 * self._queries.element_size() * width if expands else 0)
+    def slack(self) -> float:
+        """Twice the error of the float32 values on the scale: of the tile, and of rounding them."""
+        tile = max(self._relative, self._absolute / self._unit)
+        return 2 * 1.02 * (tile + _LIMIT * 2.0**-24)
 
     def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
         """Similarities [T, W] float64, on the device, of the queries ``part`` [T] to the gallery items ``columns`` [W].
 
         Raises:
-            RunError: the distance gives NaN or infinity, or a single query has no room on the device.
+            RunError: the distance gives NaN or infinity.
         """
         index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(self.device)
         with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-            value = self._matrix(self._queries[torch.from_numpy(part).to(self.device)], self._gallery[index])
+            value = self._tiles(self._queries[torch.from_numpy(part).to(self.device)], self._gallery[index])
             return self._checked(value.to(torch.float64)) * self._sign
 
-    def __call__(self, part: IntArray, columns: slice | IntArray) -> NDArray[np.float64]:
-        """``tile`` on the CPU."""
-        return self.tile(part, columns).cpu().numpy()
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
+        """Values on the scale of the queries ``part`` [T] and gallery items start .. stop - 1 into ``out`` [T, W]."""
+        there = out if isinstance(out, Tensor) else torch.from_numpy(out)
 
-    def _matrix(self, left: Tensor, right: Tensor) -> Tensor:
-        """Values [T, W]; halves the queries where the device has no memory."""
-        try:
-            value: Tensor = self._tiles(left, right)
-            return value
-        except torch.OutOfMemoryError as error:
-            if len(left) == 1:
-                raise RunError(
-                    f"{self.device} has no memory left for one query and {len(right)} gallery items; "
-                    "lower tile_bytes, or evaluate on the CPU"
-                ) from error
-        logger.warning("%s is out of memory for a tile of %d queries; halving it", self.device, len(left))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        half = len(left) // 2
-        return torch.cat([self._matrix(left[:half], right), self._matrix(left[half:], right)])
+        def work(first: int, last: int) -> None:
+            there[:, first - start : last - start] = self._scaled(part, slice(first, last))
+
+        halved_where_full(work, start, stop, device=self.device)
+
+    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
+        """As ``similarities``, but the distance's own values, up to their sign, which can be added up."""
+        value = self.tile(part, slice(start, stop))
+        (out if isinstance(out, Tensor) else torch.from_numpy(out)).copy_(value)
+        largest = float(value.abs().max())
+        relative = 1.02 * self._relative + 2.0**-24
+        return Bounds(largest * relative + self._absolute + 2.0**-149, 1.01 * largest)
+
+    def keys_of(self, query: int, columns: IntArray) -> Keys:
+        """Keys [1, C] of one query and the gallery items ``columns`` [C]."""
+        return pack(self._scaled(np.array([query]), columns).cpu().numpy(), columns[None])
+
+    def _scaled(self, part: IntArray, columns: slice | IntArray) -> Tensor:
+        with torch.inference_mode():
+            value = self.tile(part, columns)
+            return value.abs().div_(self._unit).log1p_().clamp_(max=_LIMIT).copysign_(value).to(torch.float32)
 
     def _checked(self, value: Tensor) -> Tensor:
         if not bool(torch.isfinite(value).all()):
@@ -170,9 +206,42 @@ class PairwiseSimilarity:
             )
         return value
 
+    def ranked(
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """See ``scan``."""
+        return scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)))
+
+    def plan(self, k: int, num_wanted: int) -> ScanPlan:
+        """How the scan is shared out: by half where a distance is the same for both sides of a pair and the candidates
+        of all queries fit into memory."""
+        size, threads = self.num_gallery, num_threads() if self.on_host else 1
+        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
+        rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
+        pays = self._within and self._symmetric and 4 * num_wanted >= 3 * size and rows < size
+        if pays and entries >= rows and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
+            return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
+        candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(size, k + k // 4 + 8))
+        rows = max(1, min(_MAX_ROWS, num_wanted, entries, candidates))
+        return ScanPlan(rows, max(1, min(size, entries // rows)), threads)
+
+    @property
+    def _bytes_per_pair(self) -> int:
+        """Memory that a pair of a tile takes: its values, and what the distance makes of it by itself.
+
+        One that bounds its error is taken to work in parts; any other but those of one matrix product may expand pairs.
+        """
+        from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+
+        expands = not self._bounded and type(self.distance) not in (LpDistance, CosineSimilarity, DotProductSimilarity)
+        return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
+
     def exact(self, part: IntArray) -> ExactSimilarity:
         """The values that decide, of pairs (place in ``part`` [T], gallery index)."""
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
+
+    def held_rows(self) -> None:
+        """None: no unit rows decide."""
 
     def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
         """The values [M] that decide, of the pairs (query [M], gallery item [M]).
@@ -180,8 +249,8 @@ class PairwiseSimilarity:
         Raises:
             RunError: the distance gives NaN or infinity.
         """
-        first, second = self._places[0][queries], self._places[1][columns]
-        if self.symmetric:
+        first, second = self._places[0][queries], self._places[-1][columns]
+        if self._symmetric:
             first, second = np.minimum(first, second), np.maximum(first, second)
         size = sum(map(len, self._sets))
         pairs, which = np.unique(first * size + second, return_inverse=True)
@@ -254,21 +323,17 @@ def _filled(places: IntArray, count: int) -> IntArray:
     return np.pad(places, (0, count - len(places)), mode="edge")
 
 
-def _places_of_content(queries: Tensor, gallery: Tensor | None) -> tuple[IntArray, IntArray]:
-    """Of every row, the place of the first row with the same numbers, among the queries and, behind them, the gallery.
-
-    None searches the queries among themselves.
-    """
+def _places_of_content(sets: Sequence[Tensor]) -> list[IntArray]:
+    """Of every row of every set, the place of the first row with the same numbers, counted through all sets."""
     seen: dict[bytes, int] = {}
-
-    def places(rows: Tensor, offset: int) -> IntArray:
-        result = np.empty(len(rows), dtype=np.int64)
+    result, offset = [], 0
+    for rows in sets:
+        places = np.empty(len(rows), dtype=np.int64)
         for start in range(0, len(rows), 1024):
-            part = np.ascontiguousarray(rows[start : start + 1024].to("cpu", torch.float64).numpy())
-            for place, row in enumerate(part, start=start):
-                digest = hashlib.blake2b(row.data, digest_size=16).digest()
-                result[place] = seen.setdefault(digest, place + offset)
-        return result
-
-    of_queries = places(queries, 0)
-    return of_queries, of_queries if gallery is None else places(gallery, len(queries))
+            part = rows[start : start + 1024].to("cpu", torch.float64).numpy()
+            for place, row in enumerate(part, start):
+                digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+                places[place] = seen.setdefault(digest, place + offset)
+        offset += len(rows)
+        result.append(places)
+    return result

@@ -12,15 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
-from dmlbench.evaluation.search.back_ends import moved_to
-from dmlbench.evaluation.search.on_device import halved_where_full, tiles_on_host, to_device, to_host
-from dmlbench.evaluation.search.pairwise_search import PairwiseSearch
-from dmlbench.evaluation.search.parallel import num_threads, over_threads, single_threaded_products
-from dmlbench.evaluation.search.scan import ScanState
-from dmlbench.evaluation.search.top_k import PADDING, Keys, column_of, settle
-from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
+from dmlbench.evaluation.search.candidates import PADDING, Keys, to_device, to_host
+from dmlbench.evaluation.search.pairwise import PairwiseSearch
+from dmlbench.evaluation.search.scan import (
+    halved_where_full,
+    moved_to,
+    nearest_columns,
+    num_threads,
+    over_threads,
+    single_threaded_products,
+    tiles_on_host,
+)
+from dmlbench.evaluation.search.unit_vectors import BackEnd, UnitSearch, unit_search
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -58,43 +62,30 @@ def reranked(
     wanted: IntArray,
     num_items: int,
     back_end: BackEnd,
-    state: ScanState,
 ) -> Iterator[tuple[IntArray, Result]]:
     """``finish(queries [T], candidates [T, N])`` of shortlists, tile by tile in the order of ``wanted``.
 
     The shortlist of a query are its ``num_items`` nearest gallery items by exact search among the distance's
-    ``shortlist_rows`` as unit vectors, ties by gallery index. ``state.done`` counts the queries.
+    ``shortlist_rows`` as unit vectors, ties by gallery index.
     """
-    of = search.similarity.distance.shortlist_rows
-
-    def cheap(part: EmbeddingSet) -> EmbeddingSet:
-        return EmbeddingSet(of(part.rows), part.labels, part.ids)
-
-    short = unit_search(
-        cheap(queries),
-        None if gallery is None else cheap(gallery),
-        back_end=back_end,
-        tile_bytes=search.free_bytes,
-        device=search.device,
-    )
+    short = _search_among(
+        search.distance.shortlist_rows, queries, gallery,
+        back_end=back_end, tile_bytes=search.free_bytes, device=search.device,
+    )  # fmt: skip
     size = min(num_items, search.num_gallery)
-
-    def shortlist(part: IntArray, keys: Keys) -> IntArray:
-        return column_of(settle(keys, short.exact(part), k=size, slack=short.slack)[:, :size])
+    threads = search.plan(size, len(wanted)).threads
 
     def work(item: tuple[int, IntArray]) -> Keys:
         query, columns = item
-        return search.keys_of(query, columns[columns >= 0])
+        return search.keys_of(query, columns[columns >= 0])[0]
 
-    threads = search.plan(size, len(wanted)).threads
-    for part, columns in short.ranked(size, shortlist, wanted=wanted):
+    for part, columns in nearest_columns(short, size, wanted=wanted):
+        keys = np.full(columns.shape, PADDING)
         with single_threaded_products():
-            rows = list(over_threads(work, list(zip(part.tolist(), columns, strict=True)), threads=threads))
-            keys = np.full((len(rows), max(row.shape[1] for row in rows)), PADDING)
-            for place, row in enumerate(rows):
-                keys[place, : row.shape[1]] = row
+            pairs = list(zip(part.tolist(), columns, strict=True))
+            for place, found in enumerate(over_threads(work, pairs, threads=threads)):
+                keys[place, : len(found)] = found
             result = finish(part, keys)
-        state.done += len(part)
         yield part, result
 
 
@@ -113,7 +104,6 @@ def rematched(
     tile_bytes: int,
     back_end: BackEnd = "auto",
     device: torch.device | None = None,
-    bar: tqdm | None = None,
 ) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:
     """(queries [T], gallery items [T, k] nearest first or -1, values of the re-ranked ones [T, K <= k]), tile by tile.
 
@@ -130,41 +120,26 @@ def rematched(
         tile_bytes: bound of the memory taken beyond the sets.
         back_end: of the first search.
         device: where it runs, and where values are computed; None is where the rows lie.
-        bar: counts queries.
 
     Raises:
         RunError: the sets cannot be searched, or the distance gives NaN.
     """
-    of, device = distance.center_rows, device or queries.rows.device
-
-    def centers(part: EmbeddingSet) -> EmbeddingSet:
-        return EmbeddingSet(of(part.rows), part.labels, part.ids)
-
+    device = device or queries.rows.device
+    short = _search_among(
+        distance.center_rows, queries, gallery, back_end=back_end, tile_bytes=tile_bytes // 2, device=device
+    )
+    num_listed = min(distance.num_neighbors, short.num_gallery)
+    depth = min(max(k, num_listed), short.num_gallery)
     reference = queries if gallery is None else gallery
-    short = unit_search(
-        centers(queries), None if gallery is None else centers(gallery),
-        back_end=back_end, tile_bytes=tile_bytes // 2, device=device,
-    )  # fmt: skip
-    num_listed = min(distance.num_neighbors, len(reference))
-    depth = min(max(k, num_listed), len(reference))
-
-    def listed(part: IntArray, keys: Keys) -> IntArray:
-        return column_of(settle(keys, short.exact(part), k=depth, slack=short.slack)[:, :depth])
-
-    def there(rows: Tensor) -> Tensor:
-        """Rows on the device, if it has room for all."""
-        moved = None if rows.device == device or tiles_on_host(device) else moved_to(device, rows.cpu().numpy())
-        return rows if moved is None else moved
-
-    items = there(reference.rows)
-    asked = items if gallery is None else there(queries.rows)
+    asked, items = (x.rows if (there := moved_to(device, x.rows)) is None else there for x in (queries, reference))
 
     def rows_at(rows: Tensor, places: IntArray) -> Tensor:
         (index,) = to_device(rows.device, places)
         return rows[index].to(device, torch.float64)
 
-    def compare(part: IntArray, columns: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
-        """The items ``columns`` [T, N] of the queries ``part`` [T] in their new order, and their values."""
+    def compare(item: tuple[IntArray, IntArray]) -> tuple[IntArray, NDArray[np.float64]]:
+        """The items [T, N] of the queries [T] in their new order, and their values."""
+        part, columns = item
         ordered, values = columns.copy(), np.full(columns.shape, -np.inf)
 
         def work(start: int, stop: int) -> None:
@@ -180,19 +155,25 @@ def rematched(
 
         with torch.inference_mode(), torch.autocast(device.type, enabled=False):
             halved_where_full(work, 0, len(part), device=device)
-        if bar is not None:
-            with tqdm.get_lock():
-                bar.update(len(part))
         return ordered, values
 
     threads = num_threads() if tiles_on_host(device) else 1
     # neighbors as they are, in float64, as unit vectors and while these are made
     size = max(1, tile_bytes // (2 * threads * 4 * 8 * num_listed * items.shape[1]))
-    for part, columns in short.ranked(depth, listed, wanted=wanted):
-        parts = [slice(start, start + size) for start in range(0, len(part), size)]
-        work = [(part[some], columns[some, :num_listed]) for some in parts]
+    for part, columns in nearest_columns(short, depth, wanted=wanted):
+        lists = [(part[i : i + size], columns[i : i + size, :num_listed]) for i in range(0, len(part), size)]
         with single_threaded_products():
-            found = list(over_threads(lambda one: compare(*one), work, threads=threads))
+            found = list(over_threads(compare, lists, threads=threads))
         first, values = (np.concatenate(x) for x in zip(*found, strict=True))
         columns[:, : first.shape[1]] = first
         yield part, columns[:, :k], values[:, :k]
+
+
+def _search_among(
+    make_rows: Callable[[Tensor], Tensor], queries: EmbeddingSet, gallery: EmbeddingSet | None, *,
+    back_end: BackEnd, tile_bytes: int, device: torch.device,
+) -> UnitSearch:  # fmt: skip
+    """Exact search among other rows of the same images, as unit vectors."""
+    cheap = [None if x is None else EmbeddingSet(make_rows(x.rows), x.labels, x.ids) for x in (queries, gallery)]
+    assert cheap[0] is not None
+    return unit_search(cheap[0], cheap[1], back_end=back_end, tile_bytes=tile_bytes, device=device)

@@ -1,44 +1,49 @@
 """The scan of the gallery for every query, tile by tile: of all similarities, or of half of them within one set.
 
-It serves every similarity (``Similarities``), and can go on where it was stopped. By half of the similarities means
-that a tile above the diagonal serves its columns as queries, too: rows are taken block by block, a block is compared
-with itself and everything behind it, and entries that may be among the k nearest of a later row wait for it, so that a
-block's candidates are complete when its turn comes.
+It serves every similarity (``Similarities``). By half means that a tile above the diagonal serves its columns as
+queries, too: a block of rows is compared with itself and everything behind it, and when its turn comes, the blocks
+before have compared it with all else.
 
-Letters: N gallery items, T queries of a tile or block, W columns of a tile, k places that matter, M entries.
+A tile is worked on by one thread, from the matrix product to its result.
+
+Letters: N gallery items, T queries of a tile or block, W columns of a tile, k places that matter.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from dmlbench.evaluation.search.back_ends import exclude
-from dmlbench.evaluation.search.on_device import entries_of_columns, halved_where_full
-from dmlbench.evaluation.search.parallel import Workspace, over_threads, single_threaded_products
-from dmlbench.evaluation.search.similarity import FloatRows
-from dmlbench.evaluation.search.top_k import (
-    LOWEST,
-    PADDING,
-    Found,
+from dmlbench.evaluation.search.candidates import (
+    ExactSimilarity,
     Keys,
     Tile,
     TopK,
-    floor_below,
-    kth_bound,
-    narrow_keys,
-    pack,
+    Workspace,
+    column_of,
+    settle,
+    to_device,
 )
-from dmlbench.types import IntArray
+from dmlbench.evaluation.search.unit_rows import strict_float32_products
+from dmlbench.runtime import single_threaded_torch
+from dmlbench.types import IntArray, RunError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_KEPT = 3  # times k: candidates of a waiting row before they are narrowed
-BYTES_PER_WAITING = 64  # and place: keys, rows, their sorted copies
+BYTES_PER_CANDIDATE = 160  # key, its sorted copy, position, column, mark, terms of the scores
+BYTES_PER_WAITING = 64  # and place, of a scan by half: keys and their sorted copies
+
+logger = logging.getLogger(__name__)
 
 _workspace = Workspace()
 
@@ -85,56 +90,16 @@ class ScanPlan:
         columns: gallery items of a tile.
         threads: that share the tiles.
         by_half: whether the queries are the gallery, similarities are the same for both sides, and half serve.
-        candidates: in place of the scan of a tile: its queries [T] to their keys [T, C]; not by half.
     """
 
     rows: int
     columns: int
     threads: int
     by_half: bool = False
-    candidates: Callable[[IntArray], Keys] | None = None
-
-
-@dataclass
-class Waiting:
-    """Candidates of a later block: row of the block [M] and key [M], in parts."""
-
-    rows: list[IntArray] = field(default_factory=list)
-    keys: list[Keys] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.keys))
-
-    def padded(self, height: int) -> Keys:
-        """[T, C], ``height`` rows."""
-        if not self.keys:
-            return np.empty((height, 0), dtype=np.uint64)
-        row, keys = np.concatenate(self.rows), np.concatenate(self.keys)
-        order = np.argsort(row.astype(np.uint16), kind="stable")  # short numbers are sorted by their digits
-        return Found(np.bincount(row, minlength=height), keys[order]).padded()
-
-
-@dataclass
-class ScanState:
-    """How far a scan has come; with a copy of it another one can go on.
-
-    Attributes:
-        done: queries that are ranked; blocks, where the scan is by half.
-        waiting: candidates of every block that the blocks done have left.
-    """
-
-    done: int = 0
-    waiting: list[Waiting] = field(default_factory=list)
 
 
 def scan(
-    source: Similarities,
-    k: int,
-    finish: Callable[[IntArray, Keys], Result],
-    *,
-    wanted: IntArray,
-    plan: ScanPlan,
-    state: ScanState | None = None,
+    source: Similarities, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan
 ) -> Iterator[tuple[IntArray, Result]]:
     """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
 
@@ -144,142 +109,187 @@ def scan(
         finish: what to make of candidates.
         wanted: queries, ascending.
         plan: how the work is shared out.
-        state: where to continue; kept up to date, so that a copy taken while a result is held continues after it.
 
     Yields:
         (queries [T], what ``finish`` gave), in the order of ``wanted``.
     """
-    state = ScanState() if state is None else state
+
+    def work(part: IntArray) -> tuple[IntArray, Result]:
+        return part, finish(part, candidates(source, part, k, columns=plan.columns))
+
     with single_threaded_products():
         if plan.by_half:
-            yield from _by_half(source, k, finish, wanted, plan, state)
-            return
-        left = wanted[state.done :]
-        tiles = [left[start : start + plan.rows] for start in range(0, len(left), plan.rows)]
+            yield from _by_half(source, k, finish, wanted, plan)
+        else:
+            yield from over_threads(work, parts_of(wanted, plan.rows), threads=plan.threads)
 
-        def work(part: IntArray) -> tuple[IntArray, Result]:
-            if plan.candidates is not None:
-                return part, finish(part, plan.candidates(part))
-            return part, finish(part, candidates(source, part, k, columns=plan.columns))
 
-        for part, result in over_threads(work, tiles, threads=plan.threads):
-            state.done += len(part)
-            yield part, result
+class Search(Protocol):
+    """Two sets, or one within itself, ready to be searched."""
+
+    @property
+    def slack(self) -> float:
+        """See ``Similarities``."""
+        ...
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The values that decide, of pairs whose first member counts within ``part`` [T]."""
+        ...
+
+    def ranked(
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """See ``scan``."""
+        ...
+
+
+def nearest_columns(search: Search, k: int, *, wanted: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+    """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
+
+    def finish(part: IntArray, keys: Keys) -> IntArray:
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
+
+    return search.ranked(k, finish, wanted=wanted)
 
 
 def candidates(source: Similarities, part: IntArray, k: int, *, columns: int) -> Keys:
     """What may be among the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time: [T, C]."""
-    top = TopK(np.full((len(part), 1), LOWEST), k, slack=source.slack)
-    _over_tiles(source, part, 0, columns, lambda tile, start: top.add(tile, first_column=start))
+    top = TopK(len(part), k, slack=source.slack)
+
+    def work(start: int, stop: int) -> None:
+        top.add(_tile(source, part, start, stop), first_column=start)
+
+    for start in range(0, source.num_gallery, columns):
+        halved_where_full(work, start, min(start + columns, source.num_gallery), device=source.device)
     return top.keys
 
 
-def _over_tiles(
-    source: Similarities, part: IntArray, first: int, columns: int, take: Callable[[Tile, int], None]
-) -> None:
-    """``take`` of the similarities [T, W] of the queries ``part`` [T] to the gallery from ``first`` on, in tiles of
-    ``columns`` items, and of each tile's first item. Tiles on a device that has no memory for them are halved."""
-
-    def work(start: int, stop: int) -> None:
-        shape = (len(part), stop - start)
-        tile: Tile
-        if source.on_host:
-            tile = _workspace.array("similarity", shape, np.float32)
-        else:
-            tile = torch.empty(shape, dtype=torch.float32, device=source.device)
-        source.similarities(part, start, stop, out=tile)
-        exclude(tile, source.own_column[part] - start)
-        take(tile, start)
-
-    for start in range(first, source.num_gallery, columns):
-        halved_where_full(work, start, min(start + columns, source.num_gallery), device=source.device)
-
-
 def _by_half(
-    source: Similarities,
-    k: int,
-    finish: Callable[[IntArray, Keys], Result],
-    wanted: IntArray,
-    plan: ScanPlan,
-    state: ScanState,
+    source: Similarities, k: int, finish: Callable[[IntArray, Keys], Result], wanted: IntArray, plan: ScanPlan
 ) -> Iterator[tuple[IntArray, Result]]:
-    size, rows, slack = source.num_gallery, plan.rows, source.slack
-    floor = np.full(size, LOWEST)  # rises; whichever value a thread meets is right
-    starts = list(range(0, size, rows))
-    waiting = state.waiting = state.waiting or [Waiting() for _ in starts]
-    is_wanted = np.zeros(size, dtype=bool)
-    is_wanted[wanted] = True
+    size, rows = source.num_gallery, plan.rows
+    blocks = parts_of(np.arange(size), rows)
+    tops = [TopK(len(block), k, slack=source.slack) for block in blocks]
+    columns = max(1, plan.columns // rows) * rows  # of whole blocks
 
-    def work(start: int) -> tuple[Keys, list[tuple[IntArray, Keys]]]:
-        """Candidates [T, C] of a block, and (index [M], ascending; key [M]) of later rows, per tile."""
-        part = np.arange(start, min(start + rows, size))
-        top = TopK(floor[part, None], k, slack=slack)
-        later = []
+    def work(number: int) -> None:
+        """Compare a block with itself and all blocks behind."""
+        part = blocks[number]
+        for start in range(part[0], size, columns):
+            tile = _tile(source, part, start, min(start + columns, size))
+            tops[number].add(tile, first_column=start)
+            for left in range(max(start, part[0] + rows), start + tile.shape[1], rows):
+                turned = tile[:, left - start : left - start + rows].T
+                turned = turned.contiguous() if isinstance(turned, Tensor) else np.ascontiguousarray(turned)
+                tops[left // rows].add(turned, first_column=part[0])
 
-        def take(tile: Tile, left: int) -> None:
-            found = top.found_in(tile, first_column=left)
-            first, right = max(left, start + len(part)), left + tile.shape[1]
-            if first < right:
-                index, keys = _of_columns(tile[:, first - left :], floor[first:right], k, slack=slack, first_row=start)
-                later.append((index + first, keys))
-            top.add_found(found)
-
-        _over_tiles(source, part, start, plan.columns, take)
-        return top.keys, later
-
-    first = state.done
-    for number, (own, later) in enumerate(over_threads(work, starts[first:], threads=plan.threads), start=first):
-        for index, keys in later:
-            _distribute(index, keys, waiting, rows)
-        for place in range(number + 1, len(starts)):
-            _narrow(waiting[place], floor[starts[place] : starts[place] + rows], k, slack=slack)
-        known, waiting[number] = waiting[number].padded(len(own)), Waiting()
-        state.done = number + 1
-        inside = np.flatnonzero(is_wanted[starts[number] : starts[number] + rows])
-        if len(inside):
-            keys = np.concatenate([known, own], axis=1)[inside]
-            if keys.shape[1] >= 2 * k:
-                keys, _ = narrow_keys(keys, k, slack=slack)
-            yield starts[number] + inside, finish(starts[number] + inside, keys)
+    for number, _ in enumerate(over_threads(work, range(len(blocks)), threads=plan.threads)):
+        inside = np.isin(blocks[number], wanted, assume_unique=True)
+        keys, tops[number].keys = tops[number].keys[inside], tops[number].keys[:0]
+        if len(keys):
+            yield blocks[number][inside], finish(blocks[number][inside], keys)
 
 
-def _of_columns(similarity: Tile, floor: FloatRows, k: int, *, slack: float, first_row: int) -> tuple[IntArray, Keys]:
-    """Entries of ``similarity`` [T, W] that may be among the k largest of their column, by column: (column, key)."""
+def _tile(source: Similarities, part: IntArray, start: int, stop: int) -> Tile:
+    """Similarities [T, W] of the queries ``part`` [T] to gallery items start .. stop - 1, -inf to themselves."""
+    tile = empty_tile((len(part), stop - start), source.device, on_host=source.on_host)
+    source.similarities(part, start, stop, out=tile)
+    exclude(tile, source.own_column[part] - start)
+    return tile
+
+
+def empty_tile(shape: tuple[int, ...], device: torch.device, *, on_host: bool) -> Tile:
+    """An array that the next call of this thread overwrites, or a tensor on ``device``."""
+    if on_host:
+        return _workspace.array("similarity", shape, np.float32)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def exclude(similarity: Tile, own: IntArray) -> None:
+    """Put -inf at column ``own`` [T] of each row of ``similarity`` [T, W] that has such a column."""
+    held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
     if isinstance(similarity, Tensor):
-        row, column, value = entries_of_columns(similarity, floor, k, slack=slack)
-        return column, pack(value, row + first_row)
-    if (floor == LOWEST).any() and len(similarity) >= k:
-        size = max(1, len(similarity) // (2 * k))
-        groups = len(similarity) // size
-        maxima = similarity[: groups * size].reshape(size, groups, -1).max(axis=0)
-        floor = np.maximum(floor, floor_below(kth_bound(np.ascontiguousarray(maxima.T), k)[:, 0], slack))
-    mask = np.greater_equal(similarity, floor, out=_workspace.array("mask", similarity.shape, np.bool_))
-    height, width = mask.shape
-    flat = np.flatnonzero(mask)
-    row = np.repeat(np.arange(height), np.diff(np.searchsorted(flat, np.arange(height + 1) * width)))
-    column = flat - row * width
-    order = np.argsort(column.astype(np.uint16 if width < 2**16 else np.uint32), kind="stable")
-    row, column = row[order], column[order]
-    return column, pack(similarity[row, column], row + first_row)
+        row, column = to_device(similarity.device, held, own[held])
+        similarity[row, column] = -torch.inf
+    else:
+        similarity[held, own[held]] = -np.inf
 
 
-def _distribute(index: IntArray, keys: Keys, waiting: list[Waiting], rows: int) -> None:
-    """Hand entries, ``index`` [M] ascending, to the blocks of ``rows`` rows that they belong to."""
-    edges = np.searchsorted(index, np.arange(len(waiting) + 1) * rows)
-    for place, (start, stop) in enumerate(itertools.pairwise(edges)):
-        if start < stop:
-            waiting[place].rows.append(index[start:stop] - place * rows)
-            waiting[place].keys.append(keys[start:stop])
+def parts_of(items: IntArray, size: int) -> list[IntArray]:
+    """``items`` [M] in parts of ``size``."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _narrow(block: Waiting, floor: FloatRows, k: int, *, slack: float) -> None:
-    """Drop candidates that others rule out, where there are many; raises ``floor`` [T]."""
-    if len(block) < _KEPT * k * len(floor):
+def tiles_on_host(device: torch.device) -> bool:
+    """Whether tiles are arrays on the host; else they are tensors on ``device``, and stay there."""
+    return device.type == "cpu"
+
+
+def moved_to(device: torch.device, rows: Tensor | None) -> Tensor | None:
+    """``rows`` on ``device``; None, where there are none or no memory for them: then they go there tile by tile."""
+    try:
+        return None if rows is None else rows.to(device)
+    except torch.OutOfMemoryError:
+        logger.warning("%s has no memory for the whole gallery; it is moved there tile by tile", device)
+        return None
+
+
+def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *, device: torch.device) -> None:
+    """``work(start, stop)``, in halves again and again where the device has no memory for it.
+
+    ``work`` must leave nothing behind where it fails.
+
+    Raises:
+        RunError: there is no memory for one item.
+    """
+    try:
+        work(start, stop)
         return
-    keys = block.padded(len(floor))
-    if keys.shape[1] < k:
+    except torch.OutOfMemoryError as error:
+        if stop - start <= 1:
+            raise RunError(
+                f"{device} has no memory left for a tile of one item; lower tile_bytes, or set evaluation.device=cpu"
+            ) from error
+    # here, where nothing of the failed tile is held any more
+    logger.warning("%s is out of memory for a tile of %d items; halving it", device, stop - start)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    middle = (start + stop) // 2
+    halved_where_full(work, start, middle, device=device)
+    halved_where_full(work, middle, stop, device=device)
+
+
+@lru_cache(maxsize=1)
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()  # looks at every loaded library: some milliseconds
+
+
+@contextmanager
+def single_threaded_products() -> Iterator[None]:
+    """Matrix products of numpy and torch use the calling thread alone inside, for two pools of threads would fight for
+    the cores; those of float32 tensors are float32 products, whatever is set outside."""
+    with _controller().limit(limits=1, user_api="blas"), single_threaded_torch(), strict_float32_products():
+        yield
+
+
+def over_threads(function: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> Iterator[Result]:
+    """``function`` of every item, in the order of ``items``; at most ``threads`` + 1 results wait to be taken."""
+    if threads == 1 or len(items) == 1:
+        yield from map(function, items)
         return
-    left, reached = narrow_keys(keys, k, slack=slack)
-    np.maximum(floor, reached[:, 0], out=floor)
-    row, place = np.nonzero(left < PADDING)
-    block.rows, block.keys = [row], [left[row, place]]
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def num_threads() -> int:
+    """Threads that the tiles are shared out to: torch's setting."""
+    return torch.get_num_threads()

@@ -4,25 +4,28 @@ A candidate is one 64-bit number, its *key*: the float32 similarity in the upper
 similarities give smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark).
 Sorting keys sorts by similarity, nearest first, ties by gallery index.
 
+Tiles of similarities are arrays on the host or tensors on an accelerator. What is selected of them is settled on the
+host, so where a tile is changes no result.
+
 Letters: T queries of a tile, W columns, C candidates of a query, k places that matter.
 """
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search import on_device
-from dmlbench.evaluation.search.parallel import Workspace
-from dmlbench.evaluation.search.similarity import FloatRows
+from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
 Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
-LOWEST = np.float32(on_device.LOWEST)  # a floor that all but -inf, which marks the query itself, reach
+LOWEST = np.finfo(np.float32).min  # a floor that all but -inf, which marks the query itself, reach
 MAX_GALLERY = 2**31 - 1  # indices that fit into a key
 
 Tile = FloatRows | Tensor
@@ -31,7 +34,45 @@ Tile = FloatRows | Tensor
 ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
 """Float64 similarities [M] of M pairs (row of the tile [M], column [M])."""
 
+
+class Bounds(NamedTuple):
+    """What is known of the float32 similarities of a tile.
+
+    Attributes:
+        error: two values of a row that are more than ``2 * error`` apart are in the right order.
+        largest: bound of the size of every value.
+    """
+
+    error: float
+    largest: float
+
+
+class Workspace(threading.local):
+    """Arrays that a thread writes again and again: fresh memory would be cleared by the system page by page."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray:
+        """An array with any content; asking for the same ``name`` again destroys what the former holds."""
+        size = int(np.prod(shape))
+        held = self._arrays.get(name)
+        if held is None or held.size < size or held.dtype != dtype:
+            held = self._arrays[name] = np.empty(size, dtype=dtype)
+        return held[:size].reshape(shape)
+
+
 _workspace = Workspace()
+
+
+def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
+    """Copies as arrays."""
+    return [tensor.cpu().numpy() for tensor in tensors]
+
+
+def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Copies as tensors on ``device``; on a CPU the arrays themselves."""
+    return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def pack(value: FloatRows, column: IntArray) -> Keys:
@@ -65,21 +106,20 @@ def marked(keys: Keys) -> NDArray[np.bool_]:
     return (keys & np.uint64(1)).astype(bool)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Entries of a tile, by row.
 
     Attributes:
-        count: [T] entries of each row.
+        counts: [T] entries of each row.
         keys: [M] their keys, the rows one after the other.
     """
 
-    count: IntArray
+    counts: IntArray
     keys: Keys
 
     def padded(self) -> Keys:
         """[T, C] with C the largest count."""
-        target, shape = padded_place(self.count)
+        target, shape = padded_place(self.counts)
         result = np.full(shape, PADDING)
         result.reshape(-1)[target] = self.keys
         return result
@@ -93,25 +133,24 @@ def padded_place(count: IntArray) -> tuple[IntArray, tuple[int, int]]:
     return place, (len(count), width)
 
 
-def entries_above(
-    similarity: FloatRows, floor: FloatRows, *, first_column: int = 0, marks: NDArray[np.bool_] | None = None
-) -> Found:
-    """Entries of ``similarity`` [T, W] that are at least ``floor`` [T, 1] (> -inf).
+def entries_above(similarity: Tile, floor: FloatRows, *, first_column: int = 0) -> Found:
+    """Entries of ``similarity`` [T, W], whose column 0 is item ``first_column``, that are at least ``floor`` [T, 1]."""
+    if isinstance(similarity, Tensor):
+        flat = torch.nonzero((similarity >= to_device(similarity.device, floor)[0]).flatten())[:, 0]
+        place, value = to_host(flat, similarity.flatten()[flat])
+    else:
+        mask = np.greater_equal(similarity, floor, out=_workspace.array("mask", similarity.shape, np.bool_))
+        place = np.flatnonzero(mask)
+        value = similarity.reshape(-1)[place]
+    count, column = by_row(place, similarity.shape)
+    return Found(count, pack(value, column + first_column))
 
-    Args:
-        similarity: a tile.
-        floor: of its rows.
-        first_column: gallery item of column 0.
-        marks: [T, W] which keys to mark; none where not given.
-    """
-    height, width = similarity.shape
-    mask = np.greater_equal(similarity, floor, out=_workspace.array("mask", similarity.shape, np.bool_))
-    flat = np.flatnonzero(mask)
-    edges = np.searchsorted(flat, np.arange(height + 1) * width)
-    count = np.diff(edges)
-    column = flat - np.repeat(np.arange(height) * width - first_column, count)
-    keys = pack(similarity.reshape(-1)[flat], column)
-    return Found(count, keys if marks is None else keys | marks.reshape(-1)[flat])
+
+def by_row(place: IntArray, shape: tuple[int, ...]) -> tuple[IntArray, IntArray]:
+    """Of ascending places [M] in a flattened [T, W]: how many are in each row [T], and their columns [M]."""
+    height, width = shape
+    count = np.diff(np.searchsorted(place, np.arange(height + 1) * width))
+    return count, place - np.repeat(np.arange(height) * width, count)
 
 
 def floor_below(kth: FloatRows, slack: float) -> FloatRows:
@@ -121,29 +160,22 @@ def floor_below(kth: FloatRows, slack: float) -> FloatRows:
     return np.maximum(floor, LOWEST)
 
 
-def kth_bound(similarity: FloatRows, k: int) -> FloatRows:
+def kth_bound(similarity: Tile, k: int) -> FloatRows:
     """Values [T, 1] that at least k entries of each row of ``similarity`` [T, W] reach; close to the k-th largest.
 
     The k-th largest of the maxima of groups of columns: k groups hold an entry as large. Finding maxima is many times
     faster than partitioning. Rows of fewer than k entries have no such value: -inf.
     """
-    width = similarity.shape[1]
+    height, width = similarity.shape
     if k > width:
-        return np.full((len(similarity), 1), -np.inf, dtype=np.float32)
-    size = on_device.group_size(width, k)
+        return np.full((height, 1), -np.inf, dtype=np.float32)
+    size = next((size for size in (16, 8, 4, 2) if width // size >= 2 * k), 1)
     groups = width // size
-    maxima = similarity
-    if size > 1:
-        maxima = similarity[:, : groups * size].reshape(-1, size, groups).max(axis=1)
+    grouped = similarity[:, : groups * size].reshape(height, size, groups)
+    if isinstance(grouped, Tensor):
+        return to_host(grouped.amax(1).topk(k, dim=1).values[:, -1:])[0]
+    maxima = grouped.max(axis=1) if size > 1 else similarity
     return np.sort(maxima, axis=1)[:, groups - k, None]  # numpy sorts float32 faster than it partitions
-
-
-def narrow_keys(keys: Keys, k: int, *, slack: float) -> tuple[Keys, FloatRows]:
-    """Those of keys [T, C >= k] that may be among the k first of their row, padded again, and the floor [T, 1]."""
-    kth = value_of(np.partition(keys, k - 1, axis=1)[:, k - 1 : k])
-    floor = floor_below(kth, slack)
-    mask = value_of(keys) >= floor
-    return Found(mask.sum(axis=1), keys[mask]).padded(), floor
 
 
 class TopK:
@@ -154,40 +186,30 @@ class TopK:
         floor: [T, 1] similarity below which nothing counts.
     """
 
-    def __init__(self, floor: FloatRows, k: int, *, slack: float) -> None:
-        self.keys: Keys = np.empty((len(floor), 0), dtype=np.uint64)
-        self.floor = floor
+    def __init__(self, num_rows: int, k: int, *, slack: float) -> None:
+        self.keys: Keys = np.empty((num_rows, 0), dtype=np.uint64)
+        self.floor = np.full((num_rows, 1), LOWEST)
         self._k, self._slack = k, slack
+        self._lock = threading.Lock()
 
     def add(self, similarity: Tile, *, first_column: int) -> None:
         """Take a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
-        self.add_found(self.found_in(similarity, first_column=first_column))
-
-    def found_in(self, similarity: Tile, *, first_column: int) -> Found:
-        """What ``add`` takes of a tile; it may raise the floor."""
-        self._narrow()
-        if isinstance(similarity, Tensor):
-            return self._found_on_device(similarity, first_column)
-        if (self.floor == LOWEST).any():
-            self.floor = np.maximum(self.floor, floor_below(kth_bound(similarity, self._k), self._slack))
-        return entries_above(similarity, self.floor, first_column=first_column)
-
-    def add_found(self, found: Found) -> None:
-        """Take what was found in a tile."""
-        self._narrow()
-        self.keys = np.concatenate([self.keys, found.padded()], axis=1) if self.keys.size else found.padded()
-
-    def _found_on_device(self, similarity: Tensor, first_column: int) -> Found:
-        if (self.floor == LOWEST).any():
-            reached = on_device.floor_below(on_device.kth_bound(similarity, self._k), self._slack)
-            self.floor = np.maximum(self.floor, *on_device.to_host(reached))
-        (floor,) = on_device.to_device(similarity.device, self.floor)
-        row, column, value = on_device.entries_at_least(similarity, floor)
-        return Found(np.bincount(row, minlength=len(self.floor)), pack(value, column + first_column))
+        floor = self.floor
+        if (floor == LOWEST).any():
+            floor = np.maximum(floor, floor_below(kth_bound(similarity, self._k), self._slack))
+        found = entries_above(similarity, floor, first_column=first_column).padded()
+        with self._lock:
+            self.keys = np.concatenate([self.keys, found], axis=1) if self.keys.size else found
+            self.floor = np.maximum(self.floor, floor)
+            if self.keys.shape[1] >= 2 * self._k:
+                self._narrow()
 
     def _narrow(self) -> None:
-        if self.keys.shape[1] >= 2 * self._k:
-            self.keys, self.floor = narrow_keys(self.keys, self._k, slack=self._slack)
+        """Drop candidates that others rule out."""
+        kth = value_of(np.partition(self.keys, self._k - 1, axis=1)[:, self._k - 1 : self._k])
+        self.floor = np.maximum(self.floor, floor_below(kth, self._slack))
+        mask = value_of(self.keys) >= self.floor
+        self.keys = Found(mask.sum(axis=1), self.keys[mask]).padded()
 
 
 def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark: bool = False) -> Keys:

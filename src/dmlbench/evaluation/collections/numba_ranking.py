@@ -1,15 +1,15 @@
 """Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
 
-It finds what ``plain_ranking`` finds, bit by bit. Letters: M models, T queries of a tile, W gallery
-items of a block, S sums of F models each, n items that some sum may need, k places that matter.
+It finds what ``ranking.rank`` finds, bit by bit. Letters: M models, T queries of a tile, S sums of F models each, n
+items that some sum may need, k places that matter.
 
 Which places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
 numbers in order, a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with
 irrelevant ones only, and exactly only where the two are near.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -17,43 +17,24 @@ from numba.core.types import voidptr
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.models import FoldModel, Near
-from dmlbench.evaluation.search.similarity import FloatRows
-from dmlbench.evaluation.search.top_k import LOWEST, floor_below
-from dmlbench.machine_code import compiled
+from dmlbench.evaluation.collections.ranking import FoldModel, Near
+from dmlbench.evaluation.search.candidates import LOWEST
+from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 _WANTED = np.inf  # in place of an exact similarity: it is to be computed
 _LANES = 32  # numbers that a vector unit compares at a time
 
 
-def select(value: FloatRows, largest: FloatRows, first_column: int, reach: FloatRows, *, slack: float) -> Near:
-    """As ``plain_ranking.select``."""
-    return Near(*_at_least(value, largest, floor_below(reach.min(axis=1), slack), first_column), reach)
-
-
-@compiled
-def _at_least(
-    value: FloatRows, largest: FloatRows, floor: FloatRows, first_column: int
-) -> tuple[FloatRows, IntArray, IntArray]:
-    """Where ``largest`` [T, W] is at least ``floor`` [T]: ``value`` [M, n], gallery items [n], how many a query [T]."""
-    column, counts = np.empty(largest.size, np.int64), np.empty(len(floor), np.int64)
-    stop = 0
-    for row in range(len(floor)):
-        start, lowest = stop, floor[row]
-        for place in range(largest.shape[1]):
-            if largest[row, place] >= lowest:
-                column[stop] = place
-                stop += 1
-        counts[row] = stop - start
-    found = np.empty((len(value), stop), np.float32)
-    for model in range(len(value)):
-        stop = 0
-        for row in range(len(floor)):
-            start, stop = stop, stop + counts[row]
-            for at in range(start, stop):
-                found[model, at] = value[model, row, column[at]]
-    return found, column[:stop] + first_column, counts
+def _compiled(function: Function) -> Function:
+    """Machine code of ``function``, which keeps order and rounding and runs without Python's lock; kept next to the
+    source or in the user's cache where either can be written to."""
+    try:
+        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # numba finds no folder that can be written to
+        return cast(Function, numba.njit(nogil=True)(function))
 
 
 def rank(
@@ -66,7 +47,7 @@ def rank(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``plain_ranking.rank``; ``slack`` may be rounded."""
+    """As ``ranking.rank``; ``slack`` may be rounded."""
     row = np.repeat(np.arange(len(part)), near.counts)
     order = np.argsort(2 * row.astype(np.uint16) + ~relevant, kind="stable")  # a query's relevant items lead
     lead = np.bincount(row[relevant], minlength=len(part))
@@ -85,7 +66,7 @@ def rank(
     return ranked
 
 
-@compiled
+@_compiled
 def _rank(
     tile: Near,
     part: IntArray,
@@ -152,7 +133,7 @@ def _rank(
                     hits += 1
 
 
-@compiled
+@_compiled
 def _add_up(value: FloatRows, sums: IntArray, at: int, before: int, size: int, total: FloatRows) -> None:
     """``total`` [F + 1, n]: the sum ``at`` of ``value`` [M, n], fold by fold, from where it differs from ``before``."""
     changed = before < 0
@@ -164,7 +145,7 @@ def _add_up(value: FloatRows, sums: IntArray, at: int, before: int, size: int, t
                 new[i] = old[i] + one[i]
 
 
-@compiled
+@_compiled
 def _count_above(
     total: FloatRows, lead: int, size: int, slack: np.float32, above: NDArray[np.int32], unsure: NDArray[np.int32]
 ) -> None:
@@ -179,7 +160,7 @@ def _count_above(
             unsure[p] += np.int32(high >= total[p])
 
 
-@compiled
+@_compiled
 def _exact_sum(
     query: int, item: int, column: IntArray, models: IntArray, held: IntArray, known: NDArray[np.float64]
 ) -> float:
@@ -194,9 +175,9 @@ def _exact_sum(
     return total
 
 
-@compiled
+@_compiled
 def _exact(held: IntArray, query: int, column: int) -> float:
-    """``similarity.exact_similarities`` of two rows."""
+    """``unit_rows.exact_similarities`` of two rows."""
     width = held[2]
     x, y = _row(held[0], query, width), _row(held[1], column, width)
     terms = np.zeros(width + 1)  # a row may have no columns
@@ -210,7 +191,7 @@ def _exact(held: IntArray, query: int, column: int) -> float:
     return terms[0]
 
 
-@compiled
+@_compiled
 def _row(address: int, number: int, width: int) -> NDArray[np.float32]:
     """Row ``number`` of a C-ordered array of float32 numbers that begins at ``address``."""
     return numba.carray(_pointer(address + 4 * width * number), (width,), np.float32)

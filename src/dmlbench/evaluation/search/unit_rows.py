@@ -118,23 +118,6 @@ class UnitRows:
         step = max(1, _CHUNK_BYTES // (4 * max(1, self.width)))
         return (self.part(start, start + step) for start in range(0, len(self), step))
 
-    def as_given(self) -> tuple[FloatRows, FloatRows | None] | None:
-        """Rows as given [N, D] and the factors [N] that make them unit rows up to rounding, without a copy.
-
-        The factors are None where the rows are of unit length already, up to 2^-22. The whole is None where a product
-        cannot use the rows: not float32 on the CPU, or so long or short that products leave float32's range.
-        """
-        if self.source.device.type != "cpu" or self.source.dtype != torch.float32 or not self.source.is_contiguous():
-            return None
-        if len(self) and np.abs(self.norm - 1).max() <= 2.0**-22:
-            return self.source.detach().numpy(), None
-        lengths = self.norm[self.norm > 0]
-        if len(lengths) and not 1e-12 < lengths.min() <= lengths.max() < 1e12:
-            return None
-        factor = np.zeros(len(self), dtype=np.float32)
-        np.divide(1.0, self.norm, out=factor, where=self.norm > 0, casting="same_kind")
-        return self.source.detach().numpy(), factor
-
 
 def hold_unit_rows(rows: Tensor, *, within_bytes: int) -> UnitRows:
     """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``. Zero rows are reported in the log."""
@@ -187,17 +170,16 @@ class FastProduct:
 def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
     """Choose the operands with the smaller error for unit rows ``query`` [Q, D] and ``gallery`` [N, D].
 
-    Plain operands err by at most (D + 11) 2^-24: one rounding per product and addition, at most D in a row, and up to
-    eight where rows ``as_given`` stand for unit rows. Embeddings
-    of an untrained or collapsed model all point the same way, and that error would exceed their differences. With the
-    gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so the
-    operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
+    Plain operands err by at most (D + 4) 2^-24: one rounding per product and addition, and those of centered rows.
+    Embeddings of an untrained or collapsed model all point the same way, and that error would exceed their differences.
+    With the gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so
+    the operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
 
     Source of the bound: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5. At D = 128 it is
     8e-6, some ten times what is met in practice: the difference makes a few more pairs be computed twice and can never
     cost a result.
     """
-    roundings = 1.01 * (query.width + 12) * 2.0**-24
+    roundings = 1.01 * (query.width + 4) * 2.0**-24
     plain = FastProduct(None, roundings + _FLOAT64_ERROR, 1.001)
     # any vector would be right, so that of some rows is as good as the mean of all
     some = np.arange(0, len(gallery), max(1, len(gallery) // _MEAN_ROWS))
@@ -235,24 +217,20 @@ def _largest_length(rows: FloatRows) -> float:
 
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
-    """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), and those of bf16 tensors add
-    up in float32, whatever is set outside."""
+    """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
     back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
     held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
-    cublas, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
-    reduced, split, previous = getattr(cublas, name), getattr(cublas, f"{name}_split_k", None), None
-    setattr(cublas, name, False)
+    previous = None
     try:
         previous = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-    except RuntimeError:  # set back end by back end, by the newer interface: the older one then refuses to work
+    except RuntimeError:  # set by the newer interface, with which the older one refuses to work
         for back_end, _ in held:
             back_end.fp32_precision = "ieee"
     try:
         yield
     finally:
-        setattr(cublas, name, reduced if split is None else (reduced, split))
         if previous is not None:
             torch.set_float32_matmul_precision(previous)
         for back_end, value in held:

@@ -1,30 +1,82 @@
-"""Ranking of the gallery by sums of fold models' similarities, as array operations on the host.
+"""Ranking of the gallery by sums of fold models' similarities.
 
 Letters: M models, T queries of a tile, W gallery items of a block, n items that some sum may need, S sums of F models
 each, C items that bound what every sum needs, k places that matter.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from dmlbench.evaluation.collections.models import FoldModel, Near
-from dmlbench.evaluation.search.parallel import Workspace
-from dmlbench.evaluation.search.similarity import FloatRows
-from dmlbench.evaluation.search.top_k import Found, Keys, floor_below, kth_bound, marked, pack, padded_place, settle
+from dmlbench.evaluation.search.candidates import (
+    Bounds,
+    ExactSimilarity,
+    Found,
+    Tile,
+    Workspace,
+    by_row,
+    floor_below,
+    kth_bound,
+    marked,
+    pack,
+    settle,
+    to_device,
+    to_host,
+)
+from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
 _TOGETHER = 8  # queries of a tile whose similarities are read while they are in a core's own cache
-# of float32 numbers whose last bit marks relevant items: the largest one without a mark, and their parts
-FARTHEST = 0x7F7FFFFE
-_VALUE, _SIGN = np.uint32(2**32 - 2), np.uint32(2**31)
+_RANKED = 2**18  # items of some sums that are put in order together
 
 _workspace = Workspace()
 
 
-def largest_on_average(value: FloatRows, sums: IntArray, count: int) -> tuple[FloatRows, FloatRows]:
+class FoldModel(Protocol):
+    """What the ranking asks of a model: ``UnitSearch`` and ``PairwiseSearch`` have it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where similarities are computed."""
+        ...
+
+    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
+        """Float32 similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W], larger
+        being nearer, right up to a constant per query."""
+        ...
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The float64 similarities that decide, of pairs (place in ``part``, gallery index)."""
+        ...
+
+    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
+        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held and decide by themselves."""
+        ...
+
+
+class Near(NamedTuple):
+    """What some sum of models may need of a tile: n items, those of one query after those of the other.
+
+    Attributes:
+        value: [M, n] float32 similarities.
+        column: [n] gallery items, ascending for each query.
+        counts: [T] items of each query.
+        reach: [T, S] values that the sums of at least k items reach.
+    """
+
+    value: FloatRows
+    column: IntArray
+    counts: IntArray
+    reach: FloatRows
+
+
+def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRows, Tile]:
     """``value`` of ``count`` items [M, T, C] that are large on average, and the bound [T, W] that no sum exceeds.
 
     Args:
@@ -32,8 +84,14 @@ def largest_on_average(value: FloatRows, sums: IntArray, count: int) -> tuple[Fl
         sums: [S, F] the models of every sum.
         count: C, less where the block has less.
     """
+    if isinstance(value, Tensor):
+        average, bound = _middle_and_upper_there(value, sums)
+        nearest = average.topk(min(count, average.shape[1]), dim=1, sorted=False).indices
+        return to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
     middle, upper = _middle_and_upper(value, sums)
-    return _largest(value, middle, count), upper
+    height, width = middle.shape
+    place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
+    return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1), upper
 
 
 def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
@@ -41,12 +99,7 @@ def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
     return np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1)
 
 
-def larger(reach: FloatRows, other: FloatRows) -> FloatRows:
-    """Of what is reached [T, S], the larger."""
-    return np.maximum(reach, other)
-
-
-def select(value: FloatRows, largest: FloatRows, first_column: int, reach: FloatRows, *, slack: float) -> Near:
+def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, slack: float) -> Near:
     """What may be among the k nearest items by any sum of similarities, of a block of the gallery.
 
     Args:
@@ -56,15 +109,25 @@ def select(value: FloatRows, largest: FloatRows, first_column: int, reach: Float
         reach: [T, S] values that at least k items reach, here or in blocks before.
         slack: sums further apart than this are in the right order.
     """
-    flat, edges = value.reshape(len(value), -1), np.arange(len(largest) + 1) * largest.shape[1]
-    item = np.flatnonzero(largest >= floor_below(reach.min(axis=1, keepdims=True), slack))
-    count = np.diff(np.searchsorted(item, edges))
-    return Near(flat[:, item], item - np.repeat(edges[:-1] - first_column, count), count, reach)
+    floor = floor_below(reach.min(axis=1, keepdims=True), slack)
+    flat = value.reshape(len(value), -1)
+    if isinstance(largest, Tensor):
+        place = torch.nonzero((largest >= to_device(largest.device, floor)[0]).flatten())[:, 0]
+        item, near = to_host(place, flat[:, place])
+    else:
+        item = np.flatnonzero(largest >= floor)
+        near = np.asarray(flat[:, item])
+    counts, column = by_row(item, largest.shape)
+    return Near(near, column + first_column, counts, reach)
 
 
-def joined(value: Sequence[FloatRows], order: IntArray) -> FloatRows:
-    """``value`` [M, n] of several blocks in one, in the ``order`` [n] of the queries."""
-    return np.concatenate(value, axis=1)[:, order]
+def joined(blocks: Sequence[Near]) -> Near:
+    """What matters of the whole gallery, of what matters of its blocks."""
+    if len(blocks) == 1:
+        return blocks[0]
+    value, column, counts, _ = zip(*blocks, strict=True)
+    order = np.argsort(np.concatenate([np.repeat(np.arange(len(count)), count) for count in counts]), kind="stable")
+    return Near(np.concatenate(value, axis=1)[:, order], np.concatenate(column)[order], sum(counts), blocks[-1].reach)
 
 
 def rank(
@@ -90,48 +153,20 @@ def rank(
     """
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
     query = np.repeat(np.arange(len(part)), near.counts)
-    waiting: list[tuple[IntArray, ...]] = []  # rankings that float32 values do not decide: sum, query, count, keys
-    for number, (total, reach) in enumerate(zip(_totals(near.value, sums), near.reach.T, strict=True)):
-        item = np.flatnonzero(total >= np.repeat(floor_below(reach, slack), near.counts))
-        count = np.bincount(query[item], minlength=len(part))
-        place, shape = padded_place(count)
-        bits = np.full(shape, FARTHEST, np.uint32)
-        bits.reshape(-1)[place] = ((total[item].view(np.uint32) & _VALUE) | relevant[item]) ^ _SIGN
-        ordered = np.sort(bits.view(np.float32), axis=1)  # the nearest first
-        marks = (ordered.view(np.uint32) & 1).astype(bool)
-        ranked[number, :, : shape[1]] = marks[:, :k]
-        unsure = ((marks[:, 1:] != marks[:, :-1]) & (ordered[:, 1:] - ordered[:, :-1] <= slack)).any(axis=1)
-        item, rows = item[unsure[query[item]]], np.flatnonzero(unsure)
-        keys = pack(total[item], item) | relevant[item]
-        waiting.append((np.full(len(rows), number), rows, count[rows], keys))
-        if number + 1 == len(sums) or sum(len(held[-1]) for held in waiting) >= len(query):
-            settle_unsure(
-                models, part, near, sums, ranked, *map(np.concatenate, zip(*waiting, strict=True)), slack=slack
-            )
-            waiting.clear()
+    totals = zip(_totals(near.value, sums), near.reach.T, strict=True)
+    at_once = max(1, _RANKED // max(1, len(query)))
+    for start in range(0, len(sums), at_once):
+        some = sums[start : start + at_once]
+        counts, keys = [], []
+        for total, reach in itertools.islice(totals, len(some)):
+            item = np.flatnonzero(total >= np.repeat(floor_below(reach, slack), near.counts))
+            counts.append(np.bincount(query[item], minlength=len(part)))
+            keys.append(pack(total[item], item) | relevant[item])
+        exact = functools.partial(_exact_sums, models, part, near, query, np.repeat(some, len(part), axis=0))
+        rows = Found(np.concatenate(counts), np.concatenate(keys)).padded()
+        settled = settle(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
+        ranked[start : start + len(some), :, : settled.shape[1]] = marked(settled).reshape(len(some), len(part), -1)
     return ranked
-
-
-def settle_unsure(
-    models: Sequence[FoldModel],
-    part: IntArray,
-    near: Near,
-    sums: IntArray,
-    ranked: NDArray[np.bool_],
-    which: IntArray,
-    rows: IntArray,
-    count: IntArray,
-    keys: Keys,
-    *,
-    slack: float,
-) -> None:
-    """Put exact rankings into ``ranked`` [S, T, k] for pairs of sum ``which`` [m] and query ``rows`` [m], of which
-    ``count`` [m] items matter: ``keys``, whose columns are items of ``near``, relevant ones marked."""
-    query = np.repeat(np.arange(len(part)), near.counts)
-    exact = functools.partial(_exact_sums, models, part, near, query, sums[which])
-    k = ranked.shape[2]
-    settled = settle(Found(count, keys).padded(), exact, k=k, slack=slack, by_mark=True)[:, :k]
-    ranked[which, rows, : settled.shape[1]] = marked(settled)
 
 
 def _exact_sums(
@@ -177,11 +212,13 @@ def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, Floa
     return lower, upper
 
 
-def _largest(value: FloatRows, middle: FloatRows, count: int) -> FloatRows:
-    """``value`` [M, T, W] of the ``count`` items [M, T, C] whose ``middle`` [T, W] is largest: they do for a bound."""
-    height, width = middle.shape
-    place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
-    return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1)
+def _middle_and_upper_there(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
+    """``_middle_and_upper`` on a device."""
+    if len(value) == 1:
+        return value[0], value[0]
+    folds = [value[fold.min() : fold.max() + 1] for fold in sums.T]
+    lower, upper = (torch.stack([bound(x, 0) for x in folds]).sum(0) for bound in (torch.amin, torch.amax))
+    return lower + upper, upper
 
 
 def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.search.similarity import (
+from dmlbench.evaluation.search.unit_rows import (
     exact_similarities,
     fast_product,
     halving_sum,
