@@ -111,7 +111,7 @@ def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, s
     """
     floor = floor_below(reach.min(axis=1, keepdims=True), slack)
     flat = value.reshape(len(value), -1)
-    if isinstance(largest, Tensor):
+    if isinstance(largest, Tensor) and isinstance(flat, Tensor):
         place = torch.nonzero((largest >= to_device(largest.device, floor)[0]).flatten())[:, 0]
         item, near = to_host(place, flat[:, place])
     else:
