@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dmlbench.component_arguments import check_components, imported, parameters_of
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
@@ -34,7 +35,6 @@ from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.net import make_model, pooled_channels
 from dmlbench.schemas import TrainConfig
-from dmlbench.signatures import check_components, imported, parameters_of
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups

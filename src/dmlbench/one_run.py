@@ -36,7 +36,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import NotFollowed, RunError, RunInUse
+from dmlbench.types import Pruned, RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         follow: is told of validations and may end the training (see ``fit``): the run is then an interrupted one.
 
     Raises:
-        NotFollowed: ``follow`` has ended the training.
+        Pruned: ``follow`` has ended the training.
         DmlbenchError: what a user can fix; ``error.txt`` in the run directory says it too.
         Preempted: asked to stop; start the same command again to continue.
     """
@@ -88,7 +88,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
                 for logger in experiment.loggers:
                     opened.callback(logger.close)
                 _run(experiment, run_dir, stop, follow, _run_without_matching(cfg, run_dir))
-        except (RunInUse, NotFollowed):
+        except (RunInUse, Pruned):
             raise
         except Exception as error:
             log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end

@@ -63,7 +63,7 @@ class Diverged(RunError):
     """A training whose loss or gradient is not finite: its settings are at fault, and another start ends alike."""
 
 
-class NotFollowed(RunError):
+class Pruned(RunError):
     """Who follows a training has ended it at a validation; its checkpoint is whole, and it can be continued.
 
     Attributes:

@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
+from dmlbench.component_arguments import imported, parameters_of
 from dmlbench.config import cell_id, compose, config_folder, config_sha256
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.runtime import write_json
-from dmlbench.signatures import imported, parameters_of
 from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()

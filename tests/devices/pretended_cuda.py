@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from dmlbench import transfers
+from dmlbench import device_copies
 
 CUDA = torch.device("cuda", 0)
 
@@ -137,7 +137,7 @@ def pretended_cuda() -> Iterator[PretendedCuda]:
     off = torch.backends.cudnn.flags(enabled=False)  # its batch norm is an operation that no CPU has
     with pytest.MonkeyPatch.context() as patch, off, FakeTensorMode() as fakes, PretendedCuda(fakes) as device:
         patch.setattr(Tensor, "pin_memory", _pinned)
-        patch.setattr(transfers, "_copy_stream", lambda device: None)
+        patch.setattr(device_copies, "_copy_stream", lambda device: None)
         yield device
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dmlbench import build
 from dmlbench.config import config_folder
+from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import features_of
 from dmlbench.models.projection import Projection
-from dmlbench.transfers import with_host_copy
 from dmlbench.types import ModelOutput
 
 # Of each wait that stays, why. Everything else that a training step computes waits for nothing.

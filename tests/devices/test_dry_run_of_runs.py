@@ -18,6 +18,7 @@ from dmlbench.data.batches.transforms import Transform, random_resized_crop, ran
 from dmlbench.data.image_table import make_table
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.data.protocols import class_index
+from dmlbench.device_copies import with_host_copy
 from dmlbench.evaluation.collections import concatenated
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import evaluate
@@ -44,7 +45,6 @@ from dmlbench.models.unit_parts import UnitParts
 from dmlbench.training import fit as fit_module
 from dmlbench.training.fit import FitSettings, fit
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
-from dmlbench.transfers import with_host_copy
 from dmlbench.types import Batch, EmbeddingSet, RunError
 
 # Of each wait of a run outside of its losses, why.

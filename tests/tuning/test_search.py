@@ -14,7 +14,7 @@ from dmlbench.results import store
 from dmlbench.runtime import derive_seed, read_json, write_json
 from dmlbench.tuning import findings, search
 from dmlbench.tuning.space import make_space
-from dmlbench.types import ConfigError, Diverged, NotFollowed, RunError
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError
 
 optuna = pytest.importorskip("optuna")
 
@@ -66,7 +66,7 @@ class Runs:
             lines.append(f"{step},val/map_at_r,{self.score(cfg, step)!r}")
             history.write_text("\n".join([*lines, ""]))
             if step < STEPS and not follow(step, self.score(cfg, step)):
-                raise NotFollowed("stopped", step)
+                raise Pruned("stopped", step)
         result = dict.fromkeys(store._KEYS, "")
         result |= dict.fromkeys(store._NUMBERS, 0) | {"seed": derive_seed(0, 0, 0), "steps": STEPS}
         result |= {"monitor": "map_at_r", "metrics": {"val": {"map_at_r": self.score(cfg, STEPS)}}}

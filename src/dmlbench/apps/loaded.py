@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.apps.trained import config_with_weights, put_weights, without_pretrained
+from dmlbench.component_arguments import imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
@@ -27,7 +28,6 @@ from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.results.store import CONFIG, RESULT, read_result, require_own_files
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
-from dmlbench.signatures import imported
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RunError, not_a_file

@@ -8,11 +8,11 @@ import yaml
 from omegaconf import DictConfig
 
 from dmlbench.apps.loaded import PREPROCESSING, TrainedModel, preprocessing
+from dmlbench.component_arguments import imported
 from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
 from dmlbench.results.cautions import cautions
-from dmlbench.signatures import imported
 
 _UNNAMED = ("None", "none", "default", "exact")
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dmlbench.device_copies import on_host, with_host_copy
 from dmlbench.runtime import generator
-from dmlbench.transfers import on_host, with_host_copy
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dmlbench.device_copies import taken
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
-from dmlbench.transfers import taken
 from dmlbench.types import ModelOutput
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError, check_choice
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 

@@ -5,7 +5,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triple
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
-from dmlbench.transfers import on_host, to_device
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.types import ConfigError
 
 

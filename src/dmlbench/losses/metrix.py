@@ -14,9 +14,9 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.runtime import generator
-from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 Pairs = Literal["positive_negative", "anchor_negative"]

@@ -10,7 +10,7 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.transfers import on_host, to_device
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.types import ConfigError, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.transfers import on_host, to_device
 from dmlbench.types import ConfigError
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
+from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
 from dmlbench.oodml.cached_features import CachedFeatures
 from dmlbench.runtime import derive_seed, single_threaded_torch
 from dmlbench.training.optim import OptimizerSettings, make_optimizer
-from dmlbench.transfers import with_host_copy
 from dmlbench.types import ConfigError, IntArray
 
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from dmlbench.apps.trained import load_run
 from dmlbench.build import component
+from dmlbench.component_arguments import imported
 from dmlbench.config import load_config
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries
@@ -40,7 +41,6 @@ from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
 from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import CONFIG, read_result, require_own_files
 from dmlbench.runtime import derive_seed, write_json
-from dmlbench.signatures import imported
 from dmlbench.training.fit import BEST
 from dmlbench.training.optim import OptimizerSettings
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError

@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from dmlbench.device_copies import batch_on
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
-from dmlbench.training.following import FollowingCopy
+from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
+from dmlbench.training.momentum_encoder import MomentumEncoder
 from dmlbench.training.optim import (
     GROUPS,
     ClipForm,
@@ -36,10 +38,8 @@ from dmlbench.training.optim import (
     frozen,
     step_schedule,
 )
-from dmlbench.training.readings import BatchValues, Readings
 from dmlbench.training.signals import StopSignal
-from dmlbench.transfers import batch_on
-from dmlbench.types import Batch, ConfigError, NotFollowed, RunError, check_choice, closest
+from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_choice, closest
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def fit(
         ConfigError: the schedule, warm-up or ``forward_batch`` does not fit the model and loss.
         Diverged: a loss is not finite.
         RunError: a checkpoint cannot be read or written, or a logger cannot write.
-        NotFollowed: ``follow`` said no.
+        Pruned: ``follow`` said no.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)
@@ -214,9 +214,9 @@ def fit(
     if schedule is not None:
         parts_of_state["schedule"] = schedule
     momentum: float | None = getattr(objective, "key_momentum", None)
-    copied = None if momentum is None else FollowingCopy(model, momentum)
-    if copied is not None:
-        parts_of_state["following_copy"] = copied
+    momentum_encoder = None if momentum is None else MomentumEncoder(model, momentum)
+    if momentum_encoder is not None:
+        parts_of_state["momentum_encoder"] = momentum_encoder
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     monitor = _Monitor(run_dir, settings, loggers, device, optimizer, resume_step=state.step)
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
@@ -227,11 +227,9 @@ def fit(
         return batch
 
     forward = _forward(torch.compile(model) if settings.compile else model, settings, device)
-    keys_of = None if copied is None else _forward(copied, settings, device)
+    keys_of = None if momentum_encoder is None else _forward(momentum_encoder, settings, device)
     goes_on = True
     started = time.monotonic() - state.wall_s
-    if state.step:
-        log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
 
     with stop:  # a signal waits until a step is done and saved
         while goes_on and not state.stop_reason and state.step < settings.max_steps:
@@ -252,8 +250,8 @@ def fit(
                         optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
                     )
                     optimizer.step()
-            if copied is not None:
-                copied.follow()
+            if momentum_encoder is not None:
+                momentum_encoder.update()
             step_schedule(scheduled, score=None)
             if step == settings.warmup_steps:
                 log.info("step %d: warm-up over, the whole network trains from here", step)
@@ -277,7 +275,7 @@ def fit(
             monitor.write(state)
             state.wall_s = time.monotonic() - started
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
-                monitor.readings.read()  # of a step that a signal ended
+                monitor.deferred.read()  # of a step that a signal ended
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
@@ -286,14 +284,18 @@ def fit(
 
     monitor.close()
     if not goes_on:
-        raise NotFollowed(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
+        raise Pruned(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
     elif state.best_step:
-        best = load_checkpoint(run_dir / BEST)
-        model.load_state_dict(best["model"])
-        objective.load_state_dict(best["objective"])
+        _load_best(run_dir, model, objective)
     return state
+
+
+def _load_best(run_dir: Path, model: MetricModel, objective: nn.Module) -> None:
+    best = load_checkpoint(run_dir / BEST)
+    model.load_state_dict(best["model"])
+    objective.load_state_dict(best["objective"])
 
 
 def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: torch.device) -> Callable[[Tensor], Any]:
@@ -311,7 +313,7 @@ class _Monitor:
     """Progress bar, ``history.csv`` and loggers of a training.
 
     Attributes:
-        readings: losses and gradient norms that the device still holds.
+        deferred: losses and gradient norms that the device still holds.
         trained_images: since the loggers were last told.
     """
 
@@ -319,7 +321,7 @@ class _Monitor:
         self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
         optimizer: Optimizer, *, resume_step: int,
     ) -> None:  # fmt: skip
-        self.readings = Readings()
+        self.deferred = DeferredMetrics()
         self.trained_images = 0
         self._trained_s = 0.0
         self._settings, self._loggers, self._device = settings, loggers, device
@@ -337,13 +339,13 @@ class _Monitor:
 
     def end_step(self, step: int, values: Sequence[BatchValues], norm: Tensor, seconds: float) -> None:
         """Keep a step's losses; read them back where they are logged or followed by a validation or checkpoint."""
-        self.readings.add(step, values, norm)
+        self.deferred.add(step, values, norm)
         if step == self._settings.max_steps or any(step % n == 0 for n in self._read_at):
-            self.readings.read()
+            self.deferred.read()
         self._trained_s += seconds
         self._scalars, self._picture = {}, None
         if step % self._settings.log_every == 0:
-            self._scalars = {f"train/{name}": value for name, value in self.readings.last.items()}
+            self._scalars = {f"train/{name}": value for name, value in self.deferred.last.items()}
 
     def end_validation(self, state: FitResult, scores: Mapping[str, float], picture: NDArray[np.uint8] | None) -> None:
         """Note a validation's scores for the log, and what pictures it."""
@@ -351,7 +353,7 @@ class _Monitor:
         self._scalars |= {f"val/{name}": value for name, value in scores.items()}
         self._scalars["lr"] = self._group["lr"]
         name = self._settings.monitor
-        log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", state.step, self.readings.last["loss"], name,
+        log.info("step %d: loss %.4f, %s %.4f (best %.4f at %d)", state.step, self.deferred.last["loss"], name,
                  scores[name], state.best_score, state.best_step)  # fmt: skip
 
     def write(self, state: FitResult) -> None:
@@ -368,7 +370,7 @@ class _Monitor:
                 if self._picture is not None:
                     logger.image(state.step, "val/nearest", self._picture)
         self._bar.update()
-        self._bar.set_postfix(loss=f"{self.readings.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
+        self._bar.set_postfix(loss=f"{self.deferred.last.get('loss', math.nan):.3f}", best=f"{state.best_score:.4f}",
                               lr=f"{self._group['lr']:.1e}")  # fmt: skip
 
     def close(self) -> None:
@@ -415,4 +417,5 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
         _save_best(run_dir, state, saved)
     elif state.best_step and not (run_dir / BEST).exists():
         raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
+    log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
     return state

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import random_state, restore_random_state
-from dmlbench.training.readings import BatchValues
+from dmlbench.training.deferred_metrics import BatchValues
 from dmlbench.types import Batch, ConfigError, ModelOutput
 
 Forward = Callable[[Tensor], ModelOutput]

@@ -26,7 +26,7 @@ from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, NotFollowed, RunError, RunInUse, closest
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, closest
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -278,7 +278,7 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
             result = _run_of(trial, cfg, run_dir, scores, i)
             scores.append(_score_of(result))
             steps += result["steps"]
-    except NotFollowed as stopped:
+    except Pruned as stopped:
         trial.set_user_attr("steps", steps + stopped.step)
         study.tell(trial.number, state=TrialState.PRUNED)
         log.info("trial %d is pruned at step %d: below the median", trial.number + 1, stopped.step)
@@ -301,7 +301,7 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
     values of a pruned one is pruned where that was.
 
     Raises:
-        NotFollowed: the trial is pruned.
+        Pruned: the trial is pruned.
     """
 
     told = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
@@ -318,7 +318,7 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
     for step, score in known.items():
         best = max(best, score)
         if step != last and not follow(step, best) and not is_complete:
-            raise NotFollowed(f"{run_dir} was stopped at step {step}", step)
+            raise Pruned(f"{run_dir} was stopped at step {step}", step)
     while True:
         try:
             return read_result(run(cfg, follow))

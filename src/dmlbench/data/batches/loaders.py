@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
 from dmlbench.data.images.sources import ImageSource
+from dmlbench.device_copies import ahead_of_computing, to_device, with_host_copy
 from dmlbench.runtime import available_cores, derive_seed
-from dmlbench.transfers import ahead_of_computing, to_device, with_host_copy
 from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
 
 _GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.data.images.pixels import Kernel, resized
-from dmlbench.transfers import to_device
+from dmlbench.device_copies import to_device
 from dmlbench.types import ConfigError, IntArray
 
 PaddingMode = Literal["reflect", "edge", "constant"]

@@ -13,9 +13,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dmlbench.device_copies import on_host, to_device
 from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.runtime import atomic_write
-from dmlbench.transfers import on_host, to_device
 from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from dmlbench.models.head import MetricModel
 
 
-class FollowingCopy:
+class MomentumEncoder:
     """Weights c that move towards the model's w by ``follow``: c = momentum c + (1 - momentum) w.
 
     They start as the model's. What else a model has, running statistics of batch norm and prototypes that are buffers,
@@ -44,7 +44,7 @@ class FollowingCopy:
         return embedding
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update(self) -> None:
         """One move towards the model's weights of now."""
         weights = dict(self._model.named_parameters())
         torch._foreach_lerp_(list(self._weights.values()), [weights[x] for x in self._weights], 1 - self._momentum)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dmlbench.training.readings import BatchValues, Readings
+from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.types import RunError
 
 
@@ -12,7 +12,7 @@ def batch(loss: float, **noted: float) -> BatchValues:
 
 
 def test_last_values_are_means_over_the_batches_that_have_them() -> None:
-    readings = Readings()
+    readings = DeferredMetrics()
     readings.add(1, [batch(5.0)], torch.tensor(1.0))
     readings.add(2, [batch(0.1), batch(0.4, change=3.0)], torch.tensor(1.0))
     assert readings.last == {}
@@ -24,7 +24,7 @@ def test_last_values_are_means_over_the_batches_that_have_them() -> None:
 
 
 def test_float64_values_keep_all_digits() -> None:
-    readings = Readings()
+    readings = DeferredMetrics()
     readings.add(1, [BatchValues({"loss": torch.tensor(1 / 3, dtype=torch.float64)}, {})], torch.tensor(1.0))
     readings.read()
     assert readings.last == {"loss": 1 / 3}
@@ -39,7 +39,7 @@ def test_float64_values_keep_all_digits() -> None:
     ],
 )
 def test_the_first_step_that_is_not_finite_is_named(bad: float, norm: float, message: str) -> None:
-    readings = Readings()
+    readings = DeferredMetrics()
     readings.add(1, [batch(1.0)], torch.tensor(1.0))
     readings.add(2, [batch(1.0), batch(bad)], torch.tensor(norm))
     readings.add(3, [batch(torch.nan)], torch.tensor(torch.nan))
@@ -48,7 +48,7 @@ def test_the_first_step_that_is_not_finite_is_named(bad: float, norm: float, mes
 
 
 def test_what_a_model_notes_may_be_anything() -> None:
-    readings = Readings()
+    readings = DeferredMetrics()
     readings.add(1, [batch(1.0, change=torch.inf)], torch.tensor(1.0))
     readings.read()
     assert readings.last["change"] == torch.inf

@@ -13,8 +13,8 @@ from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.training.fit import BEST, LAST, FitSettings, fit
-from dmlbench.training.following import FollowingCopy
 from dmlbench.training.large_batch import accumulate_gradients
+from dmlbench.training.momentum_encoder import MomentumEncoder
 from dmlbench.types import Batch, ModelOutput
 
 
@@ -77,14 +77,14 @@ def test_weights_follow_and_all_else_is_the_models() -> None:
     torch.manual_seed(0)
     model = fresh_model()
     model.observe(model(images_of(0)), step=1)
-    follower = FollowingCopy(model, 0.75)
+    follower = MomentumEncoder(model, 0.75)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += torch.randn(parameter.shape)
         model(images_of(1))  # moves the running statistics
-        follower.follow()
+        follower.update()
         for name, parameter in model.named_parameters():
             expected[name] = 0.75 * expected[name] + 0.25 * parameter.detach()
     assert model.pooling.started
@@ -105,11 +105,11 @@ def test_weights_follow_and_all_else_is_the_models() -> None:
 def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
     torch.manual_seed(0)
     model = fresh_model()
-    follower, before = FollowingCopy(model, momentum), copy.deepcopy(dict(model.named_parameters()))
+    follower, before = MomentumEncoder(model, momentum), copy.deepcopy(dict(model.named_parameters()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
-    follower.follow()
+    follower.update()
     wanted = before if momentum else dict(model.named_parameters())
     assert all(torch.equal(follower.state_dict()[name], value) for name, value in wanted.items())
 
@@ -118,12 +118,12 @@ def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
 def test_the_objective_gets_keys_of_the_second_views(forward_batch: int | None) -> None:
     torch.manual_seed(0)
     model, near = fresh_model(), Nearness(0.2)
-    follower = FollowingCopy(model, 0.75)
+    follower = MomentumEncoder(model, 0.75)
     accumulate_gradients(
         model, Objective(Size(), regularizers={"near": near}), Batches().__next__, step=1, forward=model,
         keys=follower, forward_batch=forward_batch,
     )  # fmt: skip
-    torch.testing.assert_close(near.seen, FollowingCopy(_at_start(), 0.75)(images_of(1001)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(near.seen, MomentumEncoder(_at_start(), 0.75)(images_of(1001)), rtol=1e-3, atol=1e-4)
 
 
 def _at_start() -> SmallModel:
@@ -133,10 +133,10 @@ def _at_start() -> SmallModel:
 
 def test_an_objective_without_keys_embeds_no_second_view(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Nearness, "key_momentum", None)
-    monkeypatch.setattr(FollowingCopy, "__init__", None)
+    monkeypatch.setattr(MomentumEncoder, "__init__", None)
     _, objective = trained(tmp_path / "run")
     assert not hasattr(objective.regularizers["near"], "seen")
-    assert "following_copy" not in torch.load(tmp_path / "run" / LAST, weights_only=True)
+    assert "momentum_encoder" not in torch.load(tmp_path / "run" / LAST, weights_only=True)
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "forward_batch": 3}])
@@ -149,8 +149,8 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, changes: dic
         assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     assert torch.equal(whole[1].regularizers["near"].seen, resumed[1].regularizers["near"].seen)
     saved, again = (torch.load(tmp_path / name / LAST, weights_only=True) for name in ("whole", "parts"))
-    copied = saved["following_copy"]
+    copied = saved["momentum_encoder"]
     assert copied.keys() == dict(whole[0].named_parameters()).keys()
-    assert all(torch.equal(value, again["following_copy"][name]) for name, value in copied.items())
+    assert all(torch.equal(value, again["momentum_encoder"][name]) for name, value in copied.items())
     assert any(not torch.equal(value, saved["model"][name]) for name, value in copied.items())
-    assert "following_copy" not in torch.load(tmp_path / "whole" / BEST, weights_only=True)
+    assert "momentum_encoder" not in torch.load(tmp_path / "whole" / BEST, weights_only=True)

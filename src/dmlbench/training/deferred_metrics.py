@@ -18,7 +18,7 @@ class BatchValues:
     noted: Mapping[str, Tensor]
 
 
-class Readings:
+class DeferredMetrics:
     """Values of steps that the host has not seen yet.
 
     A value that is not finite ends the training when it is read, some steps late, so read before anything is saved.
