@@ -174,7 +174,9 @@ def is_image(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[str]:
     """Sorted names of the visible folders in a folder; symbolic links to folders count."""
-    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and os.path.isdir(entry))
+    # os.path.isdir knows that a link to itself is none; other entries need no look at the disk
+    folders = (entry for entry in _entries(folder) if (os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()))
+    return sorted(entry.name for entry in folders if entry.name[0] != ".")
 
 
 def plain_name(name: str) -> str:

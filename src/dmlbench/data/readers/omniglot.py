@@ -90,7 +90,8 @@ def omniglot(
     }
     cached = cached_array(cache_dir, "omniglot", key=key, build=lambda: _read_drawings(drawings, image_size))
     characters = list(dict.fromkeys(d.character for d in drawings))
-    labels = np.array([characters.index(d.character) for d in drawings], dtype=np.int64)
+    class_of = {character: number for number, character in enumerate(characters)}
+    labels = np.array([class_of[d.character] for d in drawings], dtype=np.int64)
     alphabets, alphabet = np.unique([d.character.split("/")[0] for d in drawings], return_inverse=True)
     evaluation = np.array([d.is_evaluation for d in drawings])
     both = bool(evaluation.any() and not evaluation.all())
