@@ -55,7 +55,7 @@ CHECKED = "sets are looked at on the host, once a search"
 SEARCHED = "a tile's candidates, and similarities that are close to a decision, are settled on the host"
 MOVED = "queries and gallery are moved there, a tile at a time"
 STAY: Mapping[str, str] = {
-    "readings.py read: _to_copy to the host": READING,
+    "deferred_metrics.py read: _to_copy to the host": READING,
     "embed.py embed: _to_copy to the host": EMBEDDING,
     "class_splits.py _read_state: _local_scalar_dense": LOADED,
     "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
@@ -166,7 +166,7 @@ def test_a_training_waits_every_log_every_steps_alone(tmp_path: Path) -> None:
     with pretended_cuda() as device:
         trained(device, tmp_path, batches(SHIFTED), saved)
     waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
-    assert waits == {"readings.py read: _to_copy to the host": 2}
+    assert waits == {"deferred_metrics.py read: _to_copy to the host": 2}
     assert saved == [4]
 
 
@@ -177,7 +177,7 @@ def test_a_training_with_keys_of_second_views_waits_no_more(tmp_path: Path) -> N
         trained(device, tmp_path, batches(SHIFTED, second_views=True), [], UnitParts, objective)
     assert {x.device for x in objective.buffers()} == {CUDA}
     waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
-    assert waits == {"readings.py read: _to_copy to the host": 2}
+    assert waits == {"deferred_metrics.py read: _to_copy to the host": 2}
 
 
 def test_nan_stops_a_training_before_any_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from dmlbench.models import avsl_tiles
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_formula import Inference
-from dmlbench.models.avsl_tiles import AvslTiles, distance_matrix
+from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import RunError
 
@@ -79,14 +79,6 @@ def test_any_number_of_rows(queries, gallery, inference):
         assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("pairs", [16, 48, 512, 4096])
-@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (1, 5000), (5000, 1), (3, 100), (100, 3), (5924, 5924)])
-def test_a_chunk_fits_its_arrays_and_uses_half_of_them_or_has_all(queries, gallery, pairs):
-    rows, columns = avsl_tiles._chunk_shape(queries, gallery, pairs=pairs)
-    assert 1 <= rows <= queries and 1 <= columns <= gallery
-    assert min(pairs / 2, queries * gallery) <= rows * columns <= pairs
-
-
 @pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (7, 300), (300, 7), (131, 67)])
 def test_chunks_cover_every_pair_once(queries, gallery):
     seen = torch.zeros(queries, gallery)
@@ -106,8 +98,9 @@ def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
     assert found.dtype == torch.float64 and not found.requires_grad
     assert_allclose(found, with_grad.detach(), rtol=1e-12, atol=1e-14)
     single = trained().float()
-    assert distance_matrix(single, x.float(), y.float()).dtype == torch.float32
-    assert distance_matrix(single, x, y).dtype == torch.float64
+    with torch.no_grad():
+        assert single.compute_mat(x.float(), y.float()).dtype == torch.float32
+        assert single.compute_mat(x, y).dtype == torch.float64
     assert single.edges.dtype == torch.float32  # the model's own is left as it is
 
 
@@ -127,19 +120,6 @@ def test_rows_may_lie_anywhere_in_memory():
     tiles = small_chunks(distance)
     assert_allclose(tiles(wide.T, y), expected, rtol=1e-12, atol=1e-14)
     assert_allclose(tiles(x, y[::3]), expected[:, ::3], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("inference", get_args(Inference))
-def test_a_result_is_written_where_it_is_wanted(inference):
-    distance = trained(inference=inference)
-    x, y = rows_of(distance, 5), rows_of(distance, 7, seed=1)
-    held = torch.full((9, 20), -1.0, dtype=torch.float64)
-    part = held[2:7, 3:17:2]
-    assert small_chunks(distance)(x, y, out=part) is part
-    assert_allclose(held[2:7, 3:17:2], all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
-    assert (held == -1).sum() == 9 * 20 - 5 * 7
-    with pytest.raises(RunError, match=r"out is \(9, 20\).*distances are \(5, 7\)"):
-        AvslTiles(distance)(x, y, out=held)
 
 
 def test_a_tile_is_the_transposed_one_up_to_rounding():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.models.avsl_rounding import float32_error
-from dmlbench.models.avsl_tiles import AvslTiles, distance_matrix
+from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
 
 
@@ -44,7 +44,8 @@ class AvslDistance(AvslFormula):
         """
         if torch.is_grad_enabled():
             return super().compute_mat(query_emb, ref_emb)
-        return distance_matrix(self, query_emb, ref_emb)
+        dtype = torch.promote_types(torch.promote_types(query_emb.dtype, ref_emb.dtype), self.alpha.dtype)
+        return self.tiles(dtype=dtype, device=query_emb.device)(query_emb, ref_emb)
 
     def tiles(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AvslTiles:
         """Distances of this state for many calls, as a search makes them; see ``AvslTiles``."""

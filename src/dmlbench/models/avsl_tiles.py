@@ -20,7 +20,6 @@ _logger = logging.getLogger(__name__)
 
 # of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
-_CACHED_CHUNKS = 8  # of whose rows the last-level cache holds one side: 128 rows of 12 KiB
 _MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
 
 
@@ -93,22 +92,21 @@ class AvslTiles:
         return 3 * self._pairs * self._distance.level_size * self.dtype.itemsize
 
     @torch.no_grad()
-    def __call__(self, queries: Tensor, gallery: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]; written into ``out`` if given.
+    def __call__(self, queries: Tensor, gallery: Tensor) -> Tensor:
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r].
 
         Raises:
-            RunError: rows of another width or on another device, ``out`` of another shape, type or device.
+            RunError: rows of another width or on another device.
         """
         (e, c), (f, d) = self._levels(queries), self._levels(gallery)
-        shape = (len(queries), len(gallery))
-        result = self._empty(shape) if out is None else self._checked(out, shape)
+        result = torch.empty(len(queries), len(gallery), dtype=self.dtype, device=self.device)
         if result.numel() == 0:
             return result
         if self._distance.inference == "top":
             return _squared_distances(e[:, -1], f[:, -1], out=result)
         if self._distance.inference == "concat":
             return _squared_distances(e.flatten(1), f.flatten(1), out=result)
-        for part, place in _chunks(*shape, pairs=self._pairs):
+        for part, place in _chunks(*result.shape, pairs=self._pairs):
             scaled = (self._alpha * c[part, 1:])[:, None]
             self._chunk(e[part, None], scaled, f[None, place], d[None, place], out=result[part, place])
         return result
@@ -123,7 +121,7 @@ class AvslTiles:
         (e, c), (f, d) = self._levels(first), self._levels(second)
         if len(e) != len(f):
             raise RunError(f"{len(e)} rows cannot be compared with {len(f)} pair by pair; pass as many of both")
-        result = self._empty((len(e), 1))
+        result = torch.empty(len(e), 1, dtype=self.dtype, device=self.device)
         for start in range(0, len(e), self._pairs):
             part = slice(start, start + self._pairs)
             x, y, certainty = (rows[part, None] for rows in (e, f, d))
@@ -138,17 +136,6 @@ class AvslTiles:
         if rows.device != self.device:
             raise RunError(f"rows are on {rows.device}, but the tiles on {self.device}; make tiles with device=...")
         return self._distance.levels(rows.to(self.dtype))
-
-    def _empty(self, shape: tuple[int, int]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def _checked(self, out: Tensor, shape: tuple[int, int]) -> Tensor:
-        if (tuple(out.shape), out.dtype, out.device) != (shape, self.dtype, self.device):
-            raise RunError(
-                f"out is {tuple(out.shape)} of {out.dtype} on {out.device}, but the distances are {shape} of "
-                f"{self.dtype} on {self.device}"
-            )
-        return out
 
     def _chunk(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, *, out: Tensor) -> None:
         """Distances ``out`` [a, b] of embeddings e and f, ``scaled`` = gain alpha c, and the second certainties d."""
@@ -196,20 +183,14 @@ class AvslTiles:
         torch.sum(nodes.mul_(p), -1, out=out)
 
 
-def _chunk_shape(queries: int, gallery: int, *, pairs: int) -> tuple[int, int]:
-    """Sides (a, b) of chunks of at most ``pairs`` pairs: nearly square, as a chunk's rows must be read as well."""
+def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of chunks of at most ``pairs`` pairs that cover [Q, N], nearly square: rows are read, too."""
     rows = min(queries, 2 ** ((pairs.bit_length() - 1) // 2))
     columns = min(gallery, pairs // rows)
-    return min(queries, pairs // columns), columns
-
-
-def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of chunks that cover [Q, N]; the queries of some chunks stay in the cache over all columns."""
-    rows, columns = _chunk_shape(queries, gallery, pairs=pairs)
-    for top in range(0, queries, _CACHED_CHUNKS * rows):
-        for left in range(0, gallery, columns):
-            for start in range(top, min(top + _CACHED_CHUNKS * rows, queries), rows):
-                yield slice(start, start + rows), slice(left, left + columns)
+    rows = min(queries, pairs // columns)
+    for left in range(0, gallery, columns):
+        for top in range(0, queries, rows):
+            yield slice(top, top + rows), slice(left, left + columns)
 
 
 def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, edges: Tensor) -> Tensor:
@@ -233,13 +214,3 @@ def _squared_distances(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
     # a norm needs no array [N, D], as the sum of squares would
     xx, yy = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x, y))
     return out.mul_(-2).add_(xx[:, None]).add_(yy).clamp_(min=0)
-
-
-def distance_matrix(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> Tensor:
-    """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r] by tiles made for this call, in the rows' type or a wider one.
-
-    Raises:
-        RunError: rows of another width, or no edges yet.
-    """
-    dtype = torch.promote_types(torch.promote_types(queries.dtype, gallery.dtype), distance.alpha.dtype)
-    return AvslTiles(distance, dtype=dtype, device=queries.device)(queries, gallery)

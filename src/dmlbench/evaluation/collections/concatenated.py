@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench.evaluation.collections import ranking
-from dmlbench.evaluation.collections.ranking import FoldModel, Near, joined, largest_on_average, reached_by, select
+from dmlbench.evaluation.collections.ranking import Near, joined, largest_on_average, reached_by, select
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.ranking import mean_scores
@@ -26,6 +26,7 @@ from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Bounds
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
 from dmlbench.evaluation.search.scan import (
+    Search,
     empty_tile,
     exclude,
     halved_where_full,
@@ -109,10 +110,10 @@ def _fold_models(
     spec: EvaluationSpec,
     *,
     device: torch.device,
-) -> list[FoldModel]:
+) -> list[Search]:
     """The models, fold by fold, searched on ``device``; they hold unit rows in at most half of the memory."""
     share = max(2 * spec.tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
-    models: list[FoldModel] = []
+    models: list[Search] = []
     for fold, repeats in enumerate(queries):
         for repeat, rows in enumerate(repeats):
             gallery = None if galleries is None else galleries[fold][repeat]
@@ -125,7 +126,7 @@ def _fold_models(
 
 
 def _score(
-    models: list[FoldModel],
+    models: list[Search],
     rankings: list[IntArray],
     relevance: Relevance,
     scores: NDArray[np.float64],

@@ -17,8 +17,9 @@ from numba.core.types import voidptr
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.ranking import FoldModel, Near
+from dmlbench.evaluation.collections.ranking import Near
 from dmlbench.evaluation.search.candidates import LOWEST
+from dmlbench.evaluation.search.scan import Search
 from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
@@ -38,7 +39,7 @@ def _compiled(function: Function) -> Function:
 
 
 def rank(
-    models: Sequence[FoldModel],
+    models: Sequence[Search],
     part: IntArray,
     near: Near,
     sums: IntArray,

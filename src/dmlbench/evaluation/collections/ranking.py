@@ -7,7 +7,7 @@ each, C items that bound what every sum needs, k places that matter.
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
-    Bounds,
-    ExactSimilarity,
     Found,
     Tile,
     Workspace,
@@ -29,6 +27,7 @@ from dmlbench.evaluation.search.candidates import (
     to_device,
     to_host,
 )
+from dmlbench.evaluation.search.scan import Search
 from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
@@ -36,28 +35,6 @@ _TOGETHER = 8  # queries of a tile whose similarities are read while they are in
 _RANKED = 2**18  # items of some sums that are put in order together
 
 _workspace = Workspace()
-
-
-class FoldModel(Protocol):
-    """What the ranking asks of a model: ``UnitSearch`` and ``PairwiseSearch`` have it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where similarities are computed."""
-        ...
-
-    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """Float32 similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W], larger
-        being nearer, right up to a constant per query."""
-        ...
-
-    def exact(self, part: IntArray) -> ExactSimilarity:
-        """The float64 similarities that decide, of pairs (place in ``part``, gallery index)."""
-        ...
-
-    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
-        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held and decide by themselves."""
-        ...
 
 
 class Near(NamedTuple):
@@ -113,7 +90,7 @@ def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, s
     flat = value.reshape(len(value), -1)
     if isinstance(largest, Tensor) and isinstance(flat, Tensor):
         place = torch.nonzero((largest >= to_device(largest.device, floor)[0]).flatten())[:, 0]
-        item, near = to_host(place, flat[:, place])
+        item, near = to_host(place, torch.as_tensor(flat)[:, place])
     else:
         item = np.flatnonzero(largest >= floor)
         near = np.asarray(flat[:, item])
@@ -131,7 +108,7 @@ def joined(blocks: Sequence[Near]) -> Near:
 
 
 def rank(
-    models: Sequence[FoldModel],
+    models: Sequence[Search],
     part: IntArray,
     near: Near,
     sums: IntArray,
@@ -170,7 +147,7 @@ def rank(
 
 
 def _exact_sums(
-    models: Sequence[FoldModel],
+    models: Sequence[Search],
     part: IntArray,
     near: Near,
     query: IntArray,

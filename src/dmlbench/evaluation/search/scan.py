@@ -1,6 +1,6 @@
 """The scan of the gallery for every query, tile by tile: of all similarities, or of half of them within one set.
 
-It serves every similarity (``Similarities``). By half means that a tile above the diagonal serves its columns as
+It serves every similarity (``Search``). By half means that a tile above the diagonal serves its columns as
 queries, too: a block of rows is compared with itself and everything behind it, and when its turn comes, the blocks
 before have compared it with all else.
 
@@ -24,6 +24,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
+    Bounds,
     ExactSimilarity,
     Keys,
     Tile,
@@ -33,7 +34,7 @@ from dmlbench.evaluation.search.candidates import (
     settle,
     to_device,
 )
-from dmlbench.evaluation.search.unit_rows import strict_float32_products
+from dmlbench.evaluation.search.unit_rows import FloatRows, strict_float32_products
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
 
@@ -48,36 +49,48 @@ logger = logging.getLogger(__name__)
 _workspace = Workspace()
 
 
-class Similarities(Protocol):
-    """Float32 similarities of queries and gallery items, as the scan asks for them."""
+class Search(Protocol):
+    """Two sets, or one within itself, ready to be searched: ``UnitSearch`` and ``PairwiseSearch``.
+
+    Attributes:
+        own_column: [Q] gallery index that a query must not find, or -1.
+        num_gallery: N.
+        slack: float32 similarities further apart than this are in the right order.
+        device: where they are computed,
+        on_host: and whether tiles are arrays on the host; else they are tensors on ``device``, and stay there.
+    """
 
     @property
-    def own_column(self) -> IntArray:
-        """[Q] gallery index that a query must not find, or -1."""
-        ...
-
+    def own_column(self) -> IntArray: ...
     @property
-    def num_gallery(self) -> int:
-        """N."""
-        ...
-
+    def num_gallery(self) -> int: ...
     @property
-    def slack(self) -> float:
-        """Similarities further apart than this are in the right order."""
-        ...
-
+    def slack(self) -> float: ...
     @property
-    def device(self) -> torch.device:
-        """Where they are computed,"""
-        ...
-
+    def device(self) -> torch.device: ...
     @property
-    def on_host(self) -> bool:
-        """and whether tiles are arrays on the host; else they are tensors on ``device``, and stay there."""
-        ...
+    def on_host(self) -> bool: ...
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
         """Similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
+        ...
+
+    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
+        """Like ``similarities``, right up to a constant per query, on a scale on which those of models can be added."""
+        ...
+
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """The float64 similarities that decide, of pairs (place in ``part``, gallery index)."""
+        ...
+
+    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
+        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held and decide by themselves."""
+        ...
+
+    def ranked(
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """See ``scan``."""
         ...
 
 
@@ -99,7 +112,7 @@ class ScanPlan:
 
 
 def scan(
-    source: Similarities, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan
+    source: Search, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan
 ) -> Iterator[tuple[IntArray, Result]]:
     """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
 
@@ -124,25 +137,6 @@ def scan(
             yield from over_threads(work, parts_of(wanted, plan.rows), threads=plan.threads)
 
 
-class Search(Protocol):
-    """Two sets, or one within itself, ready to be searched."""
-
-    @property
-    def slack(self) -> float:
-        """See ``Similarities``."""
-        ...
-
-    def exact(self, part: IntArray) -> ExactSimilarity:
-        """The values that decide, of pairs whose first member counts within ``part`` [T]."""
-        ...
-
-    def ranked(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
-    ) -> Iterator[tuple[IntArray, Result]]:
-        """See ``scan``."""
-        ...
-
-
 def nearest_columns(search: Search, k: int, *, wanted: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
     """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
 
@@ -152,7 +146,7 @@ def nearest_columns(search: Search, k: int, *, wanted: IntArray) -> Iterator[tup
     return search.ranked(k, finish, wanted=wanted)
 
 
-def candidates(source: Similarities, part: IntArray, k: int, *, columns: int) -> Keys:
+def candidates(source: Search, part: IntArray, k: int, *, columns: int) -> Keys:
     """What may be among the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time: [T, C]."""
     top = TopK(len(part), k, slack=source.slack)
 
@@ -165,7 +159,7 @@ def candidates(source: Similarities, part: IntArray, k: int, *, columns: int) ->
 
 
 def _by_half(
-    source: Similarities, k: int, finish: Callable[[IntArray, Keys], Result], wanted: IntArray, plan: ScanPlan
+    source: Search, k: int, finish: Callable[[IntArray, Keys], Result], wanted: IntArray, plan: ScanPlan
 ) -> Iterator[tuple[IntArray, Result]]:
     size, rows = source.num_gallery, plan.rows
     blocks = parts_of(np.arange(size), rows)
@@ -190,7 +184,7 @@ def _by_half(
             yield blocks[number][inside], finish(blocks[number][inside], keys)
 
 
-def _tile(source: Similarities, part: IntArray, start: int, stop: int) -> Tile:
+def _tile(source: Search, part: IntArray, start: int, stop: int) -> Tile:
     """Similarities [T, W] of the queries ``part`` [T] to gallery items start .. stop - 1, -inf to themselves."""
     tile = empty_tile((len(part), stop - start), source.device, on_host=source.on_host)
     source.similarities(part, start, stop, out=tile)
