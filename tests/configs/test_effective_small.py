@@ -11,9 +11,9 @@ LENGTHS = {
     "arcface": math.sqrt(128),  # pytorch-metric-learning 2.9.0, losses/mixins.py:14, N(0, 1)
     "norm_softmax": math.sqrt(128),  # the same
     "proxy_anchor": math.sqrt(2 * 128 / 75),  # tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py:31, fan-out
-    "proxy_nca": math.sqrt(128) / 8,  # euwern/proxynca_pp 217233d2, loss.py, randn / 8
+    "proxy_nca": math.sqrt(128) / 8,  # euwern/proxynca_pp 217233d2, loss.py:24, randn / 8
     "proxy_nca_gsp": math.sqrt(2 * 128 / 75),  # yetigurbuz/generalized-sum-pooling b765b889, proxy_utils.py:32-36
-    "proxy_nca_pp": math.sqrt(128),  # pytorch-metric-learning, losses/proxy_losses.py:12
+    "proxy_nca_pp": math.sqrt(128) / 8,  # euwern/proxynca_pp 217233d2, loss.py:55
     "soft_triple": math.sqrt(128),
 }
 AVSL = "loss=layered_proxy_anchor head=avsl pooling=none backbone.out_indices=[1,2,3] head.level_size=128"

@@ -47,7 +47,8 @@ def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_loss
     made["C2+GAP+DIML"].matching = None  # what it was trained as
     assert cell_id(made["C2+GAP+DIML"]).rpartition("-")[2] == grid["pooling=gap"]
     avsl = made["PAnchor-AVSL"]
-    assert value(avsl, "rate of proxies") == value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(0.1)
+    assert value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(0.1)
+    assert value(avsl, "rate of proxies") == pytest.approx(0.03)
     assert (avsl.pooling, avsl.head.level_size, avsl.backbone.out_indices) == (None, 128, [1, 2, 3])
 
 
