@@ -88,7 +88,7 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 DERIVED = {
     *("in_features", "in_channels", "map_sizes", "distance", "mean", "std", "out_levels", "out_indices"),
     *("run_dir", "run_id", "configuration"),
-    *("num_channels", "labels", "seed", "optimizer", "make_objective"),
+    *("num_channels", "labels", "seed", "optimizer", "make_objective", "vectors"),
 }
 MADE = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
 

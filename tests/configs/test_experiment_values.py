@@ -32,7 +32,7 @@ def value(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
-# GSP: supplement, 1.6.7 (CUB, Cars196, In-shop, SOP); beta of the multi-similarity loss on CUB and SOP as in the code.
+# GSP: supplement, 1.6.7 (CUB, Cars196, In-shop, SOP); C2, MS and triplet by the code's defaults (losses/*.py).
 DATASETS = ("cub200", "cars196", "inshop", "sop")
 GSP_LOSSES: dict[str, dict[str, tuple[Any, ...]]] = {
     "C1": {"loss.neg_margin": (0.5,) * 4},
@@ -41,9 +41,9 @@ GSP_LOSSES: dict[str, dict[str, tuple[Any, ...]]] = {
         "loss.memory_size": (25 * 32, 25 * 32, 400 * 32, 1400 * 32),
         "loss.start_step": (1000,) * 4,
     },
-    "C2": {"loss.pos_margin": (0.0, 0.2652, 0.2858, 0.2858), "loss.neg_margin": (0.3841, 0.5409, 0.5130, 0.5130)},
-    "MS": {"loss.alpha": (2, 14.35, 8.49, 2), "loss.beta": (50, 75.83, 57.38, 50), "loss.base": (0.5, 0.66, 0.41, 0.5)},
-    "Triplet": {"loss.margin": (0.0961, 0.1190, 0.0451, 0.0451)},
+    "C2": {"loss.pos_margin": (0.0,) * 4, "loss.neg_margin": (0.5,) * 4},
+    "MS": {"loss.alpha": (2,) * 4, "loss.beta": (50,) * 4, "loss.base": (0.5,) * 4},
+    "Triplet": {"loss.margin": (0.05,) * 4},
     "PNCA": {"loss.temperature": (0.11,) * 4, "rate of proxies": (1e-3,) * 4},
     "PAnchor": {"loss.margin": (0.1,) * 4, "loss.alpha": (32,) * 4, "rate of proxies": (1e-3,) * 4},
 }
@@ -75,6 +75,8 @@ def of_gsp_fair(command: Command) -> Values:
         "fit.monitor": "map_at_r",
         "fit.patience": ((10, 7) if hpo else (15, 10))[not small],
         "fit.warmup_steps": (100 if small else 1000) * proxies,
+        "fit.max_steps": (100 if small else 1000) * (10_000 + proxies), "optim.optimizer.eps": 1e-7,
+        "optim.decay_biases": True, "sampler._target_": "dmlbench.data.batches.samplers.EqualClassBatchSampler",
         "fit.clip_norm": 10.0, "transform.train.crop": 227, "transform.eval.resize": 256, "backbone.batch_norm": "all",
         "backbone._target_": "dmlbench.models.bninception.BNInception", "regularizers": [],
         "head.out_features": 8192 if "64x128" in row else 128,
@@ -82,6 +84,7 @@ def of_gsp_fair(command: Command) -> Values:
     if re.search("GSP|mu=|m=", row):
         wanted |= {
             "pooling": "Gsp", "regularizers": ["zsr"], "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
+            "regularizer.zsr.softmax_scale": 9.5,
             "pooling.num_prototypes": 64 if small else 128, "pooling.transport_ratio": 0.3,
             "pooling.smoothing": 0.5 if proxies else 5.0,
             "pooling.combine": {"GMP+GSP": "gmp", "GeMean+GSP": "gem"}.get(row),
@@ -110,6 +113,7 @@ def of_gsp_collage(command: Command) -> Values:
     """Supplement 2.2; margins and temperature of 1.6.7 (CUB)."""
     of_cub = of_gsp_fair(command)
     kept = {key: of_cub[key] for key in of_cub if key.startswith(("loss.", "pooling", "head.", "regularizer"))}
+    kept |= {"loss.neg_margin": 0.3841} if "loss.neg_margin" in kept else {}
     wanted = kept | {
         "optim.lr": 1e-3, "optim.optimizer._target_": "torch.optim.Adam", "batch": (16, 4), "fit.monitor": "map_at_r",
         "optim.weight_decay": 0.0, "transform.train.padding": 0, "transform.train.flip": 0.0,
@@ -134,7 +138,8 @@ def of_gsp_conventional(command: Command) -> Values:
         "optim.lr": 1e-5 if small else 1e-4, "optim.weight_decay": 4e-4 if of_resnet else 1e-4,
         "head.out_features": 512,
         "batch": (images // 4, 4), "fit.monitor": "recall_at_1", "fit.validate_every": 25 if small else 250,
-        "fit.patience": 15 if small else 10, "schedule.factor": 0.5, "schedule.patience": 4 if small else 3,
+        "fit.patience": 15 if small else 10, "fit.max_steps": 250_000 if small else 2_500_000,
+        "schedule.factor": 0.5, "schedule.patience": 4 if small else 3,
         "schedule.min_lr": 1e-6, "loss.loss.neg_margin": 0.5, "protocol.num_repeats": 3, "transform.train.crop": 227,
         "loss.memory_size": images * {"inshop": 400, "sop": 1400}.get(score.dataset, 25 if of_resnet else 50),
         "loss.start_step": 100 if of_resnet and small else 1000, "pooling": "GapGmp", "regularizers": [],
@@ -281,8 +286,9 @@ def of_libc(command: Command) -> Values:
             "regularizers": ["xml"], "regularizer.xml.weight": 0.01, "regularizer.xml.ridge": 0.05,
         }  # fmt: skip
     return wanted | {
-        "pooling": "Gsp", "pooling.combine": "gmp", "pooling.smoothing": 0.1, "pooling.transport_ratio": 0.3,
-        "regularizers": ["zsr"], "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
+        "pooling": "Gsp", "pooling.combine": "weighted_gmp", "pooling.smoothing": 0.1, "pooling.transport_ratio": 0.3,
+        "loss.init": "he_normal", "regularizer.zsr.softmax_scale": 9.5, "regularizers": ["zsr"],
+        "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
     }  # fmt: skip
 
 

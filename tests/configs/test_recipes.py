@@ -155,6 +155,27 @@ def test_the_fair_setting_has_the_printed_values(loss: str, every: int) -> None:
             assert value(cfg, key) == pytest.approx(values[i], rel=1e-12), (dataset, key)
 
 
+OF_CODE = {  # yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/*_loss.py:11-16
+    "contrastive": {"loss.pos_margin": 0.0, "loss.neg_margin": 0.5},
+    "triplet": {"loss.margin": 0.05},
+    "multi_similarity": {"loss.alpha": 2, "loss.beta": 50, "loss.base": 0.5},
+}
+
+
+@pytest.mark.parametrize("loss", OF_CODE)
+def test_the_code_of_gsp_has_its_own_defaults_for_all_data_sets(loss: str) -> None:
+    for dataset in ("cars196", "sop"):
+        cfg = compose("train", ["experiment=gsp_fair", f"dataset={dataset}", f"loss={loss}"])
+        assert {key: value(cfg, key) for key in OF_CODE[loss]} == OF_CODE[loss], dataset
+
+
+@pytest.mark.parametrize(("side", "scale"), [("paper", 1.0), ("code", 9.5)])
+def test_the_zero_shot_loss_of_gsp_is_scaled_by_its_code_alone(side: str, scale: float) -> None:
+    """Equation 4.4; yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/zsr_loss.py:40."""
+    cfg = compose("train", ["experiment=gsp_fair", "pooling=gsp", f"recipe.side={side}"])
+    assert cfg.regularizer.zsr.softmax_scale == scale
+
+
 WHOLE = {  # ProxyNCA++ table 1; epochs of its configurations; tables 3 to 6
     "optim.lr": (4e-3, 4e-3, 2.4e-2, 2.4e-2),
     "rate of proxies": (4e2, 4e2, 2.4e3, 2.4e2),
@@ -211,7 +232,8 @@ def test_inshop_without_a_first_stage_keeps_its_rate_and_its_last_weights() -> N
     [
         ("paper", ["dataset=cub200"], {"optim.lr": 1e-5, "loss.memory_size": 25 * 112, "loss.start_step": 1000}),
         ("code", ["dataset=cub200"], {"optim.lr": 1e-5, "loss.memory_size": 25 * 112, "loss.start_step": 100}),
-        ("paper", ["dataset=cars196"], {"optim.lr": 1e-4, "optim.weight_decay": 4e-4, "pooling.combine": None}),
+        # supplement 1.1: global max pooling as well as global average pooling, whose place GSP takes
+        ("paper", ["dataset=cars196"], {"optim.lr": 1e-4, "optim.weight_decay": 4e-4, "pooling.combine": "gmp"}),
         ("code", ["dataset=cars196"], {"optim.lr": 1e-5, "optim.weight_decay": 4e-4, "pooling.combine": "gem"}),
         ("code", ["dataset=cars196", "backbone=bn_inception"],
          {"loss.memory_size": 50 * 128, "loss.start_step": 1000, "pooling.combine": "gmp", "optim.weight_decay": 1e-4}),
@@ -324,8 +346,9 @@ def test_xml_has_its_regularizer_over_the_settings_of_gsp() -> None:
     base = ["recipe=xml", "backbone=bn_inception", "loss=contrastive", "dataset=inshop"]
     cfg = compose("train", [*base, "pooling=gap_histogram"])
     assert (cfg.regularizer.xml.weight, cfg.regularizer.xml.ridge, cfg.pooling.num_prototypes) == (0.01, 0.05, 128)
-    assert (cfg.pooling.variant, cfg.pooling.smoothing, cfg.loss.neg_margin) == ("official", 10.0, 0.5130)
-    assert compose("train", [*base, "pooling=gap_histogram", "recipe.side=paper"]).pooling.variant == "paper"
+    assert (cfg.pooling.variant, cfg.pooling.smoothing, cfg.loss.neg_margin) == ("official", 10.0, 0.5)
+    paper = compose("train", [*base, "pooling=gap_histogram", "recipe.side=paper"])
+    assert (paper.pooling.variant, paper.loss.neg_margin) == ("paper", 0.5130)
     assert compose("train", [*base, "pooling=gap"]).regularizer is None
 
 

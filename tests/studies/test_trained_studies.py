@@ -186,9 +186,17 @@ def test_hulls_that_overlap_are_seen() -> None:
     assert gsp_tokens.share_in_other_hulls(square, [0, 1, 2, 3]) == 0
 
 
+def test_the_study_of_tokens_starts_its_memory_as_late_as_the_public_code() -> None:
+    """yetigurbuz/generalized-sum-pooling b765b889: tensorflow/framework/models/token_embedding.py:58,
+    tensorflow/framework/datasets/experimental.py:26, 53."""
+    cfg = compose("study_gsp_tokens", [])
+    assert (cfg.pooling.start_step, cfg.pooling.memory_rows) == (4096, 1024)
+    assert (cfg.steps_per_epoch, cfg.validation_samples) == (512, 128)
+
+
 def test_the_study_of_tokens_in_miniature(tmp_path: Path) -> None:
     small = ["epochs=2", "steps_per_epoch=3", "repeats=1", "validation_samples=2", "test_samples=3",
-             "pooling.num_prototypes=4", "pooling.memory_rows=64"]  # fmt: skip
+             "pooling.num_prototypes=4", "pooling.memory_rows=64", "pooling.start_step=1"]  # fmt: skip
     cfg = compose("study_gsp_tokens", [*small, f"paths.output_dir={tmp_path}"])
     findings, _ = conduct_study("gsp_tokens", cfg, gsp_tokens.conduct)
     assert [row[0] for row in findings.rows] == ["GAP", "GSP"]

@@ -29,7 +29,9 @@ class MultiSimilarityOodml(WholeBatchLoss):
 
     compares: ClassVar[str] = "chooses its pairs by itself"
 
-    def __init__(self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1) -> None:
+    def __init__(
+        self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1
+    ) -> None:
         """
         Args:
             alpha: above 0, scale of positives.

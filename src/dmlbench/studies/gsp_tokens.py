@@ -77,9 +77,10 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         f"{NUM_CLASSES} classes of 4 tokens and 4 of the background, samples of 50 tokens, of the class the share "
         f"N({cfg.mixing_mean:g}, {cfg.mixing_std:g}); Adam {cfg.lr:g}, tokens cut to ±{cfg.limit:g}, patience of "
         f"{cfg.patience} epochs, {cfg.samples_per_class} samples of each class in a batch; no normalization",
+        f"by the public code: epochs of {cfg.steps_per_epoch} batches, memory filled after step {pooling.start_step}",
         f"not given, so ours: {cfg.embedding_size} dimensions, contrastive loss with margin {cfg.margin:g}, GSP with m "
-        f"= {pooling.num_prototypes}, mu = {pooling.transport_ratio:g}, epsilon = {pooling.smoothing:g}; epochs of "
-        f"{cfg.steps_per_epoch} batches, at most {cfg.epochs}",
+        f"= {pooling.num_prototypes}, mu = {pooling.transport_ratio:g}, epsilon = {pooling.smoothing:g}; at most "
+        f"{cfg.epochs} epochs",
         f"on {cfg.test_samples} new samples of each class; mean ± population deviation over {cfg.repeats} seeds from "
         f"{cfg.seed} on",
     )

@@ -276,7 +276,7 @@ def test_small_and_single_classes_are_counted_in_the_log(caplog: pytest.LogCaptu
 
 
 def test_classes_come_equally_often_and_their_images_evenly_however_unequal_they_are() -> None:
-    """A naive loop over yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py:7-100."""
+    """By a loop, yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py:6-113."""
     sampler = EqualClassBatchSampler(labels_of(SIZES), classes_per_batch=4, images_per_class=2, seed=0)
     average = sum(SIZES) / len(SIZES)
     rounds = int(average // 2) + (average % 2 > 0)  # pick_repeats

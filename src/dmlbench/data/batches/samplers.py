@@ -304,9 +304,7 @@ class SplitClassBatchSampler(_BalancedSampler):
         """
         batch_size = classes_per_batch * images_per_class
         divisors = [n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0]
-        self.shapes = (
-            [(n, batch_size // n) for n in divisors] if vary_classes else [(classes_per_batch, images_per_class)]
-        )
+        self.shapes = [(n, batch_size // n) for n in (divisors if vary_classes else [classes_per_batch])]
         super().__init__(labels, classes_per_batch=classes_per_batch, images_per_class=images_per_class, seed=seed)
         groups = [(np.maximum(self._sizes, size) // size + 1).sum() for _, size in self.shapes]
         lengths = [-(-n // count) for n, (count, _) in zip(groups, self.shapes, strict=True)]
