@@ -219,8 +219,8 @@ class PairwiseSearch:
         entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self._within and self._symmetric and 4 * num_wanted >= 3 * size and rows < size
-        if pays and entries >= rows and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
-            return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
+        if pays and entries >= rows**2 and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
+            return ScanPlan(rows, min(size, entries // rows), threads, by_half=True)
         candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(size, k + k // 4 + 8))
         rows = max(1, min(_MAX_ROWS, num_wanted, entries, candidates))
         return ScanPlan(rows, max(1, min(size, entries // rows)), threads)

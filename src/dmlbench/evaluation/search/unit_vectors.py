@@ -141,6 +141,8 @@ class UnitSearch:
         """
         size = len(self.gallery)
         threads = num_threads() if self.on_host and self.back_end == "torch" else 1
+        free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
+        entries = min(max(1, free // _BYTES_PER_ENTRY), _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
         rows = min(size // 8 + 1, _BLOCK_ROWS)  # half of a block's square is computed for nothing
         by_half = (
             self.gallery is self.query
@@ -150,12 +152,11 @@ class UnitSearch:
             and 4 * num_wanted >= 3 * size
             and size * self.gallery.width >= _GAIN * k
             and rows >= 2 * k
+            and entries >= rows**2
             and BYTES_PER_WAITING * k * size <= self.free_bytes // 4
         )
-        free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
-        entries = min(max(1, free // _BYTES_PER_ENTRY), _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
         if by_half:
-            return ScanPlan(rows, max(1, min(size, entries // rows)), threads, by_half=True)
+            return ScanPlan(rows, min(size, entries // rows), threads, by_half=True)
         rows, columns = _tile_shape(num_wanted, size, entries)
         if not self.on_host:  # where the queries go, too
             rows = min(rows, free // (4 * self.gallery.width))
