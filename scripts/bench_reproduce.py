@@ -1,8 +1,8 @@
 """Seconds (clock, processor) that planning, listing and summing up take of many complete runs, written for this.
 
-python scripts/bench_reproduce.py FOLDER [--cells 408]
+python scripts/bench_reproduce.py FOLDER [--configs 408]
 
-FOLDER gets the runs, or has them from before. Cells have 4 folds and 3 repeats (408 are 4,896 runs), each run a result,
+FOLDER gets the runs, or has them. Configs have 4 folds and 3 repeats (408 are 4,896 runs), each run a result,
 the configuration of a real one and tiny embeddings. Composing by Hydra (0.2 s a config) is left out.
 """
 
@@ -53,7 +53,7 @@ def write_runs(plan: Plan, base: DictConfig) -> None:
         save_embeddings(run.path / EMBEDDINGS, EmbeddingSet(rows, labels, torch.arange(16)), None, {})
         (run.path / CONFIG).write_text(configs[run.config.sha256])
         write_result(run.path, {
-            "cell_id": run.config.name, "cell_sha256": run.config.sha256, "dataset": run.config.dataset,
+            "config_id": run.config.name, "config_sha256": run.config.sha256, "dataset": run.config.dataset,
             "dataset_fingerprint": run.config.dataset, "protocol": "mlrc", "aggregation": "collections", "num_folds": 4,
             "num_repeats": 3, "fold": run.fold, "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat),
             "base_seed": 0, "choices": {"backbone": "resnet20", "pooling": "gap", "loss": run.config.name},
@@ -66,14 +66,14 @@ def write_runs(plan: Plan, base: DictConfig) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cells", type=int, default=408)
+    parser.add_argument("--configs", type=int, default=408)
     given = parser.parse_args()
     base = compose("train", ["dataset=glyphs", "backbone=resnet20", "protocol=mlrc"])
-    cells = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(given.cells)]
+    configs = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(given.configs)]
 
     def planned() -> Plan:
-        configs = compose_configs(cells, lambda overrides: made(overrides, base)).values()
-        known = [config for config in configs if not isinstance(config, str)]
+        composed = compose_configs(configs, lambda overrides: made(overrides, base)).values()
+        known = [config for config in composed if not isinstance(config, str)]
         return make_plan(known, lambda overrides: base, str(given.folder / "out"), {})
 
     plan = planned()
@@ -85,7 +85,7 @@ def main() -> None:
         plan = planned()
     assert {run.state for run in plan.runs} == {"done"}
     with timed(f"status of {len(plan.runs)} runs"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        status.task(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "cells": "**", "state": None}))
+        status.task(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "configs": "**", "state": None}))
     for what in ("summaries", "summaries, nothing new"):
         with timed(what):
             summaries = summarize(plan, EvaluationSpec(metrics=("p_at_1", "map_at_r")))

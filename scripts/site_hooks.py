@@ -21,7 +21,7 @@ from dmlbench.evaluation.metrics.table import TABLE
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 COLUMNS = {
-    "matching": {"Formula": "similarity of a pair in a list", "Source": "source"},
+    "rerank": {"Formula": "similarity of a pair in a list", "Source": "source"},
     "loss": {"Formula": "of one pair, triplet, proxy or image", "Reduction": "reduction", "Source": "source"},
     "pooling": {"Parameters": "parameters", "Operations": "operations", "Source": "source"},
 }

@@ -18,7 +18,7 @@ CONF = config_folder() / "experiment"
 
 @dataclass(frozen=True)
 class Command:
-    """Overrides of a cell that scores of a table belong to, and the first of them."""
+    """Overrides of a config that scores of a table belong to, and the first of them."""
 
     table: str
     score: PaperScore
@@ -57,7 +57,7 @@ def command_of(name: str, score: PaperScore) -> tuple[str, ...] | str:
 
 @cache
 def commands() -> tuple[Command, ...]:
-    """Every cell of every table that has scores, once for each row, data set, network, setting and size."""
+    """Every config of every table that has scores, once for each row, data set, network, setting and size."""
     return (*_of_tables(), *_of_drawn_figures())
 
 
@@ -75,7 +75,7 @@ def _of_tables() -> Iterator[Command]:
 
 @cache
 def own_commands() -> tuple[Command, ...]:
-    """Every cell of this project's own tables that have rows."""
+    """Every config of this project's own tables that have rows."""
     return tuple(_without_numbers("*.yaml"))
 
 

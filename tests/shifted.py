@@ -7,7 +7,7 @@ import numpy as np
 
 from dmlbench.data.protocols import Mlrc, Protocol
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.rules import CellRuns
+from dmlbench.results.rules import ConfigRuns
 from dmlbench.types import ImageTable, Split
 
 
@@ -32,9 +32,9 @@ class Area:
     scored_on: Literal["test", "val"] = "test"
     spread: str = "splits"
 
-    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        tested = cell.tested(spec)
-        distance = [cell.results[key]["facts"]["distance"] for key in tested]
+    def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        tested = config.tested(spec)
+        distance = [config.results[key]["facts"]["distance"] for key in tested]
         scores = {
             name: {"mean": float(np.trapezoid([run[name] for run in tested.values()], distance)), "std": None}
             for name in spec.score_names

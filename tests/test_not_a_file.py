@@ -70,7 +70,7 @@ def test_embeddings_and_json_are_refused(tmp_path: Path, pipe: Path) -> None:
         read_json(pipe)
 
 
-def test_a_pipe_in_a_run_or_cell_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_in_a_run_or_config_is_refused(tmp_path: Path) -> None:
     for name in (store.LOCK, store.EMBEDDINGS, "collections.csv"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(DmlbenchError, match=r"run\.lock is a pipe, not a file; remove it"):

@@ -134,15 +134,16 @@ train: loss._target_=builtins.eval | optim._target_=torch.optim.NoSuch | paths.o
 train: paths.output_dir=/proc/nothing | paths.cache_dir=/dev/null | num_workers=-1 | num_workers=1000000
 train: fit.monitor=nonsense | fit.monitor=val/accuracy | evaluation.metrics=[nonsense] | evaluation.metrics=[]
 train: evaluation.recall_at=[0] | evaluation.recall_at=[-1] | evaluation.recall_at=[a] | evaluation.recall_at=[]
-train: evaluation.back_end=abacus | evaluation.rerank=-1 | protocol.num_folds=1 | protocol.num_folds=1000
+train: evaluation.back_end=abacus | evaluation.shortlist=-1 | protocol.num_folds=1 | protocol.num_folds=1000
 train: sampler.classes_per_batch=100 | sampler.images_per_class=1000 | sampler.images_per_class=1 | optim.lr=1e300
 train: head.out_features=0 | head.out_features=100000000 | optim.lr=0 | optim.lr=-1 | +experiment=no_such | --package
 train: --no-such-flag | --config-dir | --config-dir=/nope | --config-name=nope | --cfg | --cfg=nonsense | --resolve | -x
 train: --multirun=3 | --info=nonsense
-aggregate: metrics=[nonsense] | metrics=7 | recall_at=[0] | recall_at=x | cells=nothing | cells=[a] | force=3 | fold=1
+aggregate: metrics=[nonsense] | metrics=7
+aggregate: recall_at=[0] | recall_at=x | configs=nothing | configs=[a] | force=3 | fold=1
 table: name=../../evil | name=a/b | name=.. | metrics=[nonsense] | compare=x | compare=[a] | compare=[a,b]
-table: facts=[nonsense] | facts=3 | cells=nothing | allow_partial=perhaps | "name=''" | name=[x]
-report: queries=-1 | queries=x | queries=1.5 | metrics=[nonsense] | cells=nothing
+table: facts=[nonsense] | facts=3 | configs=nothing | allow_partial=perhaps | "name=''" | name=[x]
+report: queries=-1 | queries=x | queries=1.5 | metrics=[nonsense] | configs=nothing
 explain: run=nowhere | run=[] | run=[1,2] | run=/ | run=. | images=[1] | pair=1,2 | output=/nope/x.png
 evaluate: run=nowhere | embeddings=nowhere.npz | embeddings=. | run=. | run=[] | embeddings=/dev/zero | hardest=-1
 evaluate: embeddings=/dev/null | labels=x | gallery=x | hardest=x | output=/nope/x.json
@@ -151,7 +152,7 @@ data: verify folder jobs=0 | verify folder jobs=x | verify folder --jobs 3 | pre
 data: prepare cub200 archives=nowhere.tar | verify cub200 decode=perhaps | list nonsense=3
 data: stats glyphs dataset.table.num_classes=-1 | prepare glyphs
 status: --no-such-flag | = | nonsense=3 | state=nonsense
-clean: state=nonsense | --no-such-flag | ask=perhaps | cells=[a] | cells=x paths.output_dir= | --yes
+clean: state=nonsense | --no-such-flag | ask=perhaps | configs=[a] | configs=x paths.output_dir= | --yes
 nonsense: --help | x=1
 """
 
@@ -273,7 +274,7 @@ _READERS: dict[str, Command] = {
 
 
 def of_files(run_dir: str) -> Iterator[Case]:
-    """Each file of a run and of its cell, damaged in many ways, met by each command that may read it."""
+    """Each file of a run and of its config, damaged in many ways, met by each command that may read it."""
     in_run = ("result.json", "config.yaml", "embeddings.safetensors", "best.ckpt", "history.csv", "per_query.csv")
     files = dict.fromkeys(in_run, run_dir) | {
         n: str(Path(run_dir).parent) for n in ("aggregate.json", "collections.csv")

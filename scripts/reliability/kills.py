@@ -113,7 +113,7 @@ SCENARIOS = {
     "table": Scenario(("table", "allow_partial=true"), _SUMMARIES),
     "report": Scenario(("report", "allow_partial=true", "queries=2"), _SUMMARIES),
     "explain": Scenario(("explain", "run=FIRST", "num_images=2"), (("train", *TINY, *GSP),)),
-    "clean": Scenario(("clean", "cells=*gmp*", "ask=false"), _SUMMARIES),
+    "clean": Scenario(("clean", "configs=*gmp*", "ask=false"), _SUMMARIES),
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tenso
 from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists
+from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
@@ -181,19 +181,19 @@ def _check_head(cfg: DictConfig) -> None:
             raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
         check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
-    elif spec.rerank is not None:
-        check_rerank(spec.rerank, None, k=0, num_gallery=0)
-    if (matching := build_matching(cfg)) is not None:
+    elif spec.shortlist is not None:
+        check_shortlist(spec.shortlist, None, k=0, num_gallery=0)
+    if (rerank := build_rerank(cfg)) is not None:
         if distance is not None:
             name = type(distance).__name__
             raise ConfigError(
-                f"matching ranks lists of unit vectors again, which {name} does not compare; set it to null"
+                f"rerank ranks lists of unit vectors again, which {name} does not compare; set it to null"
             )
-        check_distance_supports(spec, matching)
+        check_distance_supports(spec, rerank)
         protocol = component(cfg.protocol)
         if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
             raise ConfigError(
-                f"matching ranks the test again, and protocol '{protocol.name}' has none; set matching=none, which has "
+                f"rerank ranks the test again, and protocol '{protocol.name}' has none; set rerank=none, which has "
                 "the same scores of validation"
             )
 
@@ -297,7 +297,7 @@ def build_data(cfg: DictConfig) -> Data:
     split = component(cfg.protocol).split(table, fold=cfg.fold)
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
-    # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a cell.
+    # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a config.
     sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
     OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
@@ -371,24 +371,24 @@ def build_model(cfg: DictConfig) -> MetricModel:
     return model
 
 
-def build_matching(cfg: DictConfig, model: MetricModel | None = None) -> BaseDistance | None:
+def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDistance | None:
     """What ranks the first neighbors of the test again; None where nothing does.
 
     Raises:
-        ConfigError: it is none of that kind, or there is no cell of ``model`` to compare.
+        ConfigError: it is none of that kind, or there is no config of ``model`` to compare.
     """
-    matching: BaseDistance | None = component(cfg.get("matching"))
-    if matching is None:
+    rerank: BaseDistance | None = component(cfg.get("rerank"))
+    if rerank is None:
         return None
-    if not ranks_lists(matching):
-        raise ConfigError(f"{cfg.matching._target_} ranks no lists again; choose matching=diml")
+    if not ranks_lists(rerank):
+        raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
     if model is not None:
-        with_cells: Any = model
-        if not hasattr(model, "require_cells"):
+        with_configs: Any = model
+        if not hasattr(model, "require_configs"):
             head = cfg.head._target_
-            raise ConfigError(f"matching projects cells of the last map, which {head} does not; choose head=linear")
-        with_cells.require_cells()
-    return matching
+            raise ConfigError(f"rerank projects cells of the last map, which {head} does not; choose head=linear")
+        with_configs.require_configs()
+    return rerank
 
 
 def build_distance(cfg: DictConfig) -> BaseDistance | None:
@@ -440,7 +440,7 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
 def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
     """The regularizers by name, and how they are mixed with the loss.
 
-    They are made in the order of their names: a cell is the same whichever was asked for first, so its draws must be.
+    They are made in the order of their names: a config is the same whichever was asked for first, so its draws must be.
     One whose constructor has ``make_objective`` is given a function that makes the run's loss and miner anew, with
     parameters of their own, for embeddings of another size.
     """

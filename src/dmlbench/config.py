@@ -1,4 +1,4 @@
-"""Composing configurations, and what identifies a cell and a run; ``schemas.py`` has what their top levels hold.
+"""Composing configurations, and what identifies a config and a run; ``schemas.py`` has what their top levels hold.
 
 Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build.py`` checks their arguments against the
 signature of the target. Everything here works without torch, so that a misspelt key fails at once.
@@ -61,7 +61,7 @@ def settle(cfg: DictConfig) -> None:
 
 
 def _settle_splits(protocol: Any) -> None:
-    """A file of splits is part of a cell by its content, not by its name."""
+    """A file of splits is part of a config by its content, not by its name."""
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
         given = "" if OmegaConf.is_missing(protocol, "splits") else protocol.splits
         path = Path(given if isinstance(given, str) else "").expanduser()
@@ -112,9 +112,9 @@ def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
     return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
 
 
-# What a cell is not made of: coordinates, seed, and everything that does not move a number.
-NOT_PART_OF_A_CELL = ("fold", "repeat", "base_seed")
-NOT_PART_OF_A_RUN = (
+# What a config is not made of: coordinates, seed, and everything that does not move a number.
+NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
+NOT_PART_OF_RUN_HASH = (
     "device",
     "num_workers",
     "image_cache",
@@ -186,7 +186,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
     """The settings that identify a configuration: all but ``excluded`` and evaluation settings that select nothing."""
     evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
-    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("rerank",)
+    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
     container["evaluation"] = {key: evaluation.get(key) for key in selecting}
     for key in excluded:
         *parents, last = key.split(".")
@@ -203,9 +203,9 @@ def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
 
 
-def settings_of_cell(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings that make a cell what it is, flattened, of a resolved configuration (as a run stores it)."""
-    return flatten(_identity(stored, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN))
+def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings that make a config what it is, flattened, of a resolved configuration (as a run stores it)."""
+    return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
 
 
 def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -219,7 +219,7 @@ def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any
     said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
     known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
     containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
-    old, new = (flatten(_identity(container, NOT_PART_OF_A_RUN)) for container in containers)
+    old, new = (flatten(_identity(container, NOT_PART_OF_RUN_HASH)) for container in containers)
     return {
         key: (old.get(key, "absent"), new.get(key, "absent"))
         for key in sorted(old.keys() | new.keys())
@@ -227,25 +227,25 @@ def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any
     }
 
 
-def cell_id(cfg: DictConfig) -> str:
-    """Readable and unique name of the cell: backbone, pooling and loss as chosen, and a hash of all that defines it."""
+def config_id(cfg: DictConfig) -> str:
+    """Name of a config: backbone, pooling and loss as chosen, and the config hash."""
     choices = cfg.runtime.choices
     pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
     words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
     # Not resolved: a number of epochs is not known before the data are.
     if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
         words.append("untrained")
-    if cfg.get("matching") is not None:
-        words.append(choices.get("matching", "matching"))
+    if cfg.get("rerank") is not None:
+        words.append(choices.get("rerank", "rerank"))
     name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{cell_sha256(cfg)[:8]}"
-
-
-def cell_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that defines a cell."""
-    return _digest(cfg, NOT_PART_OF_A_CELL + NOT_PART_OF_A_RUN)
+    return f"{name}-{config_sha256(cfg)[:8]}"
 
 
 def config_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that decides a run's numbers: its cell, its coordinates and the base seed."""
-    return _digest(cfg, NOT_PART_OF_A_RUN)
+    """Hash of everything that defines a config."""
+    return _digest(cfg, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH)
+
+
+def run_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that decides a run's numbers: its config, its coordinates and the base seed."""
+    return _digest(cfg, NOT_PART_OF_RUN_HASH)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dmlbench import build
 from dmlbench.build import Data, component
-from dmlbench.config import cell_sha256, config_sha256
+from dmlbench.config import config_sha256, run_sha256
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.transforms import Transform
 from dmlbench.data.images.sources import ImageSource
@@ -45,7 +45,7 @@ class Setup:
         images: opened for ``transform``.
         transform: of evaluation, without augmentation.
         model: with the weights that it starts from.
-        matching: what ranks the first neighbors of the test again; None where nothing does.
+        rerank: what ranks the first neighbors of the test again; None where nothing does.
         settings: of the training.
         spec: what is computed of embeddings.
         choices: the chosen option of each group of the configuration.
@@ -58,7 +58,7 @@ class Setup:
     images: Images
     transform: Transform
     model: MetricModel
-    matching: BaseDistance | None
+    rerank: BaseDistance | None
     settings: FitSettings
     spec: EvaluationSpec
     choices: dict[str, str]
@@ -80,15 +80,15 @@ class Setup:
     def test(
         self, part: RetrievalSet, spec: EvaluationSpec | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
-        """Queries, gallery and their scores as a test has them: where there is a ``matching``, rows with cells, and
+        """Queries, gallery and their scores as a test has them: where there is a ``rerank``, rows with cells, and
         lists whose first neighbors it ranked again."""
-        if self.matching is None:
+        if self.rerank is None:
             queries, gallery = self.embed(part)
         else:
-            model: Any = self.model  # which has cells: ``build_matching`` has asked
-            size = int(self.matching.grid_size)
+            model: Any = self.model  # which has configs: ``build_rerank`` has asked
+            size = int(self.rerank.grid_size)
             queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
-        return queries, gallery, self._score(queries, gallery, spec, self.matching or self.model.distance)
+        return queries, gallery, self._score(queries, gallery, spec, self.rerank or self.model.distance)
 
     def score(
         self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None
@@ -155,7 +155,7 @@ class Experiment:
         protocol: which classes train, and how runs are summed up.
         fold, repeat, base_seed: the coordinates and what seeds derive from.
         seed: of this run.
-        cell_sha256, config_sha256: what identifies the cell, and the run.
+        config_sha256, run_sha256: what identifies the config, and the run.
         plan: of stage 1, which this training follows; None where there is none.
         batches: endless training batches.
         objective, optimizer, schedule, loggers: of the training; no schedule is None.
@@ -173,8 +173,8 @@ class Experiment:
     repeat: int
     base_seed: int
     seed: int
-    cell_sha256: str
     config_sha256: str
+    run_sha256: str
     plan: Plan | None
     batches: TrainBatches
     objective: Objective
@@ -212,12 +212,12 @@ def make_setup(
     images = open_images(cfg.transform.eval)
     before_model(data, open_images)
     model = build.build_model(cfg)
-    matching = build.build_matching(cfg, model)
+    rerank = build.build_rerank(cfg, model)
     settings = component(cfg.fit)
     build.move(model, device, channels_last=settings.channels_last)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(
-        data, images, component(cfg.transform.eval), model, matching, settings, component(cfg.evaluation), choices,
+        data, images, component(cfg.transform.eval), model, rerank, settings, component(cfg.evaluation), choices,
         device, cfg.eval_batch_size, cfg.num_workers,
     )  # fmt: skip
 
@@ -243,7 +243,7 @@ def make_experiment(
         DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
     """
     cfg = copy.deepcopy(cfg)
-    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the cell: cells are compared pair by pair
+    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
     opened: list[Images] = []
 
     def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
@@ -258,7 +258,7 @@ def make_experiment(
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
-    identity, configuration = config_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
     weights_file = cfg.backbone.get("weights_file")
     return Experiment(
         setup=setup,
@@ -267,8 +267,8 @@ def make_experiment(
         repeat=cfg.repeat,
         base_seed=cfg.base_seed,
         seed=seed,
-        cell_sha256=cell_sha256(cfg),
-        config_sha256=identity,
+        config_sha256=config_sha256(cfg),
+        run_sha256=identity,
         plan=plan,
         batches=build.build_train_batches(
             cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.build import Data, check, component
-from dmlbench.config import cell_id, config_sha256, differences, load_config
+from dmlbench.config import config_id, differences, load_config, run_sha256
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
@@ -44,10 +44,10 @@ _OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
-    """Train and test the cell ``cfg`` at its coordinates; returns the run directory.
+    """Train and test the config ``cfg`` at its coordinates; returns the run directory.
 
     A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint. One
-    with a ``matching`` takes the weights of the complete run without, where there is one: it would train the same.
+    with a ``rerank`` takes the weights of the complete run without, where there is one: it would train the same.
 
     Args:
         cfg: a composed configuration.
@@ -87,7 +87,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
             with contextlib.ExitStack() as opened:
                 for logger in experiment.loggers:
                     opened.callback(logger.close)
-                _run(experiment, run_dir, stop, follow, _run_without_matching(cfg, run_dir))
+                _run(experiment, run_dir, stop, follow, _run_without_rerank(cfg, run_dir))
         except (RunInUse, Pruned):
             raise
         except Exception as error:
@@ -105,11 +105,11 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
 def directory_of(cfg: DictConfig) -> Path:
     """The run directory of a configuration."""
     protocol = component(cfg.protocol).name
-    return store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, cell_id(cfg), cfg.fold, cfg.repeat)
+    return store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
 
 
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
-    """The plan that an earlier run of this cell and repeat left, where the protocol follows one; kept next to the run.
+    """The plan that stage 1 of this config and repeat wrote; kept next to the run.
 
     Raises:
         RunError: that run is missing, or has found something else since this run began.
@@ -146,7 +146,7 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     result = store.read_result(run_dir)
     stored = load_config(run_dir / store.CONFIG)
     _plan_for(cfg, run_dir)
-    if result["config_sha256"] != config_sha256(cfg) and (differing := differences(cfg, stored)):
+    if result["run_sha256"] != run_sha256(cfg) and (differing := differences(cfg, stored)):
         listing = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
         raise RunError(
             f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or "
@@ -163,12 +163,12 @@ def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     return True
 
 
-def _run_without_matching(cfg: DictConfig, run_dir: Path) -> Path | None:
+def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
     """The complete run of the same settings whose test ranks nothing again, if this one has not begun to train."""
-    if cfg.matching is None or (run_dir / LAST).exists():
+    if cfg.rerank is None or (run_dir / LAST).exists():
         return None
     plain = copy.deepcopy(cfg)
-    plain.matching = None
+    plain.rerank = None
     found = directory_of(plain)
     return found if _is_complete(plain, found) and (found / BEST).exists() else None
 
@@ -240,13 +240,13 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         scores["test"] = test.scores
         save_embeddings(
             run_dir / store.EMBEDDINGS, queries, gallery,
-            {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "cell_id": run_dir.parent.name},
+            {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "config_id": run_dir.parent.name},
         )  # fmt: skip
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
         atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
-        is_test = test is not None and data.split.val_is_test and setup.matching is None
+        is_test = test is not None and data.split.val_is_test and setup.rerank is None
         scores["val"] = test.scores if test is not None and is_test else setup.validate()
     if experiment.protocol.leaves_plan:
         plan = plan_of(
@@ -274,14 +274,14 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
 
 
 def _result(
-    experiment: Experiment, cell: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
+    experiment: Experiment, config: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
     hashes: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     setup, protocol = experiment.setup, experiment.protocol
     table, split = setup.data.table, setup.data.split
     return {
-        "cell_id": cell,
-        "cell_sha256": experiment.cell_sha256,
+        "config_id": config,
+        "config_sha256": experiment.config_sha256,
         "dataset": table.name,
         "dataset_fingerprint": table.fingerprint,
         **({"data_notes": list(table.notes)} if table.notes else {}),
@@ -289,7 +289,7 @@ def _result(
         "aggregation": protocol.aggregation,
         "num_folds": protocol.num_folds,
         "num_repeats": protocol.num_repeats,
-        **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "config_sha256")},
+        **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "run_sha256")},
         "choices": setup.choices,
         **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
         **({"variants": experiment.variants} if experiment.variants else {}),
@@ -304,7 +304,7 @@ def _result(
         "val_is_test": split.val_is_test,
         **({"facts": dict(split.facts)} if split.facts else {}),
         "search": test.search if test else setup.spec.search,
-        **({"matching": setup.matching.description} if test and setup.matching is not None else {}),
+        **({"rerank": setup.rerank.description} if test and setup.rerank is not None else {}),
         "metrics": scores,
         "n_query": test.n_query if test else 0,
         **_published_queries(setup.data),

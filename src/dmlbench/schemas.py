@@ -37,7 +37,7 @@ class RuntimeConfig:
 
 @dataclass
 class TrainConfig:
-    """Top level of ``dmlbench train``: one run is one cell at its coordinates (fold, repeat)."""
+    """Top level of ``dmlbench train``: one run is one config at its coordinates (fold, repeat)."""
 
     dataset: Any = MISSING
     transform: Any = MISSING
@@ -49,7 +49,7 @@ class TrainConfig:
     loss: Any = MISSING
     miner: Any = None
     regularizer: Any = None
-    matching: Any = None
+    rerank: Any = None
     optim: Any = MISSING
     schedule: Any = None
     fit: Any = MISSING
@@ -86,7 +86,7 @@ class EvaluateConfig:
     metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
-    matching: Any = None
+    rerank: Any = None
     device: str = "auto"
     num_workers: int | None = None
 
@@ -130,7 +130,7 @@ class ExplainConfig:
 
 @dataclass
 class ImportConfig:
-    """Top level of ``dmlbench import``: test embeddings of other code as a cell."""
+    """Top level of ``dmlbench import``: test embeddings of other code as a config."""
 
     name: str | None = None
     dataset: Any = MISSING
@@ -152,10 +152,10 @@ class ImportConfig:
 
 
 @dataclass
-class CellsConfig:
-    """What the commands that summarize cells have in common: which cells, and by which metrics."""
+class ConfigsConfig:
+    """What the commands that summarize configs have in common: which configs, and by which metrics."""
 
-    cells: str = "**"
+    configs: str = "**"
     metrics: tuple[str, ...] = ("p_at_1", "map_at_r")
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING
@@ -164,16 +164,16 @@ class CellsConfig:
 
 
 @dataclass
-class AggregateConfig(CellsConfig):
-    """Top level of ``dmlbench aggregate``: runs of cells to one summary a cell."""
+class AggregateConfig(ConfigsConfig):
+    """Top level of ``dmlbench aggregate``: runs of configs to one summary a config."""
 
     force: bool = False
     metrics: tuple[str, ...] = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
 
 
 @dataclass
-class TableConfig(CellsConfig):
-    """Top level of ``dmlbench table``: aggregated cells to Markdown, CSV and LaTeX."""
+class TableConfig(ConfigsConfig):
+    """Top level of ``dmlbench table``: aggregated configs to Markdown, CSV and LaTeX."""
 
     facts: tuple[str, ...] = ()
     compare: tuple[str, ...] | None = None
@@ -181,8 +181,8 @@ class TableConfig(CellsConfig):
 
 
 @dataclass
-class ReportConfig(CellsConfig):
-    """Top level of ``dmlbench report``: aggregated cells as a page to look through, or as a picture."""
+class ReportConfig(ConfigsConfig):
+    """Top level of ``dmlbench report``: aggregated configs as a page to look through, or as a picture."""
 
     picture: bool = False
     queries: int = 6
@@ -231,7 +231,7 @@ class TuneConfig:
 class StatusConfig:
     """Top level of ``dmlbench status``: what became of runs."""
 
-    cells: str = "**"
+    configs: str = "**"
     state: Any = None
     paths: PathsConfig = field(default_factory=PathsConfig)
 
@@ -240,7 +240,7 @@ class StatusConfig:
 class CleanConfig:
     """Top level of ``dmlbench clean``: removing runs."""
 
-    cells: str | None = None
+    configs: str | None = None
     state: Any = None
     ask: bool = True
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -327,8 +327,8 @@ class OodmlTransferConfig(ScoredFeaturesConfig):
 
 
 @dataclass
-class OodmlScoresConfig(CellsConfig):
-    """Top level of ``dmlbench oodml scores``: cells over the distance of their splits."""
+class OodmlScoresConfig(ConfigsConfig):
+    """Top level of ``dmlbench oodml scores``: configs over the distance of their splits."""
 
     frozen: Any = None
     name: str | None = None
@@ -339,7 +339,7 @@ class OodmlFewShotConfig:
     """Top level of ``dmlbench oodml few_shot``: finished runs adapted to a few images of each test class."""
 
     run: Any = None
-    cells: str | None = None
+    configs: str | None = None
     shots: Any = (2, 5, 10)
     episodes: int = 10
     steps: int | None = None
@@ -365,7 +365,7 @@ class OodmlFewShotConfig:
 class OodmlStructureConfig:
     """Top level of ``dmlbench oodml structure``: measures of training embeddings beside test scores."""
 
-    cells: str = "**"
+    configs: str = "**"
     metrics: tuple[str, ...] = ("p_at_1",)
     recall_at: tuple[int, ...] = (1, 2, 4, 8)
     evaluation: Any = MISSING

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from dmlbench.apps.changed_settings import BY_HAND, changed_settings
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
-from dmlbench.results.tables import NAMING_GROUPS, cell_labels
+from dmlbench.results.tables import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten
 
 RUNTIME = {
@@ -52,10 +52,10 @@ def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
 
 def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_options(stored) -> None:
     given = "regularizer=[zsr,s2sd]", "regularizer.zsr.weight=0.2"
-    cells = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]
-    assert changed_settings(cells[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
-    cells[2]["regularizer"]["s2sd"]["feature_size"] = 2048  # as another backbone has it: no setting
-    labels, notes = cell_labels([(cell["runtime"]["choices"], flatten(cell)) for cell in cells])
+    configs = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]
+    assert changed_settings(configs[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    configs[2]["regularizer"]["s2sd"]["feature_size"] = 2048  # as another backbone has it: no setting
+    labels, notes = config_labels([(config["runtime"]["choices"], flatten(config)) for config in configs])
     assert not any("feature_size" in text for text in (*labels, *notes))
     assert [label.split()[:2] for label in labels] == [["gsp"], ["gsp", "s2sd+zsr"], ["gsp", "s2sd+xml"]]
 
@@ -116,6 +116,6 @@ def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch
         assert "DIFFERENT SETTINGS: pooling.num_prototypes: 7 (gsp (untrained)), where the option has 64" in printed
 
 
-def test_labels_that_are_equal_get_the_hashes_of_their_cells() -> None:
-    cells = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
-    assert _distinct(["gap", "gap", "gsp"], cells) == ["gap [11111111]", "gap [22222222]", "gsp"]
+def test_labels_that_are_equal_get_the_hashes_of_their_configs() -> None:
+    configs = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
+    assert _distinct(["gap", "gap", "gsp"], configs) == ["gap [11111111]", "gap [22222222]", "gsp"]

@@ -1,11 +1,11 @@
-"""Two cells compared from their result files."""
+"""Two configs compared from their result files."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.compare import compare_cells, to_text
+from dmlbench.apps.compare import compare_configs, to_text
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError, RunError
@@ -13,24 +13,24 @@ from dmlbench.types import ConfigError, RunError
 P_AT_1 = EvaluationSpec(metrics=("p_at_1",))
 
 
-def write(root: Path, cell: str, fold: int, repeat: int, p_at_1: float, **changes: object) -> None:
-    path = root / "glyphs" / "mlrc" / cell / f"fold{fold}_rep{repeat}"
+def write(root: Path, config: str, fold: int, repeat: int, p_at_1: float, **changes: object) -> None:
+    path = root / "glyphs" / "mlrc" / config / f"fold{fold}_rep{repeat}"
     path.mkdir(parents=True)
     scores = {"p_at_1": p_at_1, "intra_class_distance": 2 * p_at_1}
     result = {
         "schema": 1, "dataset_fingerprint": "f", "protocol": "mlrc", "base_seed": 0, "n_query": 9, "n_gallery": 9,
         "aggregation": "collections", "search": "exact", "metrics": {"test": scores, "val": {}},
-        "cell_id": cell, "dataset": "glyphs", "num_folds": 4, "num_repeats": 3, "fold": fold, "repeat": repeat,
-        "seed": derive_seed(0, fold, repeat), "choices": {"pooling": cell.split("-")[1]}, "val_is_test": False,
+        "config_id": config, "dataset": "glyphs", "num_folds": 4, "num_repeats": 3, "fold": fold, "repeat": repeat,
+        "seed": derive_seed(0, fold, repeat), "choices": {"pooling": config.split("-")[1]}, "val_is_test": False,
         "n_skipped_queries": 0, "steps": 3, "wall_s": 1.0, "monitor": "p_at_1",
     }  # fmt: skip
     (path / "result.json").write_text(json.dumps(result | changes))
     (path / "config.yaml").write_text(
-        f"fit: {{max_steps: {300 if 'gsp' in cell else 100}}}\npooling: {{p: {len(cell)}}}\n"
+        f"fit: {{max_steps: {300 if 'gsp' in config else 100}}}\npooling: {{p: {len(config)}}}\n"
     )
 
 
-def cells(root: Path) -> None:
+def configs(root: Path) -> None:
     for fold in range(2):
         for repeat in range(2):
             write(root, "net-gap-1", fold, repeat, 0.5 + 0.1 * fold)
@@ -38,8 +38,10 @@ def cells(root: Path) -> None:
 
 
 def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
-    cells(tmp_path)
-    found = compare_cells(str(tmp_path), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1", "intra_class_distance")))
+    configs(tmp_path)
+    found = compare_configs(
+        str(tmp_path), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1", "intra_class_distance"))
+    )
     assert found.differences["p_at_1"].difference == pytest.approx(0.025)
     text = to_text(found)
     # d = 0.02, 0.03 in both folds: t(0.975, 2) sqrt(2 * 5e-5) / (2 sqrt(2)) = 4.3027 * 0.0035355
@@ -49,34 +51,34 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
     assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
 
 
-def test_partial_cells_are_refused_or_said(tmp_path: Path) -> None:
-    cells(tmp_path)
+def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:
+    configs(tmp_path)
     write(tmp_path, "net-gsp-2", 2, 0, 0.9)
     with pytest.raises(RunError, match=r"only one has fold2_rep0 \(net-gsp-2\); set allow_partial=true"):
-        compare_cells(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1)
-    found = compare_cells(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1, allow_partial=True)
+        compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1)
+    found = compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1, allow_partial=True)
     assert "PARTIAL: without fold2_rep0 (net-gsp-2)" in to_text(found)
     assert found.differences["p_at_1"].n_pairs == 4
 
 
-def test_cells_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
-    cells(tmp_path)
+def test_configs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    configs(tmp_path)
     write(tmp_path, "net-other-3", 0, 0, 0.5, dataset_fingerprint="g")
     write(tmp_path, "net-late-4", 5, 0, 0.5)
     root = str(tmp_path)
-    with pytest.raises(ConfigError, match="names 1 cells"):
-        compare_cells(root, ["*gap*"], P_AT_1)
-    with pytest.raises(RunError, match=r"'\*net\*' must match one cell under .* it matches .*net-gap-1, "):
-        compare_cells(root, ["*net*", "*gsp*"], P_AT_1)
+    with pytest.raises(ConfigError, match="names 1 configs"):
+        compare_configs(root, ["*gap*"], P_AT_1)
+    with pytest.raises(RunError, match=r"'\*net\*' must match one config under .* it matches .*net-gap-1, "):
+        compare_configs(root, ["*net*", "*gsp*"], P_AT_1)
     with pytest.raises(RunError, match="it matches none"):
-        compare_cells(root, ["*vlad*", "*gsp*"], P_AT_1)
+        compare_configs(root, ["*vlad*", "*gsp*"], P_AT_1)
     with pytest.raises(RunError, match="differ in dataset_fingerprint"):
-        compare_cells(root, ["*gap*", "*other*"], P_AT_1, allow_partial=True)
+        compare_configs(root, ["*gap*", "*other*"], P_AT_1, allow_partial=True)
     with pytest.raises(RunError, match="no run in common"):
-        compare_cells(root, ["*gap*", "*late*"], P_AT_1, allow_partial=True)
-    with pytest.raises(ConfigError, match="are the same cell"):
-        compare_cells(root, ["*gap*", "*gap-1"], P_AT_1)
+        compare_configs(root, ["*gap*", "*late*"], P_AT_1, allow_partial=True)
+    with pytest.raises(ConfigError, match="are the same config"):
+        compare_configs(root, ["*gap*", "*gap-1"], P_AT_1)
     write(tmp_path, "net-gap-1", 2, 0, 0.5, metrics={"test": {"p_at_1": 0.5}})
     write(tmp_path, "net-gsp-2", 2, 0, 0.5)
     with pytest.raises(RunError, match=r"fold2_rep0 has no embeddings.safetensors, so nothing more can be computed"):
-        compare_cells(root, ["*gap*", "*gsp*"], EvaluationSpec(metrics=("intra_class_distance",)))
+        compare_configs(root, ["*gap*", "*gsp*"], EvaluationSpec(metrics=("intra_class_distance",)))

@@ -1,4 +1,4 @@
-"""Embeddings of other code as cells: checked against the data, scored by the same engine, marked where they stand."""
+"""Embeddings of other code as configs: checked against the data, scored by the same engine, marked where they stand."""
 
 import dataclasses
 import importlib.util
@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_data_sets import write_photo
 
-from dmlbench.apps.imported import Imported, _of_table, import_cell
+from dmlbench.apps.imported import Imported, _of_table, import_config
 from dmlbench.apps.loaded import load
-from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.build import component
 from dmlbench.config import compose
@@ -19,9 +19,9 @@ from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.results.aggregate import aggregate_cell
-from dmlbench.results.store import cells_of, find_runs, read_result
-from dmlbench.results.tables import cell_labels, to_text
+from dmlbench.results.aggregate import aggregate_config
+from dmlbench.results.store import find_runs, read_result, runs_by_config
+from dmlbench.results.tables import config_labels, to_text
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
 DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
@@ -36,7 +36,7 @@ def table(tmp_path):
 def taken(place: Path, *more: str) -> Imported:
     cfg = compose("import", ["name=theirs", *DATA, f"paths.cache_dir={place}", f"paths.output_dir={place}/out", *more])
     cfg.embeddings = cfg.embeddings or str(place / PATTERN)
-    return import_cell(cfg)
+    return import_config(cfg)
 
 
 def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
@@ -55,21 +55,21 @@ def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def test_twelve_files_become_a_cell_of_81_collections_with_the_scores_of_the_engine(table, tmp_path) -> None:
+def test_twelve_files_become_a_config_of_81_collections_with_the_scores_of_the_engine(table, tmp_path) -> None:
     rows = write(tmp_path, table)
     imported = taken(tmp_path, "selected=last step")
     test = Mlrc().split(table, fold=0).test.query
     for at, found in rows.items():
         assert imported.scores[at] == evaluate_arrays(found, table.labels[test], ids=test).scores
     again = taken(tmp_path, "selected=last step")  # complete runs stay
-    assert again.scores == imported.scores and again.cell == imported.cell
-    (runs,) = cells_of(find_runs(tmp_path / "out")).values()
-    summary = aggregate_cell(runs, EvaluationSpec(), distance_of=distance_of_run, progress=False)
+    assert again.scores == imported.scores and again.config == imported.config
+    (runs,) = runs_by_config(find_runs(tmp_path / "out")).values()
+    summary = aggregate_config(runs, EvaluationSpec(), distance_of=distance_of_run, progress=False)
     assert (summary["n_runs"], summary["n_collections"], summary["missing"]) == (12, 81, [])
     mean = np.mean([scores["map_at_r"] for scores in imported.scores.values()])
     assert summary["scores"]["separated"]["map_at_r"]["mean"] == pytest.approx(mean)
     spec = EvaluationSpec(metrics=("map_at_r",))
-    text = to_text(next(iter(build_tables(find_cells(str(tmp_path / "out"), "**", spec), spec).values())))
+    text = to_text(next(iter(build_tables(find_configs(str(tmp_path / "out"), "**", spec), spec).values())))
     assert "theirs (imported)" in text
     assert "IMPORTED: embeddings of other code; trained: unknown; selected: last step" in text
     with pytest.raises(RunError, match="was imported: it has embeddings, but no model"):
@@ -96,8 +96,8 @@ def test_every_run_has_the_facts_of_its_own_fold(table, tmp_path, monkeypatch) -
 def test_an_imported_row_leaves_the_labels_of_our_own_as_they_are() -> None:
     ours = [({"pooling": name, "loss": "triplet"}, {"pooling._target_": name}) for name in ("gap", "gsp")]
     theirs = ({"imported": "theirs"}, {"imported.name": "theirs"})
-    assert cell_labels(ours)[0] == ["gap", "gsp"]
-    assert cell_labels([*ours, theirs]) == (["gap", "gsp", "theirs (imported)"], [])
+    assert config_labels(ours)[0] == ["gap", "gsp"]
+    assert config_labels([*ours, theirs]) == (["gap", "gsp", "theirs (imported)"], [])
 
 
 def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> None:
@@ -119,7 +119,7 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
         write(tmp_path, table, **changed)
         with pytest.raises(RunError, match=message):
             taken(tmp_path, "name=others")
-    assert {run.cell.split("-")[0] for run in find_runs(tmp_path / "out")} == {"theirs"}  # nothing of those came in
+    assert {run.config.split("-")[0] for run in find_runs(tmp_path / "out")} == {"theirs"}  # nothing of those came in
 
 
 def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None:
@@ -182,7 +182,7 @@ def test_a_changed_gallery_is_another_model_and_patterns_may_begin_at_home(tmp_p
         cfg = compose("import", ["name=theirs", "dataset=folder", f"dataset.table.root={tmp_path}/shop",
                                  "protocol=conventional", "protocol.num_repeats=1", f"paths.output_dir={tmp_path}/out",
                                  "embeddings='~/q.npz'", "gallery='~/g.npz'"])  # fmt: skip
-        return import_cell(cfg)
+        return import_config(cfg)
 
     scores = imported(1, 1, 1, 1).scores
     assert imported(1, 1, 1, 1).scores == scores == {(0, 0): scores[0, 0]} and scores[0, 0]["p_at_1"] == 1

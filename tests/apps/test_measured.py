@@ -25,7 +25,7 @@ def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: P
         (tmp_path / name / f"{name}-mlrc.csv").write_text(
             f"{head},notes\na,10.0,{std},2.345,{std},{notes}\nb,9.0,{std},3,{std},{notes}\n"
         )
-    (tmp_path / "whole" / "other-mlrc.csv").write_text("claim,value\nis no table of cells,1\n")
+    (tmp_path / "whole" / "other-mlrc.csv").write_text("claim,value\nis no table of configs,1\n")
     text = measured(tmp_path)
     assert f"| [whole]({tmp_path}/whole/whole-mlrc.md), `mlrc` | a | **10.00 ± 0.25** | 2.35 ± 0.25 |" in text
     assert "|  | b | 9.00 ± 0.25 | **3.00 ± 0.25** |" in text

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmlbench.apps.compare import compare_cells
+from dmlbench.apps.compare import compare_configs
 from dmlbench.apps.report.picture import draw_report
-from dmlbench.apps.tables import Cell
+from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import load_run
 from dmlbench.cli.evaluate import task as evaluate_task
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import DISTANCE, EMBEDDINGS, find_runs, hashes_of, read_result, write_result
 from dmlbench.runtime import derive_seed
 from dmlbench.training.checkpoint import save_checkpoint
@@ -25,10 +25,10 @@ from dmlbench.types import EmbeddingSet, RunError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two cells of one run each."""
+    """Two configs of one run each."""
     labels = torch.arange(4).repeat_interleave(3)
-    for number, cell in enumerate(("net-gap-1", "net-gsp-2")):
-        path = tmp_path / "glyphs/mlrc" / cell / "fold0_rep0"
+    for number, config in enumerate(("net-gap-1", "net-gsp-2")):
+        path = tmp_path / "glyphs/mlrc" / config / "fold0_rep0"
         path.mkdir(parents=True)
         rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(number))
         save_embeddings(path / EMBEDDINGS, EmbeddingSet(rows, labels, torch.arange(12)), None, {})
@@ -36,9 +36,9 @@ def root(tmp_path: Path) -> Path:
         save_checkpoint(path / BEST, {"model": {"w": rows}})
         (path / "config.yaml").write_text("backbone: {}\nfit: {keep: best}\n")
         result = {
-            "cell_id": cell, "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
+            "config_id": config, "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
             "aggregation": "collections", "num_folds": 1, "num_repeats": 1, "fold": 0, "repeat": 0, "base_seed": 0,
-            "seed": derive_seed(0, 0, 0), "choices": {"pooling": cell}, "val_is_test": False, "search": "exact",
+            "seed": derive_seed(0, 0, 0), "choices": {"pooling": config}, "val_is_test": False, "search": "exact",
             "metrics": {"test": {"p_at_1": 0.5}}, "n_query": 12, "n_gallery": 12, "n_skipped_queries": 0, "steps": 1,
             "wall_s": 1.0, "monitor": "p_at_1", **hashes_of(path, (EMBEDDINGS, DISTANCE, BEST)),
         }  # fmt: skip
@@ -46,22 +46,22 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(root: Path, cell: str = "net-gap-1") -> Path:
-    return root / "glyphs/mlrc" / cell / "fold0_rep0"
+def _run(root: Path, config: str = "net-gap-1") -> Path:
+    return root / "glyphs/mlrc" / config / "fold0_rep0"
 
 
 def _aggregate(root: Path) -> object:
-    return aggregate_cell(find_runs(root, "*gap*"), progress=False)
+    return aggregate_config(find_runs(root, "*gap*"), progress=False)
 
 
 def _compare(root: Path) -> object:
-    return compare_cells(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("ndcg_at_10",)))
+    return compare_configs(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("ndcg_at_10",)))
 
 
 def _report(root: Path) -> object:
     summary = {"scores": {"separated": {"p_at_1": {"mean": 0.5, "std": None}}}}
-    cell = Cell(_run(root).parent, tuple(find_runs(root, "*gap*")), summary, "gap")
-    return draw_report([cell], root / "x.png", title="x", metrics=["p_at_1"])
+    config = ConfigSummary(_run(root).parent, tuple(find_runs(root, "*gap*")), summary, "gap")
+    return draw_report([config], root / "x.png", title="x", metrics=["p_at_1"])
 
 
 def _evaluate(root: Path) -> object:
@@ -107,4 +107,4 @@ def test_a_result_that_was_copied_into_another_run_is_not_compared(root: Path) -
     result = read_result(_run(root))
     write_result(_run(root), result | {"fold": 1, "seed": derive_seed(0, 1, 0)})
     with pytest.raises(RunError, match="fold0_rep0 holds the result of fold1_rep0"):
-        compare_cells(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1",)))
+        compare_configs(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1",)))

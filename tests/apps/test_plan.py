@@ -53,7 +53,7 @@ def _write(run, **changes: object) -> None:
         ("n_query", "n_gallery", "steps", "n_skipped_queries", "val_is_test", "search", "monitor"), 0
     )
     result |= {
-        "cell_id": run.config.name, "cell_sha256": run.config.sha256,
+        "config_id": run.config.name, "config_sha256": run.config.sha256,
         "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
         "protocol": "mlrc", "aggregation": "collections", "num_folds": 2, "num_repeats": 2, "fold": run.fold,
         "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
@@ -84,7 +84,7 @@ def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp
     _write(lost, embeddings_sha256="x")
     _write(cut)
     (cut.path / RESULT).write_text((cut.path / RESULT).read_text()[:50])
-    _write(foreign, cell_sha256="y")
+    _write(foreign, config_sha256="y")
     _write(other, base_seed=1, seed=derive_seed(1, other.fold, other.repeat))
     _write(done, fold=0)
     _write(moved)
@@ -123,9 +123,9 @@ def test_shards_share_out_all_runs_whatever_is_done_by_then(tmp_path: Path) -> N
 
 def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> None:
     compose = Composer("TwoStage", num_repeats=2)
-    cells = [(*cell, f"protocol.stage={stage}") for cell in CONFIGS for stage in (1, 2)]
-    plan = _plan(tmp_path, compose, cells)
-    assert [cell.overrides for cell in plan.configs] == [cells[1], cells[3]]
+    configs = [(*config, f"protocol.stage={stage}") for config in CONFIGS for stage in (1, 2)]
+    plan = _plan(tmp_path, compose, configs)
+    assert [config.overrides for config in plan.configs] == [configs[1], configs[3]]
     before, after = plan.waves()
     assert [run.overrides[1] for run in before] == ["protocol.stage=1"] * 4
     assert [run.overrides[1] for run in after] == ["protocol.stage=2"] * 4
@@ -160,7 +160,7 @@ def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
 
 def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path: Path) -> None:
     plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
-    shas = [cell.sha256 for cell in plan.configs]
+    shas = [config.sha256 for config in plan.configs]
     assert seconds_per_run(plan, {shas[0]: 2.0}) == {shas[0]: (7200.0, "as the experiment says")}
     _write(plan.runs[0])
     assert seconds_per_run(plan.refreshed(), {}) == dict.fromkeys(shas, (7200.0, "measured here"))

@@ -20,12 +20,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from dmlbench.apps.compare import compare_cells
-from dmlbench.apps.imported import import_cell
+from dmlbench.apps.compare import compare_configs
+from dmlbench.apps.imported import import_config
 from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import _thumbnail
-from dmlbench.apps.tables import Cell, build_tables, find_cells
+from dmlbench.apps.tables import ConfigSummary, build_tables, find_configs
 from dmlbench.build import component
 from dmlbench.cli.main import main
 from dmlbench.config import compose
@@ -87,12 +87,12 @@ def _import_rows(root: Path) -> None:
         test = component(cfg.protocol).split(table, fold=fold).test.query
         rows = rng.normal(size=(len(test), 4)).astype(np.float32)
         np.savez(root / f"rows/fold{fold}_rep{repeat}.npz", rows=rows, labels=table.labels[test], ids=test)
-    import_cell(cfg)
+    import_config(cfg)
 
 
 @pytest.fixture(scope="module")
-def cells(folder: Path) -> list[Cell]:
-    ((_, found),) = find_cells("out", "**", SPEC, allow_partial=True).items()
+def configs(folder: Path) -> list[ConfigSummary]:
+    ((_, found),) = find_configs("out", "**", SPEC, allow_partial=True).items()
     return list(found)
 
 
@@ -108,8 +108,8 @@ def _decoded(picture: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(picture.partition(",")[2])))
 
 
-def test_scores_are_those_of_the_table(cells: list[Cell], content: dict[str, Any]) -> None:
-    (table,) = build_tables({("a", "b"): cells}, SPEC).values()
+def test_scores_are_those_of_the_table(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
+    (table,) = build_tables({("a", "b"): configs}, SPEC).values()
     found = content["groups"][0]["leaderboard"]
     assert [column["metric"] for column in found["columns"]] == [metric for _, metric in table.columns]
     for (label, entries), row in zip(table.rows, found["rows"], strict=True):
@@ -125,37 +125,37 @@ def test_scores_are_those_of_the_table(cells: list[Cell], content: dict[str, Any
 
 
 def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
-    cells: list[Cell], content: dict[str, Any]
+    configs: list[ConfigSummary], content: dict[str, Any]
 ) -> None:
     found = content["groups"][0]["differences"]
-    assert len(found) == 10 * 2  # pairs of five cells, two scores
-    of = {cell.label: i for i, cell in enumerate(cells)}
+    assert len(found) == 10 * 2  # pairs of five configs, two scores
+    of = {config.label: i for i, config in enumerate(configs)}
     first, second = sorted((of["gap"], of["gsp_small"]))
     one = next(d for d in found if (d["a"], d["b"], d["metric"]) == (first, second, "map_at_r"))
-    patterns = [str(cells[i].path.relative_to("out")) for i in (first, second)]
-    told = compare_cells("out", patterns, SPEC).differences["map_at_r"]
+    patterns = [str(configs[i].path.relative_to("out")) for i in (first, second)]
+    told = compare_configs("out", patterns, SPEC).differences["map_at_r"]
     assert one["difference"] == pytest.approx(100 * told.difference, rel=1e-4, abs=1e-9)
     assert one["interval"] == pytest.approx([100 * x for x in told.interval or ()], rel=1e-4)
     assert (one["pairs"], one["of"], one["over"]) == (4, 4, "repeats within folds")
     width, joint = (one[key][1] - one[key][0] for key in ("interval", "joint"))
-    # four comparisons of a cell, two degrees of freedom: t of 1 - 0.05/8 over t of 0.975
+    # four comparisons of a config, two degrees of freedom: t of 1 - 0.05/8 over t of 0.975
     assert joint / width == pytest.approx(8.8602 / 4.3027, rel=1e-3)
     with_gmp = next(d for d in found if of["gmp"] in (d["a"], d["b"]))
     assert (with_gmp["pairs"], with_gmp["of"]) == (3, 4)
 
 
-def test_cells_of_other_data_are_not_subtracted(cells: list[Cell]) -> None:
-    other = Cell(cells[0].path, cells[0].runs, {**cells[0].summary, "dataset_fingerprint": "x"}, "other")
-    (found,) = numbers.differences([cells[0], other], ["p_at_1"])
+def test_configs_of_other_data_are_not_subtracted(configs: list[ConfigSummary]) -> None:
+    other = ConfigSummary(configs[0].path, configs[0].runs, {**configs[0].summary, "dataset_fingerprint": "x"}, "other")
+    (found,) = numbers.differences([configs[0], other], ["p_at_1"])
     assert "dataset_fingerprint" in found["why"]
 
 
-def test_curves_are_means_over_runs(cells: list[Cell], content: dict[str, Any]) -> None:
-    place = next(i for i, cell in enumerate(cells) if cell.label == "gap")
+def test_curves_are_means_over_runs(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
+    place = next(i for i, config in enumerate(configs) if config.label == "gap")
     own = content["groups"][0]["curves"]["val/map_at_r"][place]
     logged = [
         {step: value for step, name, value in read_history(run.path / "history.csv") if name == "val/map_at_r"}
-        for run in cells[place].runs
+        for run in configs[place].runs
     ]
     assert own["steps"] == [3, 6]
     assert own["runs"] == 4
@@ -163,26 +163,28 @@ def test_curves_are_means_over_runs(cells: list[Cell], content: dict[str, Any]) 
         assert own[part] == pytest.approx([100 * function([h[s] for h in logged]) for s in (3, 6)], rel=1e-4)
 
 
-def test_classes_are_means_over_their_queries(cells: list[Cell], content: dict[str, Any]) -> None:
+def test_classes_are_means_over_their_queries(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
     found = content["groups"][0]["classes"]
     assert (found["of"], len(found["rows"])) == (8, 8)
-    place = next(i for i, cell in enumerate(cells) if cell.label == "gmp")
-    frames = [pd.read_csv(run.path / "per_query.csv") for run in cells[place].runs if run.state == "done"]
+    place = next(i for i, config in enumerate(configs) if config.label == "gmp")
+    frames = [pd.read_csv(run.path / "per_query.csv") for run in configs[place].runs if run.state == "done"]
     label = frames[0]["label"].min()
     expected = np.mean([100 * frame[frame["label"] == label]["p_at_1"].mean() for frame in frames])
     assert found["rows"][0]["scores"][0][place] == pytest.approx(expected, rel=1e-4)
     assert found["rows"][0]["queries"] == 6
-    hardest = numbers.classes(cells, ["p_at_1"], None, 3)["rows"]
+    hardest = numbers.classes(configs, ["p_at_1"], None, 3)["rows"]
     mean = [np.mean(row["scores"][0]) for row in found["rows"]]
     assert sorted(np.mean(row["scores"][0]) for row in hardest) == pytest.approx(sorted(mean)[:3])
 
 
-def test_galleries_show_what_is_nearest_and_half_failures(cells: list[Cell], content: dict[str, Any]) -> None:
+def test_galleries_show_what_is_nearest_and_half_failures(
+    configs: list[ConfigSummary], content: dict[str, Any]
+) -> None:
     gallery = content["groups"][0]["gallery"]
     assert len(gallery["queries"]) == 4
     fails = []
-    for i, own in gallery["cells"].items():
-        stored = load_embeddings(next(r.path for r in cells[int(i)].runs if r.state == "done") / EMBEDDINGS).queries
+    for i, own in gallery["configs"].items():
+        stored = load_embeddings(next(r.path for r in configs[int(i)].runs if r.state == "done") / EMBEDDINGS).queries
         rows, ids = stored.rows.double().numpy(), stored.ids.tolist()
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         for query, near in zip(gallery["queries"], own["nearest"], strict=True):
@@ -196,24 +198,24 @@ def test_galleries_show_what_is_nearest_and_half_failures(cells: list[Cell], con
     wrong = {query: sum(fail for q, fail in fails if q == query) for query in gallery["queries"]}
     assert sum(count > 0 for count in wrong.values()) >= 2
     assert set(gallery["images"]) == set(gallery["names"])
-    assert "(untrained)" not in [cells[int(i)].label for i in gallery["cells"]]
+    assert "(untrained)" not in [configs[int(i)].label for i in gallery["configs"]]
 
 
-def test_average_pooling_counts_all_places_alike(cells: list[Cell], content: dict[str, Any]) -> None:
+def test_average_pooling_counts_all_places_alike(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
     overlays = content["groups"][0]["overlays"]
-    places = {cell.label: str(i) for i, cell in enumerate(cells)}
+    places = {config.label: str(i) for i, config in enumerate(configs)}
     assert "has no best.ckpt" in overlays["why"][places["gap (untrained)"]]
-    _, weights, prototypes = overlays["cells"][places["gap"]][0]
+    _, weights, prototypes = overlays["configs"][places["gap"]][0]
     assert prototypes is None
     colors = np.asarray(_decoded(weights), dtype=int)
     assert np.ptp(colors, axis=2).max() <= 8  # white over grey
-    of_gsp = overlays["cells"][places["gsp_small"]]
+    of_gsp = overlays["configs"][places["gsp_small"]]
     assert all(parts[2] is not None for parts in of_gsp)
     assert max(np.ptp(np.asarray(_decoded(parts[1]), dtype=int), axis=2).max() for parts in of_gsp) > 30
 
 
-def test_settings_and_provenance_are_those_of_the_runs(cells: list[Cell], content: dict[str, Any]) -> None:
-    group, places = content["groups"][0], {cell.label: i for i, cell in enumerate(cells)}
+def test_settings_and_provenance_are_those_of_the_runs(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
+    group, places = content["groups"][0], {config.label: i for i, config in enumerate(configs)}
     settings = group["settings"]
     a, b = settings[places["gap"]], settings[places["gap (untrained)"]]
     assert {key for key in a if a[key] != b.get(key)} == {"fit.max_steps"}
@@ -225,18 +227,18 @@ def test_settings_and_provenance_are_those_of_the_runs(cells: list[Cell], conten
     assert dict(group["provenance"][theirs])["selected by"] == "unknown (imported)"
     assert all(own[theirs] is None for own in group["curves"].values())
     assert "imported" in group["overlays"]["why"][str(theirs)]
-    assert str(theirs) in group["gallery"]["cells"]
+    assert str(theirs) in group["gallery"]["configs"]
 
 
 def test_large_images_become_small_and_keep_their_shape() -> None:
     assert _decoded(_thumbnail(np.zeros((50, 400, 3), dtype=np.uint8))).size == (96, 12)
 
 
-def test_a_paper_stands_beside_a_cell_of_its_recipe_and_choices(cells: list[Cell]) -> None:
+def test_a_paper_stands_beside_a_config_of_its_recipe_and_choices(configs: list[ConfigSummary]) -> None:
     choices = {"recipe": "gsp", "pooling": "gsp", "loss": "contrastive", "head": "linear", "backbone": "resnet20_small"}
     choices |= {"regularizer": "zsr", "miner": "None"}
-    summary = {**cells[1].summary, "dataset": "cub200", "choices": choices}
-    found = paper_scores([Cell(cells[1].path, cells[1].runs, summary, "x")])
+    summary = {**configs[1].summary, "dataset": "cub200", "choices": choices}
+    found = paper_scores([ConfigSummary(configs[1].path, configs[1].runs, summary, "x")])
     printed = {
         (s.metric, s.kind): str(s.mean) for s in load_table("gsp/table2") if (s.row, s.dataset) == ("C2+GSP", "cub200")
     }
@@ -245,20 +247,22 @@ def test_a_paper_stands_beside_a_cell_of_its_recipe_and_choices(cells: list[Cell
     assert {one["paper"] for one in ours} == set(printed.values())
     assert all(one["verdict"] == "not comparable" and "resnet20_small instead of" in one["note"] for one in ours)
     assert all("fit.max_steps 6 instead of " in one["note"] for one in ours)
-    assert paper_scores(cells) == []  # no recipe
-    again = {**summary, "choices": {**choices, "matching": "diml"}}
-    assert paper_scores([Cell(cells[1].path, cells[1].runs, again, "x")]) == []  # ranked again, as no row there
+    assert paper_scores(configs) == []  # no recipe
+    again = {**summary, "choices": {**choices, "rerank": "diml"}}
+    assert (
+        paper_scores([ConfigSummary(configs[1].path, configs[1].runs, again, "x")]) == []
+    )  # ranked again, as no row there
 
 
 def test_a_page_without_its_images_has_all_else(
-    cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configs: list[ConfigSummary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(cell: Cell) -> None:
+    def gone(config: ConfigSummary) -> None:
         raise RunError("moved away")
 
     monkeypatch.setattr(page, "table_of", gone)
     page.write_page(
-        {("glyphs_collage", "mlrc"): cells}, tmp_path / "x.html", spec=SPEC, num_queries=2, num_nearest=2,
+        {("glyphs_collage", "mlrc"): configs}, tmp_path / "x.html", spec=SPEC, num_queries=2, num_nearest=2,
         num_classes=5, with_overlays=True, device="cpu",
     )  # fmt: skip
     text = (tmp_path / "x.html").read_text()
@@ -289,8 +293,8 @@ def opened(browser: webdriver.Chrome, folder: Path) -> webdriver.Chrome:
 
 
 def _labels(browser: webdriver.Chrome, table: str = "leaderboard", column: int = 1) -> list[str]:
-    cells = browser.find_elements(By.CSS_SELECTOR, f"#{table} tbody tr td:nth-child({column})")
-    return [cell.text for cell in cells]
+    configs = browser.find_elements(By.CSS_SELECTOR, f"#{table} tbody tr td:nth-child({column})")
+    return [config.text for config in configs]
 
 
 def _numbers(texts: list[str]) -> list[float]:
@@ -321,18 +325,18 @@ def test_the_keyboard_does_it_all(opened: webdriver.Chrome) -> None:
     box.send_keys(Keys.TAB)  # into the region that scrolls
     assert opened.switch_to.active_element.get_attribute("aria-label") == "Scores"
     opened.switch_to.active_element.send_keys(Keys.TAB)
-    assert opened.switch_to.active_element.text == "cell"
+    assert opened.switch_to.active_element.text == "config"
     opened.switch_to.active_element.send_keys(Keys.ENTER)
     first = _labels(opened)
-    assert opened.switch_to.active_element.text == "cell"  # the focus stays
+    assert opened.switch_to.active_element.text == "config"  # the focus stays
     opened.switch_to.active_element.send_keys(Keys.SPACE)
     assert _labels(opened) == first[::-1]
 
 
-def test_choosing_cells_and_scores_changes_what_is_shown(opened: webdriver.Chrome, content: dict[str, Any]) -> None:
+def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chrome, content: dict[str, Any]) -> None:
     labels = [row["label"] for row in content["groups"][0]["leaderboard"]["rows"]]
-    Select(opened.find_element(By.ID, "cell-a")).select_by_visible_text("gap")
-    Select(opened.find_element(By.ID, "cell-b")).select_by_visible_text("gap (untrained)")
+    Select(opened.find_element(By.ID, "config-a")).select_by_visible_text("gap")
+    Select(opened.find_element(By.ID, "config-b")).select_by_visible_text("gap (untrained)")
     keys = _labels(opened, "settings-table")
     assert keys == ["fit.max_steps"]
     assert _labels(opened, "settings-table", 2) + _labels(opened, "settings-table", 3) == ["6", "0"]
@@ -381,9 +385,9 @@ def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[st
     assert browser.get_log("browser") == []
 
 
-def test_twenty_cells_stay_below_twenty_megabytes(folder: Path, content: dict[str, Any]) -> None:
-    """By parts: what a cell adds is at most 24 photographs of 96 x 96 pixels, and its overlays."""
+def test_twenty_configs_stay_below_twenty_megabytes(folder: Path, content: dict[str, Any]) -> None:
+    """By parts: what a config adds is at most 24 photographs of 96 x 96 pixels, and its overlays."""
     noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)  # no photograph is larger
-    per_cell = len(_thumbnail(noise)) * (6 * 5 + 6 * 3) + 60_000
+    per_config = len(_thumbnail(noise)) * (6 * 5 + 6 * 3) + 60_000
     assert (folder / "out/tables/report.html").stat().st_size < 6_000_000
-    assert 5_000_000 + 20 * per_cell < 20_000_000
+    assert 5_000_000 + 20 * per_config < 20_000_000

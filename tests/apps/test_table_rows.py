@@ -27,7 +27,7 @@ COMPOSED = {"dataset": "cub200", "protocol": "conventional", "backbone": "resnet
 TABLE3 = {"rows": {"C1+XBM": "loss=xbm pooling=gap_gmp", "LIBC+GSP": {"needs": "LIBC"}}}
 
 
-def test_a_score_belongs_to_the_cell_of_its_row_on_its_data_set_and_backbone() -> None:
+def test_a_score_belongs_to_the_config_of_its_row_on_its_data_set_and_backbone() -> None:
     rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
     of_row = {(row.score.dataset, row.score.backbone): row for row in rows if row.score.row == "C1+XBM"}
     assert of_row["cub200", "resnet50"].overrides == ("experiment=gsp/table3", "loss=xbm", "pooling=gap_gmp")
@@ -92,10 +92,10 @@ def test_lines_are_narrowed_by_labels_patterns_and_groups() -> None:
     assert {row.score.dataset for row in kept} == {"cub200", "sop"}
 
 
-def test_a_grid_is_its_cells_with_the_command_lines_values_in_place_of_its_own() -> None:
+def test_a_grid_is_its_configs_with_the_command_lines_values_in_place_of_its_own() -> None:
     params = {"repeat": "0,1", "pooling": "gap,gsp", "protocol.stage": "1,2", "optim.lr": 0.1}
-    cells, coordinates = grid(params, ["pooling=gmp", "fold=2"])
-    assert cells == [
+    configs, coordinates = grid(params, ["pooling=gmp", "fold=2"])
+    assert configs == [
         ("pooling=gmp", "protocol.stage=1", "optim.lr=0.1"),
         ("pooling=gmp", "protocol.stage=2", "optim.lr=0.1"),
     ]

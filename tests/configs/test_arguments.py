@@ -90,7 +90,7 @@ def test_options_stand_anywhere_and_several_regularizers_compose(tmp_path: Path)
         ("reproduce", "rows=C1+XBM [18],C2*", "rows=['C1+XBM [18]','C2*']"),
         ("reproduce", "fold=0", "fold=0"),
         *(
-            (command, "*/fold[01]_rep0", "cells='*/fold[01]_rep0'")
+            (command, "*/fold[01]_rep0", "configs='*/fold[01]_rep0'")
             for command in ("table", "report", "status", "clean")
         ),
     ],

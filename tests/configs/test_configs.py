@@ -19,7 +19,7 @@ from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
 from dmlbench.component_arguments import imported, parameters_of
-from dmlbench.config import cell_id, compose, config_folder, config_sha256
+from dmlbench.config import compose, config_folder, config_id, run_sha256
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, ModelOutput
@@ -38,7 +38,7 @@ OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss"
 TOGETHER = (
     ("pooling", "loss", "fit", "optim", "schedule", "transform"),
     ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths"),
-    ("miner", "regularizer", "matching"),
+    ("miner", "regularizer", "rerank"),
     ("head",),
 )
 
@@ -157,7 +157,7 @@ def grid_of(option: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("option", EXPERIMENTS)
 def test_every_experiment_composes(option: str) -> None:
-    build.check(compose("train", [f"experiment={option}"]))  # a slow test has all cells of its grid
+    build.check(compose("train", [f"experiment={option}"]))  # a slow test has all configs of its grid
 
 
 @pytest.mark.slow
@@ -168,10 +168,10 @@ def test_every_row_of_our_own_tables_composes(command: Command) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", EXPERIMENTS)
-def test_every_experiment_composes_in_every_cell_of_its_grid(option: str) -> None:
+def test_every_experiment_composes_in_every_config_of_its_grid(option: str) -> None:
     grid = {key: overrides for key, overrides in grid_of(option).items() if key not in ("fold", "repeat")}
-    for cell in itertools.product(*grid.values()):
-        build.check(compose("train", [f"experiment={option}", *cell]))
+    for config in itertools.product(*grid.values()):
+        build.check(compose("train", [f"experiment={option}", *config]))
 
 
 def _split(values: str) -> list[str]:
@@ -194,18 +194,18 @@ def test_epochs_count_optimizer_steps_of_the_run(tmp_path) -> None:
 
 
 def test_enhancements_add_up_in_any_combination() -> None:
-    def cell(*names: str) -> Any:
+    def config(*names: str) -> Any:
         return compose("train", ["experiment=proxynca_pp/table8", f"enhancement=[{','.join(names)}]"])
 
-    none, every = cell("none"), cell("scale", "norm", "cbs", "max", "fast", "prob")
+    none, every = config("none"), config("scale", "norm", "cbs", "max", "fast", "prob")
     whole = compose("train", ["experiment=proxynca_pp/table3"])
     for key in ("sampler", "pooling", "head", "optim", "fit", "schedule", "protocol", "transform"):
         assert every[key] == whole[key], key
         assert none[key] == whole[key] or key in ("sampler", "pooling", "head", "optim"), key
     assert OmegaConf.to_container(every.loss, resolve=False) == OmegaConf.to_container(whole.loss, resolve=False)
-    assert cell("cbs").sampler == every.sampler
-    assert cell("cbs", "max").pooling == every.pooling
-    assert cell("max").sampler == none.sampler
+    assert config("cbs").sampler == every.sampler
+    assert config("cbs", "max").pooling == every.pooling
+    assert config("max").sampler == none.sampler
 
 
 @pytest.mark.parametrize("name", ["evaluate", "aggregate", "table"])
@@ -221,13 +221,13 @@ def test_a_data_set_brings_its_transform_and_the_command_line_decides() -> None:
     assert compose("train", ["experiment=demo"]).transform.train.padding == 3
 
 
-def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
+def test_config_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
     default = compose("train", [])
 
-    def cell(key: str, value: object) -> str:
+    def config(key: str, value: object) -> str:
         cfg = copy.deepcopy(default)
         OmegaConf.update(cfg, key, value)
-        return cell_id(cfg)
+        return config_id(cfg)
 
     machine = {"device": "cpu", "num_workers": 4, "image_cache": False, "evaluation.tile_bytes": 2**20}
     machine |= {"evaluation.device": "cpu"}
@@ -235,18 +235,16 @@ def test_cell_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> No
     files = {"paths.output_dir": "x", "paths.data_dir": "y", "paths.cache_dir": "z", "fit.keep": "both"}
     same = {**machine, **coordinates, **files, "fit.checkpoint_every": 7, "evaluation.back_end": "torch"}
     for key, value in same.items():
-        assert cell(key, value) == cell_id(default), key
-    assert cell_id(compose("train", ["logger=tensorboard", "num_workers=null"])) == cell_id(default)
+        assert config(key, value) == config_id(default), key
+    assert config_id(compose("train", ["logger=tensorboard", "num_workers=null"])) == config_id(default)
     moved = {"fit.precision": "bf16", "optim.lr": 1.0, "dataset.table.seed": 1, "head.out_features": 64}
     for key, value in moved.items():
-        assert cell(key, value) != cell_id(default), key
-    assert cell_id(compose("train", ["pooling=gmp"])) != cell_id(default)
+        assert config(key, value) != config_id(default), key
+    assert config_id(compose("train", ["pooling=gmp"])) != config_id(default)
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:
-    hashes = {
-        config_sha256(compose("train", o)) for o in ([], ["fold=1"], ["repeat=1"], ["base_seed=1"], ["device=cpu"])
-    }
+    hashes = {run_sha256(compose("train", o)) for o in ([], ["fold=1"], ["repeat=1"], ["base_seed=1"], ["device=cpu"])}
     assert len(hashes) == 4
 
 
@@ -317,7 +315,7 @@ MISTAKES = [
         ["experiment=gsp_fair", "loss=proxy_anchor", "sampler=random", "hydra.mode=RUN"],
         "classes_per_batch is not an argument.*recipe=gsp took part",
     ),
-    (["evaluation.rerank=10"], "rerank \\(10\\) needs a distance with cheap rows"),
+    (["evaluation.shortlist=10"], "shortlist \\(10\\) needs a distance with cheap rows"),
     ([*AVSL, "loss=arcface"], "ArcFace as loss does not compare by a distance.*loss=layered"),
     ([*AVSL, "loss=layered", "loss@loss.loss=proxy_anchor"], "ProxyAnchor as loss.loss .*loss@loss.loss=triplet"),
     ([*AVSL, "loss=layered", "loss@loss.loss=layered_proxy_anchor"], "LayeredProxyAnchor as loss.loss "),
@@ -416,17 +414,17 @@ def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
     build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
 
 
-def test_what_is_evaluated_names_no_cell_unless_it_selects_the_weights() -> None:
+def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> None:
     @functools.cache
     def digest(*overrides: str) -> str:
-        return config_sha256(compose("train", list(overrides)))
+        return run_sha256(compose("train", list(overrides)))
 
     for others in ("metrics=[nmi]", "recall_at=[1,10]", "kmeans_seed=1", "back_end=torch", "tile_bytes=9999999"):
         assert digest(f"evaluation.{others}") == digest()
-    assert digest("evaluation.rerank=100") != digest()  # validation ranks the shortlist, too
+    assert digest("evaluation.shortlist=100") != digest()  # validation ranks the shortlist, too
     by_nmi = ("evaluation.metrics=[nmi]", "fit.monitor=nmi")
     assert len({digest(), digest(*by_nmi), digest(*by_nmi, "evaluation.kmeans_seed=1")}) == 3
-    assert digest(*by_nmi, "evaluation.rerank=100") == digest(*by_nmi)
+    assert digest(*by_nmi, "evaluation.shortlist=100") == digest(*by_nmi)
 
 
 def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:

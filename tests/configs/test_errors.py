@@ -83,7 +83,7 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "result.json").touch()
-    run = tmp_path / "glyphs/mlrc/cell/fold0_rep0"
+    run = tmp_path / "glyphs/mlrc/config/fold0_rep0"
     run.parent.mkdir(parents=True)
     run.symlink_to(kept)
     remove_run(run)
@@ -94,13 +94,13 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
 def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     protocol = tmp_path / "outputs/glyphs/mlrc"
-    for run in (tmp_path / "elsewhere/fold0_rep0", protocol / "cell/fold0_rep0"):
+    for run in (tmp_path / "elsewhere/fold0_rep0", protocol / "config/fold0_rep0"):
         run.mkdir(parents=True)
         (run / "result.json").touch()
     (protocol / "linked").symlink_to(tmp_path / "elsewhere")
     (protocol / "loop").symlink_to(protocol / "loop")
-    (protocol / "cell/fold0_rep1").symlink_to(tmp_path / "nowhere")
-    (protocol / "cell/fold0_rep2").symlink_to(protocol / "cell/fold0_rep2")
+    (protocol / "config/fold0_rep1").symlink_to(tmp_path / "nowhere")
+    (protocol / "config/fold0_rep2").symlink_to(protocol / "config/fold0_rep2")
     with pytest.raises(SystemExit) as info:
         main(["clean", "*", "ask=false"])
     assert info.value.code == 0
@@ -108,7 +108,7 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, m
     assert "left alone, behind a link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
     assert "removed 1 runs" in out
     assert (tmp_path / "elsewhere/fold0_rep0/result.json").exists()
-    assert not (protocol / "cell/fold0_rep0").exists()
+    assert not (protocol / "config/fold0_rep0").exists()
 
 
 @pytest.mark.parametrize(

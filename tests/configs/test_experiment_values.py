@@ -1,4 +1,4 @@
-"""Cells of the papers' tables have the values that papers and codes print, written down here once more by hand.
+"""Configs of the papers' tables have the values that papers and codes print, written down here once more by hand.
 
 Nothing is read from the recipes. Where a paper and its code differ, values are the code's, which made the numbers.
 """
@@ -343,12 +343,12 @@ def labels(command: Command) -> tuple[str, str, str, str]:
 
 
 @pytest.mark.parametrize("some", sorted(SOME), ids=lambda some: " ".join(filter(None, some)))
-def test_cells_of_tables_have_the_printed_values(some: tuple[str, str, str, str]) -> None:
+def test_configs_of_tables_have_the_printed_values(some: tuple[str, str, str, str]) -> None:
     command = next(each for each in commands() if labels(each) == some)
     assert differences(command) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", sorted({command.table for command in commands()}))
-def test_every_cell_of_every_table_has_the_printed_values(table: str) -> None:
+def test_every_config_of_every_table_has_the_printed_values(table: str) -> None:
     assert [line for command in commands() if command.table == table for line in differences(command)] == []

@@ -94,14 +94,14 @@ MADE = [(name, line) for name in sorted(OF_PAPERS) for line in reproduce_of(name
 
 @pytest.mark.parametrize(("name", "line"), MADE)
 def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
-    program, command, *arguments = line.replace("<cell>", "cell").split()
+    program, command, *arguments = line.replace("<config>", "config").split()
     assert program == "dmlbench"
     parsed = parse(command, arguments)
     if command == "oodml":
         assert parsed.words[0] in WORDS
         keys = SCHEMAS[f"oodml_{parsed.words[0]}"].__dataclass_fields__
         assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
-        assert len(parsed.words) == 1 or "cells" in keys
+        assert len(parsed.words) == 1 or "configs" in keys
     elif command == "study":
         assert parsed.words[0] in STUDIES and len(parsed.words) == 1
         keys = SCHEMAS[f"study_{parsed.words[0]}"].__dataclass_fields__
@@ -127,7 +127,7 @@ def test_trainings_of_such_a_table_compose_at_the_end_of_their_sweep(line: str, 
         assert cfg.runtime.recipe.name == "oodml" and cfg.head.out_features == 512
 
 
-def test_there_are_as_many_cells_as_the_papers_have_numbers_for() -> None:
+def test_there_are_as_many_configs_as_the_papers_have_numbers_for() -> None:
     count = Counter(command.table for command in commands())
     wanted = {  # rows x data sets, less those that need something
         "gsp/table1": 4 * 4, "gsp/table2": 25 * 4, "gsp/table3": 2 * 2 * 4 + 4, "gsp/table4": 2 * 4,

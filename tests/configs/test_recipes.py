@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id, compose, config_folder
+from dmlbench.config import compose, config_folder, config_id
 from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 
@@ -27,25 +27,25 @@ def value(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
 
-def test_rows_of_photographs_are_the_cells_of_the_grids_and_have_what_their_losses_need() -> None:
+def test_rows_of_photographs_are_the_configs_of_the_grids_and_have_what_their_losses_need() -> None:
     rows = {each.score.row: each for each in own_commands() if each.score.dataset == "cub200_2010"}
     assert len(rows) == 33
     made = {
         row: compose("train", [f"experiment={rows[row].table}", *rows[row].overrides])
         for row in ("C2+GSP", "PAnchor+GSP", "C2+XBM", "C2+Metrix+GAP", "C2+GAP+DIML", "PAnchor-AVSL")
     }
-    names = {row: cell_id(cfg).rpartition("-")[2] for row, cfg in made.items()}
-    grid = {options: cell_id(compose("train", ["experiment=cub200_2010", *options.split()])).rpartition("-")[2]
+    names = {row: config_id(cfg).rpartition("-")[2] for row, cfg in made.items()}
+    grid = {options: config_id(compose("train", ["experiment=cub200_2010", *options.split()])).rpartition("-")[2]
             for options in ("pooling=gsp_zsr", "pooling=gap")}  # fmt: skip
     assert names["C2+GSP"] == grid["pooling=gsp_zsr"]
     anchor = compose("train", ["experiment=cub200_2010", "loss=proxy_anchor", "optim.lr=1e-3", "pooling=gsp_zsr"])
-    assert names["PAnchor+GSP"] == cell_id(anchor).rpartition("-")[2]
+    assert names["PAnchor+GSP"] == config_id(anchor).rpartition("-")[2]
     xbm, c2 = made["C2+XBM"].loss, made["C2+GSP"].loss
     assert (xbm.loss, xbm.memory_size, xbm.start_step, xbm.variant) == (c2, 512, 50, "paper")
     assert c2.neg_margin == 0.8
     assert made["C2+Metrix+GAP"].loss.loss == c2
-    made["C2+GAP+DIML"].matching = None  # what it was trained as
-    assert cell_id(made["C2+GAP+DIML"]).rpartition("-")[2] == grid["pooling=gap"]
+    made["C2+GAP+DIML"].rerank = None  # what it was trained as
+    assert config_id(made["C2+GAP+DIML"]).rpartition("-")[2] == grid["pooling=gap"]
     avsl = made["PAnchor-AVSL"]
     assert value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(0.1)
     assert value(avsl, "rate of proxies") == pytest.approx(0.03)
@@ -370,10 +370,10 @@ def test_a_value_that_is_given_wins_and_is_named() -> None:
     assert experiment.runtime.recipe.overridden == {"optim.lr_multipliers.loss": 100.0}
 
 
-def test_cells_are_told_apart_by_their_values_and_not_by_their_recipe() -> None:
+def test_configs_are_told_apart_by_their_values_and_not_by_their_recipe() -> None:
     values = [f"loss.{key}" for key in ("alpha=2", "beta=40", "base=0.5")]
     given = ["loss=multi_similarity", "dataset=glyphs"]
-    assert cell_id(compose("train", ["recipe=small", *given])) == cell_id(compose("train", [*given, *values]))
+    assert config_id(compose("train", ["recipe=small", *given])) == config_id(compose("train", [*given, *values]))
 
 
 def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None:

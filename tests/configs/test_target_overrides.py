@@ -4,7 +4,7 @@ import pytest
 
 from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id
+from dmlbench.config import config_id
 
 LOSSES = "pytorch_metric_learning.losses."
 PROXIES = ("loss.num_classes=${runtime.num_classes}", "loss.embedding_size=${runtime.embedding_size}")
@@ -49,7 +49,7 @@ def test_a_loss_of_another_library_takes_its_own_arguments_alone(composed, name:
     assert set(cfg.loss) - {"_target_"} == expected
 
     assert cfg.runtime.choices.loss == name
-    assert f"-{name}-" in cell_id(cfg)
+    assert f"-{name}-" in config_id(cfg)
 
 
 def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
@@ -76,7 +76,7 @@ def test_what_interpolations_give_stays_and_so_does_all_of_the_option_s_own_comp
 
 @pytest.mark.slow
 def test_sweeps_exchange_components_and_timm_s_models_have_their_names(composed) -> None:
-    cells = composed("-m", f"loss._target_={LOSSES}CircleLoss,{LOSSES}NTXentLoss", "fold=0")
-    assert [cfg.runtime.choices.loss for cfg in cells] == ["CircleLoss", "NTXentLoss"]
+    configs = composed("-m", f"loss._target_={LOSSES}CircleLoss,{LOSSES}NTXentLoss", "fold=0")
+    assert [cfg.runtime.choices.loss for cfg in configs] == ["CircleLoss", "NTXentLoss"]
     cfg = composed("backbone=timm", "backbone.name=resnet10t.c3_in1k", "backbone.pretrained=false")
     assert cfg.runtime.choices.backbone == "resnet10t.c3_in1k"

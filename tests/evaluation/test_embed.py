@@ -73,17 +73,17 @@ def test_equal_sets_give_equal_files(tmp_path: Path) -> None:
 def test_files_of_earlier_versions_keep_what_they_say(tmp_path: Path) -> None:
     save_embeddings(tmp_path / "now", example(0, 6), None, {})
     tensors = load_file(tmp_path / "now")
-    save_file(tensors, tmp_path / "then", metadata={"cell": "a", "dataset": "b"})
-    assert load_embeddings(tmp_path / "then").metadata == {"cell": "a", "dataset": "b"}
+    save_file(tensors, tmp_path / "then", metadata={"config": "a", "dataset": "b"})
+    assert load_embeddings(tmp_path / "then").metadata == {"config": "a", "dataset": "b"}
 
 
 @pytest.mark.parametrize("with_gallery", [False, True])
 def test_a_file_gives_back_what_was_written(tmp_path: Path, with_gallery: bool) -> None:
     path = tmp_path / "embeddings.safetensors"
     queries, gallery = example(0, 6), example(50, 9) if with_gallery else None
-    save_embeddings(path, queries, gallery, {"cell": "a"})
+    save_embeddings(path, queries, gallery, {"config": "a"})
     stored = load_embeddings(path)
-    assert stored.metadata == {"cell": "a"}
+    assert stored.metadata == {"config": "a"}
     assert (stored.gallery is None) is (gallery is None)
     pairs = [(queries, stored.queries)] + ([(gallery, stored.gallery)] if gallery and stored.gallery else [])
     for written, read in pairs:

@@ -198,10 +198,10 @@ def test_exact_values_do_not_depend_on_the_pairs_that_are_asked_for_with_them() 
 def test_a_shortlist_of_all_is_the_exact_ranking_and_a_short_one_that_of_its_items() -> None:
     queries, distance = rows_of(100, seed=9, classes=20), avsl()
     exact = evaluate(queries, None, EvaluationSpec(RECALL_AT), distance=distance)
-    every = evaluate(queries, None, EvaluationSpec(RECALL_AT, rerank=100), distance=distance)
+    every = evaluate(queries, None, EvaluationSpec(RECALL_AT, shortlist=100), distance=distance)
     assert_same(every, exact.per_query)
-    assert (exact.search, every.search) == ("exact", "rerank@100")
-    few = evaluate(queries, None, EvaluationSpec(RECALL_AT, rerank=12), distance=distance)
+    assert (exact.search, every.search) == ("exact", "shortlist@100")
+    few = evaluate(queries, None, EvaluationSpec(RECALL_AT, shortlist=12), distance=distance)
     top = queries.rows.double().view(100, 2, LEVELS, NODES)[:, 0, -1]
     top = top / top.norm(dim=1, keepdim=True)
     similarity = (top @ top.T).numpy()
@@ -223,18 +223,18 @@ def test_a_shortlist_of_all_is_the_exact_ranking_and_a_short_one_that_of_its_ite
 def test_what_a_distance_cannot_do_is_refused_with_the_remedy() -> None:
     queries, distance = rows_of(60, seed=10), avsl()
     cases = [
-        (EvaluationSpec(rerank=5), distance, r"rerank \(5\) is below \d+, the first places"),
-        (EvaluationSpec(rerank=50), SNRDistance(), "SNRDistance has not; set evaluation.rerank=null"),
-        (EvaluationSpec(rerank=50), None, "unit vectors has not; set evaluation.rerank=null"),
+        (EvaluationSpec(shortlist=5), distance, r"shortlist \(5\) is below \d+, the first places"),
+        (EvaluationSpec(shortlist=50), SNRDistance(), "SNRDistance has not; set evaluation.shortlist=null"),
+        (EvaluationSpec(shortlist=50), None, "unit vectors has not; set evaluation.shortlist=null"),
         (EvaluationSpec(metrics=("nmi",)), distance, "nmi compare unit vectors, which AvslDistance does not"),
     ]
     for spec, chosen, message in cases:
         with pytest.raises(ConfigError, match=message):
             evaluate(queries, None, spec, distance=chosen)
     with pytest.raises(ConfigError, match="map needs the whole ranking"):
-        EvaluationSpec(metrics=("map",), rerank=50)
-    with pytest.raises(ConfigError, match=r"rerank \(0\) must be at least 1"):
-        EvaluationSpec(rerank=0)
+        EvaluationSpec(metrics=("map",), shortlist=50)
+    with pytest.raises(ConfigError, match=r"shortlist \(0\) must be at least 1"):
+        EvaluationSpec(shortlist=0)
     spec = EvaluationSpec()
     object.__setattr__(spec, "back_end", "faiss")
     with pytest.raises(ConfigError, match=r"AvslDistance does not compare; set evaluation\.back_end=auto"):

@@ -17,9 +17,9 @@ from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.rules import COLLECTIONS
-from dmlbench.results.store import cells_of, find_runs
+from dmlbench.results.store import find_runs, runs_by_config
 from dmlbench.types import RunError
 
 AVSL = ("head=avsl", "pooling=none", "backbone=resnet20_levels", "head.level_size=12", "head.top_k=4")
@@ -91,12 +91,12 @@ def test_runs_are_evaluated_from_files_and_joined_into_collections(tmp_path) -> 
     again = evaluate_from(cfg)
     assert again.evaluation.scores == again.stored
 
-    ((_, members),) = cells_of(find_runs(folder, "**")).items()
+    ((_, members),) = runs_by_config(find_runs(folder, "**")).items()
     distances = {key: distance_of_run(run) for key, run in runs.items()}
     later = EvaluationSpec(
         metrics=("p_at_1", "ndcg_at_10", "precision_at_10", "map_at_10")
     )  # not asked for in training
-    summary = aggregate_cell(members, later, distance_of=distance_of_run, allow_partial=True, progress=False)
+    summary = aggregate_config(members, later, distance_of=distance_of_run, allow_partial=True, progress=False)
     assert summary["n_collections"] == 4
     for scores in summary["scores"].values():
         assert all(0 < scores[name]["mean"] <= 1 for name in later.metrics)

@@ -81,13 +81,13 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert {
         *(
             "schema",
-            "cell_id",
+            "config_id",
             "dataset_fingerprint",
             "protocol",
             "fold",
             "repeat",
             "seed",
-            "config_sha256",
+            "run_sha256",
             "git_commit",
         ),
         *("versions", "device", "best_step", "steps", "stop_reason", "val_is_test", "search", "metrics", "n_query"),
@@ -95,7 +95,7 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     } <= set(result)
     assert not list((tmp_path / "outputs").glob("*/*/*/*/last.ckpt"))
 
-    assert "map_at_r" in dmlbench("aggregate", "cells=*gsp*")
+    assert "map_at_r" in dmlbench("aggregate", "configs=*gsp*")
     assert f"{runs - 2} of {runs} runs are missing" in dmlbench("aggregate", code=1)
     dmlbench("aggregate", "allow_partial=true")
     aggregates = [json.loads(p.read_text()) for p in (tmp_path / "outputs").glob("*/*/*/aggregate.json")]
@@ -116,9 +116,9 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert "as in result.json" in out
     assert "(U+" in out.split("<-")[0]  # the name of the hardest query's image
     compared = dmlbench("table", "compare=[*/mlrc/*untrained*,*/mlrc/*-????????]", "metrics=[map_at_r]", code=1)
-    assert "must match one cell" in compared
-    cells = sorted({path.parent.name for path in run_dirs(tmp_path)})
-    assert "2 pairs of runs" in dmlbench("table", f"compare=[*/*/{cells[0]},*/*/{cells[1]}]", "allow_partial=true")
+    assert "must match one config" in compared
+    configs = sorted({path.parent.name for path in run_dirs(tmp_path)})
+    assert "2 pairs of runs" in dmlbench("table", f"compare=[*/*/{configs[0]},*/*/{configs[1]}]", "allow_partial=true")
     trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
     again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
     assert again.count("as in result.json") == 7
@@ -383,7 +383,7 @@ def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench,
         "train", *TINY, "protocol=two_stage", "fit.validate_every=${epochs:1}", "fit.max_steps=${epochs:4}",
         "schedule=plateau", "schedule.patience=0", "schedule.threshold=1.0", "schedule.min_lr=0.0",
     )  # fmt: skip
-    assert "run stage 1 of this cell and repeat first" in dmlbench(*two_stage, "protocol.stage=2", code=1)
+    assert "run stage 1 of this config and repeat first" in dmlbench(*two_stage, "protocol.stage=2", code=1)
     dmlbench(*two_stage, "-m", "protocol.stage=1,2", "repeat=0,1")
     runs = {2 if (path / "embeddings.safetensors").exists() else 1: path for path in run_dirs(tmp_path)}
     first, second = (json.loads((runs[stage] / "result.json").read_text()) for stage in (1, 2))

@@ -1,4 +1,4 @@
-"""How data differ from the published ones goes wherever the scores go that they give, and names no cell."""
+"""How data differ from the published ones goes wherever the scores go that they give, and names no config."""
 
 import csv
 import dataclasses
@@ -14,10 +14,10 @@ from PIL import Image
 
 from dmlbench.apps import explain
 from dmlbench.apps.report import picture
-from dmlbench.apps.tables import find_cells
+from dmlbench.apps.tables import find_configs
 from dmlbench.build import Data
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id, compose
+from dmlbench.config import compose, config_id
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -78,7 +78,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = compose("train", [*OVERRIDES, "paths.output_dir=again", "fit.max_steps=0"])
-    name = cell_id(cfg)
+    name = config_id(cfg)
     with caplog.at_level(logging.WARNING):
         run_dir = run(cfg)
     result = json.loads((run_dir / "result.json").read_text())
@@ -127,7 +127,7 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     axis = top.axes[0]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["gap", "gmp PARTIAL"]
     assert [axis.get_title().split("\n")[1] for axis in top.axes] == ["separated (8-D)", "concatenated (8/16-D)"]
-    # one collection each, so no cell has a deviation
+    # one collection each, so no config has a deviation
     assert [len(bars.get_segments()) for bars in axis.collections] == [0]
     galleries = [np.reshape(panel.axes, (4, -1)) for panel in np.ravel(bottom.subfigs)]
     assert len(galleries) == 2
@@ -150,15 +150,15 @@ def test_explanations_say_so(inside: Path, capsys: pytest.CaptureFixture[str], m
     assert figures[0].get_supxlabel().replace("\n", " ") == f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}"
 
 
-def test_a_cell_tested_on_other_images_shows_none_of_these(
+def test_a_config_tested_on_other_images_shows_none_of_these(
     inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     spec = EvaluationSpec(metrics=("p_at_1",))
-    ((_, cells),) = find_cells("out", "**", spec, allow_partial=True).items()
-    other = dataclasses.replace(cells[1], summary={**cells[1].summary, "dataset_fingerprint": "elsewhere"})
-    picture.draw_report([cells[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
+    ((_, configs),) = find_configs("out", "**", spec, allow_partial=True).items()
+    other = dataclasses.replace(configs[1], summary={**configs[1].summary, "dataset_fingerprint": "elsewhere"})
+    picture.draw_report([configs[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
     (figure,) = figures
     assert len(np.ravel(figure.subfigs[1].subfigs)) == 1
     assert "gmp: PARTIAL: 1 of 2 runs; OTHER DATA than other rows: fingerprint elsewhere" in figure.get_supxlabel()

@@ -214,7 +214,7 @@ class Page(HTMLParser):
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
-        self.first_cells: set[str] = set()
+        self.first_configs: set[str] = set()
         self._row: list[str] | None = None
         self.feed(file.read_text(encoding="utf-8"))
 
@@ -228,7 +228,7 @@ class Page(HTMLParser):
     def handle_data(self, text: str) -> None:
         if self._row is not None and text.strip():
             self._row.append(text)
-            self.first_cells.add(self._row[0])
+            self.first_configs.add(self._row[0])
 
 
 def test_the_site_is_built_without_a_warning_and_all_its_links_hold(repository, tmp_path) -> None:
@@ -255,9 +255,9 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_hold(repository, 
     tables = {"loss": "losses", "pooling": "poolings", "regularizer": "losses", "protocol": "protocols"}
     for group, name in tables.items():
         options = {file.stem for file in (repository / "conf" / group).glob("*.yaml")}
-        assert options <= site[tmp_path / f"{name}.html"].first_cells, group
-    assert set(METRICS) <= site[tmp_path / "evaluation.html"].first_cells
-    assert "glyphs_collage" in site[tmp_path / "measured.html"].first_cells
+        assert options <= site[tmp_path / f"{name}.html"].first_configs, group
+    assert set(METRICS) <= site[tmp_path / "evaluation.html"].first_configs
+    assert "glyphs_collage" in site[tmp_path / "measured.html"].first_configs
     assert {"dmlbench.cli.python.run", "dmlbench.evaluation.evaluate.evaluate_arrays"} <= site[
         tmp_path / "python.html"
     ].anchors
@@ -312,7 +312,7 @@ README_ROWS = {
 
 
 def test_readme_has_the_numbers_of_the_published_tables_and_says_what_they_are_not(repository) -> None:
-    def cells(dataset: str) -> dict[str, str]:
+    def configs(dataset: str) -> dict[str, str]:
         with (repository / f"outputs/published/{dataset}/{dataset}-mlrc.csv").open(encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if "proxy_anchor" not in row["row"]]
         assert all("NOT THE PUBLISHED DATA" in row["notes"] for row in rows)
@@ -328,7 +328,7 @@ def test_readme_has_the_numbers_of_the_published_tables_and_says_what_they_are_n
             found[row["row"].replace(" contrastive", "")] = " / ".join(texts)
         return found
 
-    birds, cars = cells("cub200_2010"), cells("cars196")
+    birds, cars = configs("cub200_2010"), configs("cars196")
     text = (repository / "README.md").read_text(encoding="utf-8")
     assert "**not the published ones**" in text
     table = text.split("## What has been measured")[1].split("\n## ")[0]

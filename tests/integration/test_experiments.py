@@ -1,4 +1,4 @@
-"""Each row of the papers' tables and of our own trains: two steps of its cell on small data, with all parts at work."""
+"""Each row of the papers' tables and of our own trains: two steps of its config on small data."""
 
 from pathlib import Path
 

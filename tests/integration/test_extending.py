@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.one_run import run
-from dmlbench.results.aggregate import aggregate_cell
+from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import EMBEDDINGS, find_runs, read_result
 from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
 from dmlbench.types import ConfigError
@@ -37,20 +37,20 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_facts_of_a_split_are_in_the_result_and_columns_of_tables(output: Path) -> None:
     runs = find_runs(output)
     assert [read_result(run.path)["facts"]["distance"] for run in runs] == [1.5, 2.5]
-    summary = aggregate_cell(runs, progress=False)
+    summary = aggregate_config(runs, progress=False)
     assert summary["facts"]["fold1_rep0"] == {"distance": 2.5, "kind": "made up"}
     spec = EvaluationSpec(metrics=("p_at_1",))
-    (table,) = build_tables(find_cells(str(output), "**", spec), spec, facts=["distance", "kind"]).values()
+    (table,) = build_tables(find_configs(str(output), "**", spec), spec, facts=["distance", "kind"]).values()
     assert table.columns[:2] == (("", "distance"), ("", "kind"))
     for render in (to_text, to_markdown, to_csv, to_latex):
         assert "1.5, 2.5" in render(table) and "made up" in render(table)
     with pytest.raises(ConfigError, match="no split of these results has the fact 'size'"):
-        build_tables(find_cells(str(output), "**", spec), spec, facts=["size"])
+        build_tables(find_configs(str(output), "**", spec), spec, facts=["size"])
 
 
 def test_a_rule_of_another_package_sums_up_the_runs(output: Path) -> None:
     ndcg = EvaluationSpec(metrics=("ndcg_at_10",))
-    summary = aggregate_cell(find_runs(output), ndcg, progress=False)
+    summary = aggregate_config(find_runs(output), ndcg, progress=False)
     assert (summary["aggregation"], summary["spread"]) == ("shifted.area", "splits")
     scores = [evaluate(load_embeddings(run.path / EMBEDDINGS).queries, None, ndcg).scores["ndcg_at_10"]
               for run in find_runs(output)]  # fmt: skip

@@ -53,7 +53,7 @@ def test_scores_by_a_distance_on_the_gpu_are_those_on_the_cpu_bit_by_bit(rerank:
     embeddings = torch.randn(30, 3, 32)[labels] + 1.5 * torch.randn(900, 3, 32)
     rows = distance.pack(torch.nn.functional.normalize(embeddings, dim=2), torch.rand(900, 3, 32))
     rows[450:500] = rows[:50]  # exact duplicates: ties by index
-    spec = EvaluationSpec(rerank=rerank)
+    spec = EvaluationSpec(shortlist=rerank)
     on_cpu = evaluate(EmbeddingSet(rows, labels, torch.arange(900)), spec=spec, distance=distance)
     distance.cuda()
     for where in ("cpu", "cuda"):  # a run embeds to the CPU

@@ -22,4 +22,4 @@ def test_a_result_names_its_recipe_and_what_was_given_instead(tmp_path) -> None:
     assert read_result(run_dir)["recipe"] == recipe
     places = OmegaConf.to_container(load_config(run_dir / CONFIG).runtime.recipe)["places"]
     assert places["pooling.smoothing"] == "GSP 1.6.7, losses with proxies"
-    assert run(compose("train", [*SMALL, *paths, *plain])) == run_dir  # the same values are the same cell
+    assert run(compose("train", [*SMALL, *paths, *plain])) == run_dir  # the same values are the same config

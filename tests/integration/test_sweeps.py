@@ -48,7 +48,7 @@ def test_two_sweeps_share_a_grid_and_each_skips_the_runs_that_the_other_has(tmp_
 
 
 @pytest.mark.slow
-def test_the_last_line_names_every_cell_that_failed_and_the_others_are_done(tmp_path: Path) -> None:
+def test_the_last_line_names_every_config_that_failed_and_the_others_are_done(tmp_path: Path) -> None:
     process = start(tmp_path, "train", "-m", *TINY, "optim.lr=1e30,1e-3", "fold=0")
     code, _, error = process.wait(timeout=120)
     assert code == 1

@@ -11,7 +11,7 @@ import pytest
 from forked import Process
 
 from dmlbench.cli.train import composed_run
-from dmlbench.config import cell_sha256, compose, composing
+from dmlbench.config import compose, composing, config_sha256
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError
 
@@ -49,7 +49,7 @@ def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tune_is_killed_in_two_trials_and_resumed_to_the_same_trials_and_a_recipe_of_the_best_cell(
+def test_tune_is_killed_in_two_trials_and_resumed_to_the_same_trials_and_a_recipe_of_the_best_config(
     tmp_path: Path,
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed twice"
@@ -71,7 +71,7 @@ def test_tune_is_killed_in_two_trials_and_resumed_to_the_same_trials_and_a_recip
         made = composed_run([*asked, "protocol=hpo", "recipe=tiny"])
         assert hydra.compose("train", [*asked, "recipe=tiny"]).protocol._target_.endswith("Mlrc")
     result = read_result(killed / "out" / best["runs"])
-    assert cell_sha256(made) == result["cell_sha256"]
+    assert config_sha256(made) == result["config_sha256"]
     assert result["metrics"]["val"]["map_at_r"] == float(best["score"])
     with composing(folder), pytest.raises(ConfigError, match="recipe=tiny has nothing for loss=triplet"):
         composed_run([*asked[:1], "loss=triplet", *asked[2:], "recipe=tiny"])

@@ -11,7 +11,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.config import cell_sha256, compose
+from dmlbench.config import compose, config_sha256
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
 from dmlbench.losses.objective import Objective
@@ -467,15 +467,15 @@ def test_regularizers_are_chosen_and_set_by_the_command_line() -> None:
     assert compose("train", []).regularizer is None
 
 
-def test_the_order_in_which_regularizers_are_asked_for_changes_no_number_of_their_cell() -> None:
-    made, cells = [], set()
+def test_the_order_in_which_regularizers_are_asked_for_changes_no_number_of_their_config() -> None:
+    made, configs = [], set()
     for asked in ("zsr,s2sd,xml", "xml,zsr,s2sd"):
         cfg = compose("train", ["pooling=gap_histogram", f"regularizer=[{asked}]", "regularizer.s2sd.sizes=[12]"])
-        cells.add(cell_sha256(cfg))
+        configs.add(config_sha256(cfg))
         OmegaConf.update(cfg, "runtime.num_classes", 4)
         torch.manual_seed(0)
         made.append(build.build_objective(cfg, build.build_model(cfg)).state_dict())
-    assert len(cells) == 1
+    assert len(configs) == 1
     assert list(made[0]) == list(made[1])  # an optimizer's state is by position
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 

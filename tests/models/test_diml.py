@@ -218,14 +218,14 @@ def test_what_cannot_be_is_refused() -> None:
         {"grid_size": 0}, {"num_neighbors": 0}, {"max_iterations": 0}, {"temperature": 0.004}, {"tolerance": -1.0},
         {"marginals": "even"},
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"matching.{next(iter(settings))}"):
+        with pytest.raises(ConfigError, match=f"rerank.{next(iter(settings))}"):
             DimlDistance(**settings)
     distance, images = DimlDistance(grid_size=2), some_images()
     with pytest.raises(RunError, match="rows of 31 numbers are no center with 2 x 2 cells"):
         evaluate(EmbeddingSet(torch.ones(4, 31), torch.zeros(4).long(), torch.arange(4)), distance=distance)
     with pytest.raises(RunError, match="no matrix of pairs"):
         distance(images.rows)
-    with pytest.raises(ConfigError, match=r"rerank \(30\) needs a distance"):
-        evaluate(images, spec=EvaluationSpec(rerank=30), distance=distance)
+    with pytest.raises(ConfigError, match=r"shortlist \(30\) needs a distance"):
+        evaluate(images, spec=EvaluationSpec(shortlist=30), distance=distance)
     with pytest.raises(ConfigError, match="nmi compare unit vectors, which DimlDistance does not"):
         evaluate(images, spec=EvaluationSpec(metrics=("nmi",)), distance=distance)

@@ -191,7 +191,7 @@ def test_values_out_of_range_are_refused() -> None:
         ({"episodes": 0}, r"episodes \(0\)"),
         ({"shots": ()}, "shots is empty"),
         ({"spec": EvaluationSpec(metrics=("p_at_1", "nmi"))}, "metric 'nmi' is not one of rankings"),
-        ({"spec": EvaluationSpec(metrics=("p_at_1",), rerank=5)}, "rerank"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1",), shortlist=5)}, "shortlist"),
     ):
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(PLAN, **changes)
@@ -340,7 +340,7 @@ def made_up_rows() -> list[FewShotRow]:
     def row(label: str, fold: int, zero: list[float], few: list[float]) -> FewShotRow:
         result = {"fold": fold, "repeat": 0, "facts": {"distance": 10.0 * fold}, "val_is_test": fold == 1,
                   "search": "exact", "dataset_fingerprint": "f"}  # fmt: skip
-        run = SplitRun(Path(f"cell/fold{fold}_rep0"), result, label)
+        run = SplitRun(Path(f"config/fold{fold}_rep0"), result, label)
         return FewShotRow(run, {2: Compared({"p_at_1": zero}, {"p_at_1": few})})
 
     return [row("gap", 0, [0.4, 0.5], [0.6, 0.5]), row("gap", 1, [0.0, 0.2], [0.3, 0.4]),
@@ -365,9 +365,9 @@ def test_a_picture_is_drawn_even_where_no_gain_is_defined(tmp_path: Path) -> Non
     assert all((tmp_path / name).stat().st_size > 5_000 for name in ("all.png", "undefined.png"))
 
 
-def test_the_command_writes_a_table_of_the_runs_of_cells(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_table_of_the_runs_of_configs(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task(compose("oodml_few_shot", [
-        "cells=glyphs/*", "shots=[2]", "episodes=2", "steps=2", "device=cpu", "num_workers=0", "metrics=[p_at_1]",
+        "configs=glyphs/*", "shots=[2]", "episodes=2", "steps=2", "device=cpu", "num_workers=0", "metrics=[p_at_1]",
         f"paths.output_dir={output}",
     ]))  # fmt: skip
     printed = capsys.readouterr().out
@@ -396,4 +396,4 @@ def test_what_to_adapt_must_be_said_in_one_way(made: Path) -> None:
         (["name=a/b"], "name .* names files"),
     ):
         with pytest.raises(ConfigError, match=message):
-            task(compose("oodml_few_shot", [f"paths.output_dir={made}", "cells=none", *overrides]))
+            task(compose("oodml_few_shot", [f"paths.output_dir={made}", "configs=none", *overrides]))

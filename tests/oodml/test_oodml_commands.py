@@ -7,13 +7,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from dmlbench.cli.main import main
-from dmlbench.config import cell_id, compose
+from dmlbench.config import compose, config_id
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.one_run import run
-from dmlbench.results.aggregate import aggregate_cell, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under
-from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.runtime import read_json
 
 DATA = ["dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=5", "device=cpu",
@@ -85,11 +85,11 @@ def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: p
     for fold in range(3):
         for repeat in range(2):
             run(compose("train", [*named, f"fold={fold}", f"repeat={repeat}"]))
-    ((cell, runs),) = cells_of(find_runs(folder / "out")).items()
+    ((config, runs),) = runs_by_config(find_runs(folder / "out")).items()
     results = [read_result(run.path) for run in runs]
     distances = [split.distance for split in read_splits(splits_of(folder)).splits]
     assert [result["facts"]["distance"] for result in results] == np.repeat(distances, 2).tolist()
-    summary = aggregate_cell(runs, progress=False)
+    summary = aggregate_config(runs, progress=False)
     recall = np.array([result["metrics"]["test"]["recall_at_1"] for result in results]).reshape(3, 2)
     at = (np.array(distances) - distances[0]) / (distances[-1] - distances[0])
     areas = [
@@ -110,7 +110,7 @@ def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: p
     assert names == {
         f"letters{end}" for end in (".md", ".csv", ".tex", "-recall_at_1.png", "-map_at_r.png", "-areas.png")
     }
-    kept = read_aggregate(cell)
+    kept = read_aggregate(config)
     assert kept is not None and "map_at_r" in kept["by_split"][0]["scores"]
     assert dmlbench("table", *places(folder)[:1], "facts=[distance]", "metrics=recall_at_1") == 0
     assert "AGS" in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFix
     assert "name the trained models" in capsys.readouterr().err
 
 
-def test_a_cell_is_told_by_the_content_of_its_splits_and_not_by_their_place(folder: Path, tmp_path: Path) -> None:
+def test_a_config_is_told_by_the_content_of_its_splits_and_not_by_their_place(folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "elsewhere.json"
     copied.write_bytes(splits_of(folder).read_bytes())
     here, there = (
@@ -176,12 +176,12 @@ def test_a_cell_is_told_by_the_content_of_its_splits_and_not_by_their_place(fold
     )
     for cfg in (here, there):
         cfg.runtime.choices = {}
-    assert cell_id(here) == cell_id(there)
+    assert config_id(here) == config_id(there)
     changed = read_json(copied)
     copied.write_text(copied.read_text().replace(changed["measured_by"], "another network"))
     other = compose("train", [*RUN, f"protocol.splits={copied}"])
     other.runtime.choices = {}
-    assert cell_id(other) != cell_id(here)
+    assert config_id(other) != config_id(here)
 
 
 def test_areas_have_a_closed_form() -> None:

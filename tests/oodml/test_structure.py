@@ -143,7 +143,7 @@ def test_runs_that_cannot_be_measured_are_refused(run_dir: Path, monkeypatch: py
 
 def test_the_command_writes_table_points_and_picture(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_dir.parents[3]
-    options = ["cells=glyphs/*", "device=cpu", "num_workers=0", f"paths.output_dir={output}"]
+    options = ["configs=glyphs/*", "device=cpu", "num_workers=0", f"paths.output_dir={output}"]
     task(compose("oodml_structure", [*options, "metrics=[p_at_1,oodml_map_at_1000]"]))
     printed = capsys.readouterr().out
     stem = output / "tables/structure-glyphs-shifted"
@@ -194,7 +194,7 @@ def test_constant_missing_and_too_few_values_are_undefined_and_left_out() -> Non
 def measured(label: str, fold: int, repeat: int, intra: float, score: float, **facts: Any) -> Measured:
     result = {"fold": fold, "repeat": repeat, "facts": {"distance": 5.0 * fold, **facts}, "val_is_test": False,
               "search": "exact", "dataset_fingerprint": "f", "data_notes": ["smaller"]}  # fmt: skip
-    run = SplitRun(Path(f"cell-{label}/fold{fold}_rep{repeat}"), result, label)
+    run = SplitRun(Path(f"config-{label}/fold{fold}_rep{repeat}"), result, label)
     return Measured(run, Structure(intra, 0.5, 2 * intra, None), {"p_at_1": score})
 
 

@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 import torch
 
-from dmlbench.apps.tables import find_cells
+from dmlbench.apps.tables import find_configs
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import AGGREGATE, aggregate_cell, is_current, read_aggregate
+from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
 from dmlbench.results.run_scores import SCORES, scores_of_run
@@ -34,14 +34,14 @@ from dmlbench.types import EmbeddingSet, RunError
 def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: int = 4, **changes: object) -> None:
     labels = torch.arange(5).repeat_interleave(6)
     for fold, repeat in coordinates:
-        path = root / "glyphs" / "mlrc" / "cell-1" / f"fold{fold}_rep{repeat}"
+        path = root / "glyphs" / "mlrc" / "config-1" / f"fold{fold}_rep{repeat}"
         make_directory(path)
         rows = torch.randn(30, 8, generator=torch.Generator().manual_seed(10 * fold + repeat))
         queries = EmbeddingSet(rows + torch.eye(8)[labels], labels, torch.arange(30))
         save_embeddings(path / EMBEDDINGS, queries, None, {})
         scores = evaluate(queries).scores
         result = {
-            "cell_id": "cell-1", "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
+            "config_id": "config-1", "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
             "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
             "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
             "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0, "pooling_started": True,
@@ -57,7 +57,7 @@ ALL = list(itertools.product(range(4), range(3)))
 def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_scores(tmp_path) -> None:
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
-    summary = aggregate_cell(runs, progress=False)
+    summary = aggregate_config(runs, progress=False)
     raw = np.array([[summary["raw"][f"fold{f}_rep{r}"]["map_at_r"] for r in range(3)] for f in range(4)])
     separated = summary["scores"]["separated"]["map_at_r"]
     assert summary["n_collections"] == 81
@@ -65,18 +65,18 @@ def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_s
     assert separated["std"] == pytest.approx(np.sqrt(raw.var(axis=1).sum()) / 4, abs=1e-12)
     assert summary["dimension"] == {"separated": 8, "concatenated": 32}
     assert summary["scores"]["concatenated"]["map_at_r"]["mean"] > separated["mean"]
-    cell = runs[0].path.parent
-    assert len((cell / COLLECTIONS).read_text().splitlines()) == 82
-    assert is_current(cell, summary)
-    assert read_aggregate(cell) == summary
+    config = runs[0].path.parent
+    assert len((config / COLLECTIONS).read_text().splitlines()) == 82
+    assert is_current(config, summary)
+    assert read_aggregate(config) == summary
 
 
-def test_two_processes_do_not_summarize_one_cell_at_a_time(tmp_path) -> None:
+def test_two_processes_do_not_summarize_one_config_at_a_time(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
     runs = find_runs(tmp_path)
     with locked(runs[0].path.parent), pytest.raises(RunError, match="in use by process"):
-        aggregate_cell(runs, progress=False)
-    aggregate_cell(runs, progress=False)
+        aggregate_config(runs, progress=False)
+    aggregate_config(runs, progress=False)
 
 
 def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
@@ -84,10 +84,10 @@ def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
 
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
-    unit = aggregate_cell(runs, progress=False)["scores"]["concatenated"]
+    unit = aggregate_config(runs, progress=False)["scores"]["concatenated"]
 
     def joined(distance: BaseDistance) -> object:
-        summary = aggregate_cell(runs, distance_of=lambda run_dir: distance, force=True, progress=False)
+        summary = aggregate_config(runs, distance_of=lambda run_dir: distance, force=True, progress=False)
         return summary["scores"]["concatenated"]
 
     assert joined(CosineSimilarity()) == unit
@@ -95,23 +95,23 @@ def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
 
 
 def test_summaries_of_shortlists_say_so_and_that_collections_rank_everything(tmp_path) -> None:
-    _write_runs(tmp_path, ALL, search="rerank@100")
-    summary = aggregate_cell(find_runs(tmp_path), progress=False)
-    assert (summary["search"], summary["concatenated_search"]) == ("rerank@100", "exact")
+    _write_runs(tmp_path, ALL, search="shortlist@100")
+    summary = aggregate_config(find_runs(tmp_path), progress=False)
+    assert (summary["search"], summary["concatenated_search"]) == ("shortlist@100", "exact")
     _write_runs(tmp_path, ALL[:1])
-    with pytest.raises(RunError, match=r"differ in search \(exact in fold0_rep0, rerank@100 in fold0_rep1\)"):
-        aggregate_cell(find_runs(tmp_path), force=True, progress=False)
+    with pytest.raises(RunError, match=r"differ in search \(exact in fold0_rep0, shortlist@100 in fold0_rep1\)"):
+        aggregate_config(find_runs(tmp_path), force=True, progress=False)
 
 
 def test_missing_runs_are_an_error_that_names_them(tmp_path) -> None:
     _write_runs(tmp_path, [c for c in ALL if c not in ((1, 2), (3, 0))])
     with pytest.raises(RunError, match=r"2 of 12 runs are missing \(fold1_rep2, fold3_rep0\)"):
-        aggregate_cell(find_runs(tmp_path), progress=False)
+        aggregate_config(find_runs(tmp_path), progress=False)
 
 
 def test_partial_summary_says_what_it_rests_on(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0), (1, 0), (2, 0), (3, 0)])
-    summary = aggregate_cell(find_runs(tmp_path), allow_partial=True, progress=False)
+    summary = aggregate_config(find_runs(tmp_path), allow_partial=True, progress=False)
     assert (summary["n_runs"], summary["n_runs_expected"], summary["n_collections"]) == (4, 12, 1)
     assert summary["scores"]["separated"]["p_at_1"]["std"] is None
     assert summary["interval_95"]["p_at_1"] is None
@@ -120,17 +120,17 @@ def test_partial_summary_says_what_it_rests_on(tmp_path) -> None:
 
 def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:-1])
-    first = aggregate_cell(find_runs(tmp_path), allow_partial=True, progress=False)
+    first = aggregate_config(find_runs(tmp_path), allow_partial=True, progress=False)
     _write_runs(tmp_path, ALL[-1:])
     assert not is_current(find_runs(tmp_path)[0].path.parent, first)
-    second = aggregate_cell(find_runs(tmp_path), progress=False)
+    second = aggregate_config(find_runs(tmp_path), progress=False)
     assert (first["n_collections"], second["n_collections"]) == (54, 81)
 
 
 def test_what_the_data_of_the_runs_are_not_is_summed_up(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:6])
     _write_runs(tmp_path, ALL[6:], data_notes=["a subset", "images cut to their boxes"])
-    assert aggregate_cell(find_runs(tmp_path), progress=False)["data_notes"] == [
+    assert aggregate_config(find_runs(tmp_path), progress=False)["data_notes"] == [
         "a subset",
         "images cut to their boxes",
     ]
@@ -140,35 +140,35 @@ def test_runs_of_different_data_are_refused(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:-1])
     _write_runs(tmp_path, ALL[-1:], dataset_fingerprint="other")
     with pytest.raises(RunError, match=r"differ in dataset_fingerprint \(f in fold0_rep0, other in fold3_rep2\)"):
-        aggregate_cell(find_runs(tmp_path), progress=False)
+        aggregate_config(find_runs(tmp_path), progress=False)
 
 
 def test_conventional_gives_best_and_mean_and_hpo_the_mean_of_validation(tmp_path) -> None:
     repeats = [(0, r) for r in range(3)]
     _write_runs(tmp_path / "a", repeats, aggregation="best_and_mean", folds=1)
-    summary = aggregate_cell(find_runs(tmp_path / "a"), progress=False)
+    summary = aggregate_config(find_runs(tmp_path / "a"), progress=False)
     values = [scores["p_at_1"] for scores in summary["raw"].values()]
     best = max(summary["raw"].values(), key=lambda scores: scores["map_at_r"])
     assert summary["scores"]["best"]["map_at_r"] == {"mean": best["map_at_r"], "std": None}
     assert summary["scores"]["best"]["p_at_1"] == {"mean": best["p_at_1"], "std": None}
     assert summary["scores"]["mean"]["p_at_1"]["std"] == pytest.approx(np.std(values))
     _write_runs(tmp_path / "b", repeats, aggregation="mean", folds=1)
-    hpo = aggregate_cell(find_runs(tmp_path / "b"), progress=False)
+    hpo = aggregate_config(find_runs(tmp_path / "b"), progress=False)
     assert list(hpo["scores"]) == ["mean"]
     assert hpo["scored_on"] == "validation"
 
 
-def test_cell_without_a_complete_run_is_an_error(tmp_path) -> None:
-    make_directory(tmp_path / "glyphs" / "mlrc" / "cell-1" / "fold0_rep0")
+def test_config_without_a_complete_run_is_an_error(tmp_path) -> None:
+    make_directory(tmp_path / "glyphs" / "mlrc" / "config-1" / "fold0_rep0")
     with pytest.raises(RunError, match="no complete run"):
-        aggregate_cell(find_runs(tmp_path), progress=False)
+        aggregate_config(find_runs(tmp_path), progress=False)
 
 
 def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp_path) -> None:
     _write_runs(tmp_path, ALL)
-    usual = aggregate_cell(find_runs(tmp_path), progress=False)
+    usual = aggregate_config(find_runs(tmp_path), progress=False)
     _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}}, kmeans=EvaluationSpec().kmeans)
-    summary = aggregate_cell(find_runs(tmp_path), progress=False)
+    summary = aggregate_config(find_runs(tmp_path), progress=False)
     assert summary["scores"]["separated"].pop("nmi") == {"mean": 0.25, "std": 0.0}
     assert summary["interval_95"].pop("nmi") == [0.25, 0.25]
     assert summary["scores"] == usual["scores"]
@@ -178,11 +178,11 @@ def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp
 def test_scores_asked_for_later_are_computed_once_and_added_to_what_is_known(tmp_path, monkeypatch) -> None:
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
-    usual = aggregate_cell(runs, progress=False)
+    usual = aggregate_config(runs, progress=False)
     later = EvaluationSpec(metrics=("map_at_r", "ndcg_at_10", "precision_at_10", "map_at_10"))
-    summary = aggregate_cell(runs, later, progress=False)
+    summary = aggregate_config(runs, later, progress=False)
     whole = collections(
-        [[load_embeddings(tmp_path / f"glyphs/mlrc/cell-1/fold{f}_rep{r}" / EMBEDDINGS).queries for r in range(3)]
+        [[load_embeddings(tmp_path / f"glyphs/mlrc/config-1/fold{f}_rep{r}" / EMBEDDINGS).queries for r in range(3)]
          for f in range(4)],
         metrics=(*DEFAULT_METRICS, *later.metrics[1:]),
     )  # fmt: skip
@@ -197,10 +197,10 @@ def test_scores_asked_for_later_are_computed_once_and_added_to_what_is_known(tmp
 
     monkeypatch.setattr("dmlbench.results.run_scores.evaluate", never)
     monkeypatch.setattr("dmlbench.results.collections.concatenated_scores", never)
-    assert aggregate_cell(runs, later, progress=False) == summary
+    assert aggregate_config(runs, later, progress=False) == summary
     (runs[0].path.parent / AGGREGATE).unlink()
     with pytest.raises(AssertionError, match="computed again"):  # of the runs all is kept, the collections were lost
-        aggregate_cell(runs, later, progress=False)
+        aggregate_config(runs, later, progress=False)
 
 
 def test_kept_scores_of_other_embeddings_are_not_used(tmp_path) -> None:
@@ -237,7 +237,7 @@ def test_clusters_of_another_seed_and_shortlists_are_not_summed_up_as_what_is_as
                 metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
     runs = find_runs(tmp_path)
     spec = EvaluationSpec(metrics=("nmi",))
-    summary = aggregate_cell(runs, spec, progress=False)
+    summary = aggregate_config(runs, spec, progress=False)
     stored = load_embeddings(runs[0].path / EMBEDDINGS).queries
     assert summary["raw"]["fold0_rep0"]["nmi"] == evaluate(stored, None, spec).scores["nmi"] != 0.111
     assert summary["raw"]["fold0_rep0"]["p_at_1"] == 0.5
@@ -249,10 +249,10 @@ def test_a_run_keeps_its_own_kmeans_unless_another_one_is_asked_for(tmp_path) ->
     _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans=own.kmeans,
                 metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
     runs = find_runs(tmp_path)
-    kept = aggregate_cell(runs, EvaluationSpec(metrics=("nmi",)), progress=False)
+    kept = aggregate_config(runs, EvaluationSpec(metrics=("nmi",)), progress=False)
     assert (kept["raw"]["fold0_rep0"]["nmi"], kept["kmeans"]) == (0.111, own.kmeans)
     asked = EvaluationSpec(metrics=("nmi",), kmeans_library="scikit-learn", kmeans_max_steps=5)
-    other = aggregate_cell(runs, asked, progress=False)
+    other = aggregate_config(runs, asked, progress=False)
     stored = load_embeddings(runs[0].path / EMBEDDINGS).queries
     assert other["raw"]["fold0_rep0"]["nmi"] == evaluate(stored, None, asked).scores["nmi"]
     assert other["kmeans"] == "scikit-learn, 5 steps, seed 0"
@@ -261,35 +261,35 @@ def test_a_run_keeps_its_own_kmeans_unless_another_one_is_asked_for(tmp_path) ->
 def test_a_summary_keeps_what_was_asked_for_before(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
     for metric in ("ndcg_at_10", "map_at_10"):
-        summary = aggregate_cell(find_runs(tmp_path), EvaluationSpec(metrics=(metric,)), progress=False)
+        summary = aggregate_config(find_runs(tmp_path), EvaluationSpec(metrics=(metric,)), progress=False)
     for kind in ("separated", "concatenated"):
         assert {"ndcg_at_10", "map_at_10"} <= summary["scores"][kind].keys()
 
 
 def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0), (1, 0)], folds=2, num_repeats=1)
-    aggregate_cell(find_runs(tmp_path), progress=False)
-    cell = find_runs(tmp_path)[0].path.parent
+    aggregate_config(find_runs(tmp_path), progress=False)
+    config = find_runs(tmp_path)[0].path.parent
     kept = tmp_path / "kept"
-    shutil.copytree(cell, kept)
+    shutil.copytree(config, kept)
 
     def refused(match: str) -> None:
         with pytest.raises(RunError, match=match):
-            aggregate_cell(find_runs(tmp_path), progress=False)
-        shutil.rmtree(cell)
-        shutil.copytree(kept, cell)
+            aggregate_config(find_runs(tmp_path), progress=False)
+        shutil.rmtree(config)
+        shutil.copytree(kept, config)
 
-    shutil.copytree(cell / "fold0_rep0", cell / "fold1_rep0", dirs_exist_ok=True)
+    shutil.copytree(config / "fold0_rep0", config / "fold1_rep0", dirs_exist_ok=True)
     refused("fold1_rep0 holds the result of fold0_rep0")
-    shutil.copy(cell / "fold0_rep0" / EMBEDDINGS, cell / "fold1_rep0" / EMBEDDINGS)
+    shutil.copy(config / "fold0_rep0" / EMBEDDINGS, config / "fold1_rep0" / EMBEDDINGS)
     refused(f"{EMBEDDINGS} .* is not the one that {RESULT} names")
-    write_result(cell / "fold1_rep0", read_result(cell / "fold1_rep0") | {"seed": 7})
+    write_result(config / "fold1_rep0", read_result(config / "fold1_rep0") | {"seed": 7})
     refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
-    shutil.copytree(cell / "fold0_rep0", cell / "fold7_rep0")
-    strange = read_result(cell / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
-    write_result(cell / "fold7_rep0", strange)
+    shutil.copytree(config / "fold0_rep0", config / "fold7_rep0")
+    strange = read_result(config / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
+    write_result(config / "fold7_rep0", strange)
     refused("fold7_rep0 is of no fold of its protocol, which has 2")
-    aggregate_cell(find_runs(tmp_path), progress=False)
+    aggregate_config(find_runs(tmp_path), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -299,43 +299,43 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
 def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> None:
     _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     runs = find_runs(tmp_path)
-    cell = runs[0].path.parent
-    summary = aggregate_cell(runs, progress=False)
+    config = runs[0].path.parent
+    summary = aggregate_config(runs, progress=False)
     if content is None:
-        (cell / AGGREGATE).unlink()
-        os.mkfifo(cell / AGGREGATE)
+        (config / AGGREGATE).unlink()
+        os.mkfifo(config / AGGREGATE)
     else:
         text = json.dumps(summary | content) if isinstance(content, dict) else content
-        (cell / AGGREGATE).write_bytes(text.encode("latin-1"))
-    assert read_aggregate(cell) is None
+        (config / AGGREGATE).write_bytes(text.encode("latin-1"))
+    assert read_aggregate(config) is None
     assert f"{AGGREGATE} is damaged (" in caplog.text
     with pytest.raises(RunError, match="is not aggregated; run `dmlbench aggregate"):
-        find_cells(str(tmp_path), "**", EvaluationSpec())
-    assert aggregate_cell(runs, progress=False) == summary == read_aggregate(cell)
+        find_configs(str(tmp_path), "**", EvaluationSpec())
+    assert aggregate_config(runs, progress=False) == summary == read_aggregate(config)
 
 
 def test_a_folder_beside_the_runs_is_none_and_a_result_that_is_no_file_makes_a_summary_stale(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     runs = find_runs(tmp_path)
-    cell = runs[0].path.parent
-    summary = aggregate_cell(runs, progress=False)
-    shutil.copytree(runs[0].path, cell / "fold0_rep0_before")
-    assert is_current(cell, summary)
+    config = runs[0].path.parent
+    summary = aggregate_config(runs, progress=False)
+    shutil.copytree(runs[0].path, config / "fold0_rep0_before")
+    assert is_current(config, summary)
     (runs[0].path / RESULT).unlink()
     os.mkfifo(runs[0].path / RESULT)
-    assert not is_current(cell, summary)
+    assert not is_current(config, summary)
     with pytest.raises(RunError, match="it is a pipe, not a file"):
-        aggregate_cell(runs, progress=False)
+        aggregate_config(runs, progress=False)
 
 
 def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     runs = find_runs(tmp_path)
-    aggregate_cell(runs, progress=False)
+    aggregate_config(runs, progress=False)
     left = [runs[0].path.parent / f".{AGGREGATE}.0badcafe.tmp", runs[0].path / f".{SCORES}.0badcafe.tmp"]
     for file in left:
         file.touch()
-    aggregate_cell(runs, progress=False)  # although there is nothing to do
+    aggregate_config(runs, progress=False)  # although there is nothing to do
     assert not any(file.exists() for file in left)
 
 
@@ -343,16 +343,16 @@ def test_a_summary_of_fewer_scores_than_its_runs_have_stays_as_it_is(tmp_path) -
     _write_runs(tmp_path, ALL[:4], folds=2)
     runs = find_runs(tmp_path)
     spec = EvaluationSpec(metrics=("p_at_1",))
-    first = aggregate_cell(runs, spec, progress=False, allow_partial=True)
+    first = aggregate_config(runs, spec, progress=False, allow_partial=True)
     assert first["scores"]["separated"].keys() > first["scores"]["concatenated"].keys() == {"p_at_1"}
-    assert aggregate_cell(runs, spec, progress=False, allow_partial=True) == first
+    assert aggregate_config(runs, spec, progress=False, allow_partial=True) == first
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "no table", "another digit"])
 def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage: str) -> None:
     _write_runs(tmp_path, ALL[:4], folds=2)
     runs = find_runs(tmp_path)
-    aggregate_cell(runs, progress=False, allow_partial=True)
+    aggregate_config(runs, progress=False, allow_partial=True)
     file = runs[0].path.parent / COLLECTIONS
     whole = file.read_bytes()
     if damage == "missing":
@@ -361,5 +361,5 @@ def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage
         last = str(9 - int(whole[-2:-1])).encode()
         others = {"cut off": whole[:-30], "no table": b"\xff\x00", "another digit": whole[:-2] + last + whole[-1:]}
         file.write_bytes(others[damage])
-    aggregate_cell(runs, progress=False, allow_partial=True)
+    aggregate_config(runs, progress=False, allow_partial=True)
     assert file.read_bytes() == whole

@@ -19,7 +19,7 @@ def test_of_one_fold_is_the_paired_t_interval() -> None:
     assert found.n_pairs == 5
 
 
-def test_what_fold_and_seed_do_to_both_cells_does_not_widen_the_interval() -> None:
+def test_what_fold_and_seed_do_to_both_configs_does_not_widen_the_interval() -> None:
     rng = np.random.default_rng(1)
     shared = {(f, r): 0.5 + 0.1 * f + rng.normal(0, 0.05) for f in range(4) for r in range(3)}
     own = {key: rng.normal(0.03, 0.002) for key in shared}

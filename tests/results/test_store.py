@@ -18,9 +18,9 @@ def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
     return path
 
 
-def test_run_directory_names_data_set_protocol_cell_and_coordinates() -> None:
-    path = store.run_directory("outputs", "cub", "mlrc", "cell", 3, 1)
-    assert str(path) == os.path.join("outputs", "cub", "mlrc", "cell", "fold3_rep1")
+def test_run_directory_names_data_set_protocol_config_and_coordinates() -> None:
+    path = store.run_directory("outputs", "cub", "mlrc", "config", 3, 1)
+    assert str(path) == os.path.join("outputs", "cub", "mlrc", "config", "fold3_rep1")
 
 
 def test_state_of_a_run_follows_its_files(tmp_path) -> None:
@@ -67,7 +67,7 @@ WHOLE = dict.fromkeys(store._KEYS, 0) | {"metrics": {"test": {"p_at_1": 0.5}, "v
         ("{", "damaged"),
         (json.dumps({"schema": 99}), "schema 99"),
         ("[1]", "holds a list instead of names and values"),
-        ('{"schema": 1}', "lacks cell_id"),
+        ('{"schema": 1}', "lacks config_id"),
         (json.dumps({"schema": 1, **WHOLE, "fold": "x"}), "fold is 'x' instead of a number"),
         (json.dumps({"schema": 1, **WHOLE, "seed": None}), "seed is None instead of a number"),
         (
@@ -149,10 +149,10 @@ def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path) -> None:
         len(store.find_runs(tmp_path, f"{tmp_path}/")) == len(store.find_runs(tmp_path, str(tmp_path))) == found["**"]
     )
     run = store.find_runs(tmp_path, "cub")[0]
-    assert (run.dataset, run.protocol, run.cell, run.fold, run.repeat) == ("cub", "hpo", "a-gap-1", 0, 2)
+    assert (run.dataset, run.protocol, run.config, run.fold, run.repeat) == ("cub", "hpo", "a-gap-1", 0, 2)
 
 
-def test_removing_the_last_run_removes_its_cell_but_never_a_running_one(tmp_path) -> None:
+def test_removing_the_last_run_removes_its_config_but_never_a_running_one(tmp_path) -> None:
     path = _run(tmp_path)
     with store.locked(path), pytest.raises(RunError, match="is running"):
         store.remove_run(path)

@@ -4,7 +4,7 @@ import io
 import pytest
 
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.tables import cell_labels, make_table, to_csv, to_latex, to_markdown, to_text
+from dmlbench.results.tables import config_labels, make_table, to_csv, to_latex, to_markdown, to_text
 from dmlbench.types import ConfigError
 
 
@@ -49,11 +49,11 @@ def test_scores_that_print_alike_are_all_best() -> None:
 
 
 def test_notes_say_which_numbers_rest_on_shortlists() -> None:
-    short = _summary(0.5, 0.01, search="rerank@100", concatenated_search="exact")
+    short = _summary(0.5, 0.01, search="shortlist@100", concatenated_search="exact")
     text = to_text(_table(_summary(0.5, 0.01), short))
     assert "row_0: exact search, 100 queries" in text
-    caution = "APPROXIMATE SEARCH: rerank@100 ranks a shortlist of each query"
-    assert f"row_1: {caution}; rerank@100 search (concatenated: exact), 100 queries" in text
+    caution = "APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query"
+    assert f"row_1: {caution}; shortlist@100 search (concatenated: exact), 100 queries" in text
 
 
 def test_deviations_of_recipes_are_under_the_table_once_each_with_their_rows() -> None:
@@ -107,13 +107,13 @@ def test_what_the_data_are_not_is_printed_under_the_table() -> None:
 
 def test_a_latex_caption_leaves_out_no_caution() -> None:
     partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1, val_is_test=True)
-    table = _table(partial, _summary(0.5, None, search="rerank@100", data_notes=["a subset: 1 of 2 images"]))
+    table = _table(partial, _summary(0.5, None, search="shortlist@100", data_notes=["a subset: 1 of 2 images"]))
     (caption,) = [line for line in to_latex(table).splitlines() if line.startswith(r"\caption")]
     assert caption == (
         r"\caption{glyphs under mlrc, percent; best of each column in bold. "
         r"row\_0: PARTIAL: 3 of 12 runs; SELECTED ON TEST: the validation set is the test set. "
         r"row\_1: NOT THE PUBLISHED DATA: a subset: 1 of 2 images; "
-        r"APPROXIMATE SEARCH: rerank@100 ranks a shortlist of each query.}"
+        r"APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query.}"
     )
     assert "caption{glyphs under mlrc, percent; best of each column in bold.}" in to_latex(_table(_summary(0.5, None)))
 
@@ -128,64 +128,70 @@ def test_metrics_are_printed_as_the_field_writes_them() -> None:
 
 
 def test_labels_name_only_what_differs() -> None:
-    def cell(pooling: str, **config: object):
+    def config(pooling: str, **config: object):
         return {"backbone": "r", "pooling": pooling, "loss": "l"}, {"fit.max_steps": 9, "optim.lr": 1.0} | config
 
-    assert cell_labels([cell("gap"), cell("gsp")]) == (["gap", "gsp"], [])
-    with_rates = [cell("gap"), cell("gap", **{"optim.lr": 2.0}), cell("gap", **{"fit.max_steps": 0})]
-    assert cell_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"], [])
-    with_steps = [cell("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
-    assert cell_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [])
-    with_data = [cell("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), cell("gap", **{"loss.num_classes": 40})]
-    assert cell_labels(with_data) == (["gap loss.m=0.4", "gap"], [])
-    with_null = [cell("gap", **{"fit.patience": patience}) for patience in (None, 5)]
-    assert cell_labels(with_null) == (["gap", "gap fit.patience=5"], [])
-    of_two = [cell("gap", **{"fit.patience": None}), cell("gsp", **{"fit.patience": 5})]
-    assert cell_labels(of_two) == (["gap", "gsp"], ["fit.patience: null (gap); 5 (gsp)"])
+    assert config_labels([config("gap"), config("gsp")]) == (["gap", "gsp"], [])
+    with_rates = [config("gap"), config("gap", **{"optim.lr": 2.0}), config("gap", **{"fit.max_steps": 0})]
+    assert config_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"], [])
+    with_steps = [config("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
+    assert config_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [])
+    with_data = [config("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), config("gap", **{"loss.num_classes": 40})]
+    assert config_labels(with_data) == (["gap loss.m=0.4", "gap"], [])
+    with_null = [config("gap", **{"fit.patience": patience}) for patience in (None, 5)]
+    assert config_labels(with_null) == (["gap", "gap fit.patience=5"], [])
+    of_two = [config("gap", **{"fit.patience": None}), config("gsp", **{"fit.patience": 5})]
+    assert config_labels(of_two) == (["gap", "gsp"], ["fit.patience: null (gap); 5 (gsp)"])
 
 
 def test_variants_of_a_miner_are_in_the_labels() -> None:
     choices = {"loss": "margin_oodml", "miner": "rho_distance_weighted", "pooling": "gap"}
-    cells = [
+    configs = [
         (choices, {"miner.variant": variant, "miner.switch_probability": 0.4}) for variant in ("official", "paper")
     ]
-    assert cell_labels(cells) == (["gap miner.variant=official", "gap miner.variant=paper"], [])
+    assert config_labels(configs) == (["gap miner.variant=official", "gap miner.variant=paper"], [])
 
 
 def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
-    def cell(pooling: str, regularizer: str) -> tuple[dict[str, str], dict[str, float]]:
+    def config(pooling: str, regularizer: str) -> tuple[dict[str, str], dict[str, float]]:
         weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}
         return {"pooling": pooling, "regularizer": regularizer}, {"fit.max_steps": 9, **weight}
 
-    cells = [cell("gap", "None"), cell("gsp", "none"), cell("gsp", "zsr"), cell("gsp", "xml"), cell("vlad", "xml")]
-    assert cell_labels(cells) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
-    assert cell_labels([cell("gap", "None"), cell("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
+    configs = [
+        config("gap", "None"),
+        config("gsp", "none"),
+        config("gsp", "zsr"),
+        config("gsp", "xml"),
+        config("vlad", "xml"),
+    ]
+    assert config_labels(configs) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
+    assert config_labels([config("gap", "None"), config("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
 
 def test_lists_ranked_again_are_said_behind_the_name() -> None:
-    def cell(count: int | None, **config: object):
-        matching = {"matching._target_": "dmlbench.models.diml.DimlDistance", "matching.grid_size": 4}
-        again = {} if count is None else matching | {"matching.num_neighbors": count}
-        return {"pooling": "gap", "matching": "diml"}, {"optim.lr": 1.0} | again | config
+    def config(count: int | None, **config: object):
+        rerank = {"rerank._target_": "dmlbench.models.diml.DimlDistance", "rerank.grid_size": 4}
+        again = {} if count is None else rerank | {"rerank.num_neighbors": count}
+        return {"pooling": "gap", "rerank": "diml"}, {"optim.lr": 1.0} | again | config
 
-    labels, notes = cell_labels([cell(None), cell(100), cell(10), cell(10, **{"fit.max_steps": 0})])
+    labels, notes = config_labels([config(None), config(100), config(10), config(10, **{"fit.max_steps": 0})])
     ours = "gap (DIML, 4 x 4, first {})"
     assert labels == ["gap", ours.format(100), ours.format(10), ours.format(10) + " (untrained)"]
     assert notes == []
-    assert cell_labels([cell(100), cell(100, **{"matching.temperature": 0.1})])[0] == [
-        ours.format(100), "gap matching.temperature=0.1 (DIML, 4 x 4, first 100)"
+    assert config_labels([config(100), config(100, **{"rerank.temperature": 0.1})])[0] == [
+        ours.format(100), "gap rerank.temperature=0.1 (DIML, 4 x 4, first 100)"
     ]  # fmt: skip
 
 
 def test_settings_that_labels_hide_are_noted() -> None:
-    def cell(pooling: str, steps: int, **config: object):
+    def config(pooling: str, steps: int, **config: object):
         choices = {"backbone": "r", "pooling": pooling, "loss": "l"}
         return choices, {"fit.max_steps": steps, "pooling.p": len(pooling), "loss.m": 0.1} | config
 
-    labels, notes = cell_labels([cell("gap", 300), cell("gmean", 100), cell("gap", 0)])
+    labels, notes = config_labels([config("gap", 300), config("gmean", 100), config("gap", 0)])
     assert labels == ["gap", "gmean", "gap (untrained)"]
     assert notes == ["fit.max_steps: 300 (gap); 100 (gmean)"]
-    labels, notes = cell_labels([cell("gap", 9), cell("gmean", 9, **{"loss.m": 0.2}), cell("gmean", 9)])
+    labels, notes = config_labels([config("gap", 9), config("gmean", 9, **{"loss.m": 0.2}), config("gmean", 9)])
     assert labels == ["gap", "gmean loss.m=0.2", "gmean loss.m=0.1"]
     assert notes == ["loss.m: 0.1 (gap, gmean loss.m=0.1); 0.2 (gmean loss.m=0.2)"]
     summary = _summary(0.5, None)
@@ -194,14 +200,14 @@ def test_settings_that_labels_hide_are_noted() -> None:
 
 
 def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
-    cells = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
-    labels, notes = cell_labels(cells, [{}, {"pooling.m": "by hand"}])
+    configs = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
+    labels, notes = config_labels(configs, [{}, {"pooling.m": "by hand"}])
     assert labels == ["gap", "gsp"]
     assert notes == ["pooling.m: 7 (gsp), by hand"]
-    alike = [*cells, ({"pooling": "gsp_zsr"}, {"pooling.m": 7})]
-    assert cell_labels(alike, [{}, *[{"pooling.m": "by hand"}] * 2])[1] == ["pooling.m: 7 (gsp, gsp_zsr), by hand"]
-    two = [*cells, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
-    assert cell_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
+    alike = [*configs, ({"pooling": "gsp_zsr"}, {"pooling.m": 7})]
+    assert config_labels(alike, [{}, *[{"pooling.m": "by hand"}] * 2])[1] == ["pooling.m: 7 (gsp, gsp_zsr), by hand"]
+    two = [*configs, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
+    assert config_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
         ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],
         [],
     )

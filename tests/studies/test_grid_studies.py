@@ -56,7 +56,7 @@ def test_a_fall_over_mu_is_one_at_every_step_from_the_low_ones_on(
     tmp_path, monkeypatch, scores, comes_out, told
 ) -> None:
     rows = [{"map_at_r": [score], "p_at_1": [0.5]} for score in scores]
-    monkeypatch.setattr(gsp_mu, "scores_of", lambda cells, cfg, parts: dict(zip(cells, rows, strict=True)))
+    monkeypatch.setattr(gsp_mu, "scores_of", lambda configs, cfg, parts: dict(zip(configs, rows, strict=True)))
     cfg = compose("study_gsp_mu", [f"transport_ratios={[0.1, 0.3, 0.5, 1.0][-len(scores) :]}", *places(tmp_path)])
     findings, _ = conduct_study("gsp_mu", cfg, gsp_mu.conduct)
     assert findings.claims[1].holds is comes_out
@@ -66,9 +66,9 @@ def test_a_fall_over_mu_is_one_at_every_step_from_the_low_ones_on(
 def test_gsp_over_prototypes_and_smoothing_finds_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def scores_of(cells, cfg, parts):
-        asked.update(cells)
-        return {name: {"map_at_r": [0.1 * i, 0.1 * i], "p_at_1": [0.5, 0.5]} for i, name in enumerate(cells)}
+    def scores_of(configs, cfg, parts):
+        asked.update(configs)
+        return {name: {"map_at_r": [0.1 * i, 0.1 * i], "p_at_1": [0.5, 0.5]} for i, name in enumerate(configs)}
 
     monkeypatch.setattr(gsp_m_eps, "scores_of", scores_of)
     cfg = compose("study_gsp_m_eps", ["prototypes=[4,2]", "smoothings=[1.0,5.0]", *places(tmp_path)])

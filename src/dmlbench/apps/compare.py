@@ -1,4 +1,4 @@
-"""Two cells side by side, run by run: means, difference and its interval."""
+"""Two configs side by side, run by run: means, difference and its interval."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dmlbench.results.cautions import IMPORTED, by_row, cautions
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
-from dmlbench.results.store import cells_of, find_runs, read_result, require_own_place
+from dmlbench.results.store import find_runs, read_result, require_own_place, runs_by_config
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
@@ -21,7 +21,7 @@ _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences by metric, of two cells.
+    """Differences by metric, of two configs.
 
     Attributes:
         first, second: their folders.
@@ -39,37 +39,37 @@ class Comparison:
     cautions: tuple[str, ...] = ()
 
 
-def compare_cells(
+def compare_configs(
     output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> Comparison:
-    """Compare the cells that two patterns name, on the runs that are complete.
+    """Compare the configs that two patterns name, on the runs that are complete.
 
     Args:
         output_dir: root of the run directories.
-        patterns: two, each of one cell, as in ``find_runs``.
+        patterns: two, each of one config, as in ``find_runs``.
         spec: scores to compare; those that a run lacks are computed and kept.
         allow_partial: compare the runs that both have although one has more.
 
     Raises:
-        ConfigError: not two cells, or a metric that a run lacks and that cannot be computed.
-        RunError: a pattern matches no cell or several; the cells have no common run, lack runs, or were made from other
-            data, protocols or seeds.
+        ConfigError: not two configs, or a metric that a run lacks and that cannot be computed.
+        RunError: a pattern matches no config or several; the configs have no common run, lack runs, or differ in data,
+            protocol or seed.
     """
     if len(patterns) != 2:
-        raise ConfigError(f"compare names {len(patterns)} cells; give two, as in compare=[<cell>,<cell>]")
-    cells = [_cell(output_dir, pattern) for pattern in patterns]
-    if cells[0] == cells[1]:
-        raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same cell, {cells[0]}; name two")
-    runs = [_results(path, output_dir) for path in cells]
+        raise ConfigError(f"compare names {len(patterns)} configs; give two, as in compare=[<config>,<config>]")
+    configs = [_config(output_dir, pattern) for pattern in patterns]
+    if configs[0] == configs[1]:
+        raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same config, {configs[0]}; name two")
+    runs = [_results(path, output_dir) for path in configs]
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
-    left_out = tuple(f"fold{f}_rep{r} ({cells[(f, r) in runs[1]].name})" for f, r in lonely)
+    left_out = tuple(f"fold{f}_rep{r} ({configs[(f, r) in runs[1]].name})" for f, r in lonely)
     if not common or (left_out and not allow_partial):
         remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
-        raise RunError(f"cells are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
+        raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
-        _require_same(cells, runs[0][key], runs[1][key])
-    pairs = zip(cells, runs, strict=True)
+        _require_same(configs, runs[0][key], runs[1][key])
+    pairs = zip(configs, runs, strict=True)
     scores = [{key: _scores(path, key, results[key], spec) for key in common} for path, results in pairs]
     metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
@@ -80,12 +80,12 @@ def compare_cells(
     for metric in metrics:
         first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
         differences[metric] = paired_difference(first, second)
-    firsts = [(path, next(iter(results))) for path, results in zip(cells, runs, strict=True)]
+    firsts = [(path, next(iter(results))) for path, results in zip(configs, runs, strict=True)]
     differing = differing_settings(
         [(path / f"fold{key[0]}_rep{key[1]}", runs[i][key]["choices"]) for i, (path, key) in enumerate(firsts)]
     )
     warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
-    return Comparison(cells[0], cells[1], differences, left_out, tuple(differing), tuple(warned))
+    return Comparison(configs[0], configs[1], differences, left_out, tuple(differing), tuple(warned))
 
 
 def to_text(comparison: Comparison) -> str:
@@ -109,16 +109,16 @@ def to_text(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _cell(output_dir: str, pattern: str) -> Path:
-    cells = list(cells_of(find_runs(output_dir, pattern)))
-    if len(cells) != 1:
-        found = ", ".join(str(path.relative_to(output_dir)) for path in cells) or "none"
-        raise RunError(f"'{pattern}' must match one cell under {output_dir}; it matches {found}")
-    return cells[0]
+def _config(output_dir: str, pattern: str) -> Path:
+    configs = list(runs_by_config(find_runs(output_dir, pattern)))
+    if len(configs) != 1:
+        found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
+        raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
+    return configs[0]
 
 
-def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
-    runs = find_runs(output_dir, str(cell.relative_to(output_dir)))
+def _results(config: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
+    runs = find_runs(output_dir, str(config.relative_to(output_dir)))
     results = {}
     for run in runs:
         if run.state == "done":
@@ -127,10 +127,10 @@ def _results(cell: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any
     return results
 
 
-def _scores(cell: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+def _scores(config: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
     if rule_named(result["aggregation"]).scored_on == "val":
         return result["metrics"]["val"]
-    return scores_of_run(cell / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
+    return scores_of_run(config / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
 
 
 def _cautions(
@@ -145,10 +145,10 @@ def _cautions(
     return list(dict.fromkeys(note for notes in found for note in notes))
 
 
-def _require_same(cells: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:
+def _require_same(configs: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:
     for key in _SAME:
         if first[key] != second[key]:
             raise RunError(
-                f"the cells differ in {key} ({first[key]} in {cells[0].name}, {second[key]} in {cells[1].name}); "
+                f"the configs differ in {key} ({first[key]} in {configs[0].name}, {second[key]} in {configs[1].name}); "
                 "only runs on the same data, protocol and seed are pairs"
             )

@@ -1,4 +1,4 @@
-"""Embeddings of other code as runs of a cell, beside our own in collections, tables, comparisons and reports."""
+"""Embeddings of other code as runs of a config, beside our own in collections, tables, comparisons and reports."""
 
 import datetime
 import logging
@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.build import component
-from dmlbench.config import cell_sha256, config_sha256
+from dmlbench.config import config_sha256, run_sha256
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 class Imported:
     """
     Attributes:
-        cell: folder of the cell.
+        config: folder of the config.
         scores: test scores of its runs, by coordinates.
         notes: what is not known or was not checked.
     """
 
-    cell: Path
+    config: Path
     scores: Mapping[tuple[int, int], Mapping[str, float]]
     notes: tuple[str, ...]
 
 
-def import_cell(cfg: DictConfig) -> Imported:
-    """Check files of test embeddings against a data set, and make the runs of a cell of them.
+def import_config(cfg: DictConfig) -> Imported:
+    """Check files of test embeddings against a data set, and make the runs of a config of them.
 
     A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
     the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
@@ -86,7 +86,7 @@ def import_cell(cfg: DictConfig) -> Imported:
         )
     table: ImageTable = component(cfg.dataset.table)
     spec: EvaluationSpec = component(cfg.evaluation)
-    cell, scores, notes = _cell_of(cfg, protocol.name), {}, list[str]()
+    config, scores, notes = _config_of(cfg, protocol.name), {}, list[str]()
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
@@ -99,15 +99,15 @@ def import_cell(cfg: DictConfig) -> Imported:
         checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
     widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
-        raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a cell has one width")
+        raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
     for (fold, repeat), (split, found, is_by_order) in checked.items():
         if is_by_order:
             notes.append("the files have no ids: images of one class are taken to stand in the data set's order")
         run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
         assert isinstance(run_cfg, DictConfig)
         about = _about(cfg, files[fold, repeat], is_by_order)
-        scores[fold, repeat] = _write(run_cfg, cell, protocol, table, split, found, about, spec)
-    return Imported(cell, scores, tuple(dict.fromkeys(notes)))
+        scores[fold, repeat] = _write(run_cfg, config, protocol, table, split, found, about, spec)
+    return Imported(config, scores, tuple(dict.fromkeys(notes)))
 
 
 def _check_pattern(key: str, pattern: str, counts: Mapping[str, int]) -> None:
@@ -193,8 +193,8 @@ def _about(cfg: DictConfig, files: Mapping[str, Path], is_by_order: bool) -> dic
 
 
 def _identity(cfg: DictConfig) -> DictConfig:
-    """What makes the cell of an imported model: its name, what it was tested on, and what is told of it."""
-    kept: Any = OmegaConf.to_container(cfg, resolve=False)  # so that a cell has its name wherever the data lie
+    """What makes the config of an imported model: its name, what it was tested on, and what is told of it."""
+    kept: Any = OmegaConf.to_container(cfg, resolve=False)  # so that a config has its name wherever the data lie
     identity = OmegaConf.create(
         {
             "imported": {"name": str(cfg.name), **{key: kept[key] for key in TOLD}},
@@ -207,17 +207,17 @@ def _identity(cfg: DictConfig) -> DictConfig:
     return identity
 
 
-def _cell_of(cfg: DictConfig, protocol: str) -> Path:
-    digest = cell_sha256(_identity(cfg))[:8]
+def _config_of(cfg: DictConfig, protocol: str) -> Path:
+    digest = config_sha256(_identity(cfg))[:8]
     return Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol / f"{cfg.name}-imported-{digest}"
 
 
 def _write(
-    cfg: DictConfig, cell: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
+    cfg: DictConfig, config: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
     about: Mapping[str, Any], spec: EvaluationSpec,
 ) -> Mapping[str, float]:  # fmt: skip
     """One run; a complete one of the same file is left as it is."""
-    run_dir = cell / f"fold{cfg.fold}_rep{cfg.repeat}"
+    run_dir = config / f"fold{cfg.fold}_rep{cfg.repeat}"
     store.make_directory(run_dir)
     identity = _identity(cfg)
     with store.locked(run_dir):
@@ -227,7 +227,7 @@ def _write(
             if any(before.get(key) != about.get(key) for key in ("file_sha256", "gallery_sha256")):
                 raise RunError(
                     f"{run_dir} holds other embeddings of this name; choose another name, or remove it with `dmlbench "
-                    f"clean {cell.name!r}`"
+                    f"clean {config.name!r}`"
                 )
             if result["dataset_fingerprint"] == table.fingerprint:
                 log.info("%s is complete: nothing to do", run_dir)
@@ -237,11 +237,11 @@ def _write(
         atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(identity, resolve=True).encode())
         save_embeddings(
             run_dir / store.EMBEDDINGS, found.queries, found.gallery,
-            {"dataset": table.name, "fingerprint": table.fingerprint, "cell_id": cell.name},
+            {"dataset": table.name, "fingerprint": table.fingerprint, "config_id": config.name},
         )  # fmt: skip
         atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(found.queries, test)))
         result = {
-            "cell_id": cell.name, "cell_sha256": cell_sha256(identity), "config_sha256": config_sha256(identity),
+            "config_id": config.name, "config_sha256": config_sha256(identity), "run_sha256": run_sha256(identity),
             "imported": dict(about), "dataset": table.name, "dataset_fingerprint": table.fingerprint,
             **({"data_notes": list(table.notes)} if table.notes else {}), "protocol": protocol.name,
             "aggregation": protocol.aggregation, "num_folds": protocol.num_folds, "num_repeats": protocol.num_repeats,

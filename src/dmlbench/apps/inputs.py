@@ -7,12 +7,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.apps.plan import Config
+from dmlbench.apps.plan import PlannedConfig
 from dmlbench.build import component
 from dmlbench.types import DmlbenchError
 
 
-def missing_inputs(configs: Iterable[Config]) -> dict[str, DmlbenchError]:
+def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]:
     """Why the runs of configs cannot begin, by ``sha256``; each data set and file of weights is loaded once."""
     errors: dict[str, DmlbenchError | None] = {}
     found: dict[str, DmlbenchError] = {}

@@ -42,7 +42,7 @@ def model_card(
     chosen = {k: v for k, v in result["choices"].items() if k in _CHOICES and v not in _UNNAMED}
     lines = [
         "---", yaml.safe_dump(head, sort_keys=False).strip(), "---",
-        f"# {result['cell_id']}, fold {result['fold']}, repeat {result['repeat']}", "",
+        f"# {result['config_id']}, fold {result['fold']}, repeat {result['repeat']}", "",
         f"Images to embeddings of {model.embedding_size} numbers, compared by {_compared(model)}. Trained and tested "
         f"with dmlbench {result['versions'].get('dmlbench', '')}: "
         + ", ".join(f"{group} `{option}`" for group, option in chosen.items()) + ".",
@@ -115,7 +115,10 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
         values = (metrics[part].get(name) for part in parts)
         texts = ["–" if value is None else f"{score.scale * value:.2f}" for value in values]
         lines.append(f"| {score.label} | {' | '.join(texts)} |")
-    lines += ["", f"Search: {result['search']}. These are scores of one run; compare cells by all runs of a protocol."]
+    lines += [
+        "",
+        f"Search: {result['search']}. One run; compare configs by all runs of a protocol.",
+    ]
     if result.get("n_skipped_queries"):
         lines.append(f"{result['n_skipped_queries']} queries without a positive are left out.")
     not_started = int(not result.get("pooling_started", True) and result["steps"] > 0)

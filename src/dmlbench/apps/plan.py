@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dmlbench.build import component
-from dmlbench.config import cell_id, cell_sha256
+from dmlbench.config import config_id, config_sha256
 from dmlbench.results.store import (
     EMBEDDINGS,
     ERROR,
@@ -29,7 +29,7 @@ Overrides = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Config:
+class PlannedConfig:
     """What planning needs to know of a config.
 
     Attributes:
@@ -70,7 +70,7 @@ class Run:
         result: of a done run, else empty.
     """
 
-    config: Config
+    config: PlannedConfig
     fold: int
     repeat: int
     path: Path
@@ -88,10 +88,10 @@ class Run:
         return self.is_requested and self.state not in ("done", "unusable")
 
 
-def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overrides, Config | str]:
+def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overrides, PlannedConfig | str]:
     """A config for each of the overrides, or why they cannot be composed. Each is composed once."""
     wanted = list(dict.fromkeys(wanted))
-    found: dict[Overrides, Config | str] = {}
+    found: dict[Overrides, PlannedConfig | str] = {}
     for overrides in tqdm(wanted, "composing", unit="config", disable=not sys.stderr.isatty() or len(wanted) < 3):
         try:
             found[overrides] = _config(overrides, compose(overrides))
@@ -100,7 +100,7 @@ def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overr
     return found
 
 
-def _config(overrides: Overrides, cfg: DictConfig) -> Config:
+def _config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
     protocol = component(cfg.protocol)
     planned_by = None
     if protocol.planned_by is not None:
@@ -108,12 +108,12 @@ def _config(overrides: Overrides, cfg: DictConfig) -> Config:
         planned_by = (*(o for o in overrides if o.partition("=")[0] not in first), *first.values())
     has_weights = any(cfg.backbone.get(key) for key in ("pretrained", "weights_file"))
     nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
-    return Config(
+    return PlannedConfig(
         overrides,
         cfg.dataset.name,
         protocol.name,
-        cell_id(cfg),
-        cell_sha256(cfg),
+        config_id(cfg),
+        config_sha256(cfg),
         protocol.num_folds,
         protocol.num_repeats,
         cfg.base_seed,
@@ -133,8 +133,8 @@ class Plan:
         preparing: runs of the configs of ``first``, in the same order.
     """
 
-    configs: tuple[Config, ...]
-    first: Mapping[Overrides, Config]
+    configs: tuple[PlannedConfig, ...]
+    first: Mapping[Overrides, PlannedConfig]
     runs: tuple[Run, ...]
     preparing: tuple[Run, ...]
 
@@ -166,7 +166,7 @@ class Plan:
 
 
 def make_plan(
-    configs: Sequence[Config], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
+    configs: Sequence[PlannedConfig], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
 ) -> Plan:
     """The runs of configs at all folds and repeats of their protocols.
 
@@ -183,10 +183,10 @@ def make_plan(
     folds = max((config.num_folds for config in configs), default=0)
     if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
         raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
-    known: dict[Overrides, Config | str] = {config.overrides: config for config in configs}
+    known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
     known |= compose_configs((overrides for overrides in needed if overrides not in known), compose)
-    first: dict[Overrides, Config] = {}
+    first: dict[Overrides, PlannedConfig] = {}
     for config in configs:
         if config.planned_by is not None:
             before = known[config.planned_by]
@@ -199,7 +199,9 @@ def make_plan(
     return Plan(tuple(rows.values()), first, *found)
 
 
-def _runs(configs: Sequence[Config], output_dir: str, coordinates: Mapping[str, Sequence[int]]) -> tuple[Run, ...]:
+def _runs(
+    configs: Sequence[PlannedConfig], output_dir: str, coordinates: Mapping[str, Sequence[int]]
+) -> tuple[Run, ...]:
     placed = []
     bar = tqdm(configs, "reading runs", unit="config", disable=not sys.stderr.isatty() or len(configs) < 20)
     for i, config in enumerate(bar):
@@ -224,7 +226,7 @@ def with_state(run: Run) -> Run:
             return replace(run, state=state, problem=_last_line(run.path / ERROR) if state == "failed" else "")
         result = read_result(run.path)
         require_own_place(run.path, result)
-        if result.get("cell_sha256", run.config.sha256) != run.config.sha256:
+        if result.get("config_sha256", run.config.sha256) != run.config.sha256:
             raise RunError(
                 f"{run.path} holds the result of another configuration; bring back the one that belongs there, or "
                 "remove it with `dmlbench clean`"

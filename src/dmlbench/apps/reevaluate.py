@@ -122,8 +122,8 @@ def _check_request(cfg: DictConfig) -> None:
     """Everything that can be refused before the work rather than after it."""
     if (cfg.run is None) == (cfg.embeddings is None):
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
-    if cfg.matching is not None and not (cfg.run is not None and cfg.from_checkpoint):
-        raise ConfigError("matching compares cells of the test images' maps; give run=<directory> from_checkpoint=true")
+    if cfg.rerank is not None and not (cfg.run is not None and cfg.from_checkpoint):
+        raise ConfigError("rerank compares cells of the test images' maps; give run=<directory> from_checkpoint=true")
     if cfg.run is not None:
         for key in (*INPUTS[1:], "model"):
             if cfg[key] is not None:
@@ -197,13 +197,13 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
     asked = OmegaConf.to_container(cfg.evaluation, resolve=True)  # whose values are this command's own keys
-    again = {} if cfg.matching is None else {"matching": OmegaConf.to_container(cfg.matching, resolve=True)}
+    again = {} if cfg.rerank is None else {"rerank": OmegaConf.to_container(cfg.rerank, resolve=True)}
     trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": asked, **again}, device=cfg.device)
     assert trained.data.split.test is not None
     queries, gallery, evaluation = trained.test(trained.data.split.test)
-    table, distance = trained.data.table, trained.matching or trained.model.distance
-    if trained.matching is not None:
-        warned = tuple(cautions({**result, "search": spec.search, "matching": trained.matching.description}))
+    table, distance = trained.data.table, trained.rerank or trained.model.distance
+    if trained.rerank is not None:
+        warned = tuple(cautions({**result, "search": spec.search, "rerank": trained.rerank.description}))
     return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)
 
 

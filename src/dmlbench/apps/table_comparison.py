@@ -12,16 +12,16 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.plan import Config, Overrides, Plan, Run
+from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
 from dmlbench.apps.provenance import Provenance, are_published, provenance_of
 from dmlbench.apps.table_rows import NARROWING, Row
-from dmlbench.apps.tables import Found, build_tables, named_cells
-from dmlbench.apps.trained import distances_by_cell
-from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN
+from dmlbench.apps.tables import Found, build_tables, named_configs
+from dmlbench.apps.trained import distances_by_config
+from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import PaperScore
-from dmlbench.results.aggregate import aggregate_cell, has_scores, is_of_runs, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of
@@ -32,7 +32,7 @@ from dmlbench.types import DmlbenchError, RunError, RunInUse
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
-    *(*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset.table.root", "hydra"),
+    *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "dataset.table.root", "hydra"),
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"
@@ -100,12 +100,12 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
         is_current = is_of_runs(folder, known, [(run.fold, run.repeat) for run in complete])
         if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
             return known
-    return aggregate_cell(
-        runs, spec, allow_partial=True, distance_of=distances_by_cell(), progress=sys.stderr.isatty()
+    return aggregate_config(
+        runs, spec, allow_partial=True, distance_of=distances_by_config(), progress=sys.stderr.isatty()
     )  # fmt: skip
 
 
-def _runs_in(folder: Path, config: Config) -> list[RunInfo]:
+def _runs_in(folder: Path, config: PlannedConfig) -> list[RunInfo]:
     """Every run in a config's folder."""
     found = [(path, re.fullmatch(r"fold(\d+)_rep(\d+)", path.name)) for path in sorted(folder.glob("fold*_rep*"))]
     return [
@@ -116,8 +116,8 @@ def _runs_in(folder: Path, config: Config) -> list[RunInfo]:
 
 
 def compare_rows(
-    rows: Sequence[Row], plan: Plan, configs: Mapping[Overrides, Config | str], blocked: Mapping[str, DmlbenchError],
-    reasons: Sequence[str],
+    rows: Sequence[Row], plan: Plan, configs: Mapping[Overrides, PlannedConfig | str],
+    blocked: Mapping[str, DmlbenchError], reasons: Sequence[str],
 ) -> tuple[list[Comparison], list[str]]:  # fmt: skip
     """Every score of a paper with ours, and notes on what our rows deviate in.
 
@@ -128,7 +128,7 @@ def compare_rows(
         blocked: why runs could not begin, by ``sha256``.
         reasons: why no row is comparable with the paper.
     """
-    of_rows: dict[Overrides, Config] = {}
+    of_rows: dict[Overrides, PlannedConfig] = {}
     for row in rows:
         if not isinstance(config := configs.get(row.overrides, ""), str):
             of_rows[row.overrides] = config
@@ -181,7 +181,7 @@ def given_by_hand(overrides: Sequence[str]) -> list[str]:
 
 
 def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> list[str]:
-    """Overrides that make other cells than an experiment's own; ``choosing`` are keys that choose among these."""
+    """Overrides that make other configs than an experiment's own; ``choosing`` are keys that choose among these."""
     return [
         override
         for override in overrides
@@ -224,10 +224,10 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
 
 
 def grid_tables(summaries: Mapping[str, Summary], spec: EvaluationSpec) -> dict[tuple[str, str], Table]:
-    """The cells of a grid as tables, one for each data set and protocol.
+    """The configs of a grid as tables, one for each data set and protocol.
 
     Raises:
-        RunError: no cell has a complete run.
+        RunError: no config has a complete run.
     """
     grouped: dict[tuple[str, str], list[Found]] = {}
     for summary in summaries.values():
@@ -235,8 +235,8 @@ def grid_tables(summaries: Mapping[str, Summary], spec: EvaluationSpec) -> dict[
             run = summary.found[1][0]
             grouped.setdefault((run.dataset, run.protocol), []).append(summary.found)
     if not grouped:
-        raise RunError("no cell has a complete run yet")
-    return build_tables(named_cells(grouped), spec)
+        raise RunError("no config has a complete run yet")
+    return build_tables(named_configs(grouped), spec)
 
 
 def seconds_per_run(plan: Plan, hours: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:

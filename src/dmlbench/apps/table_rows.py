@@ -261,7 +261,7 @@ def _matching(labels: Sequence[str], rows: Sequence[str]) -> set[str]:
 
 
 def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
-    """The cells of a grid as overrides, the first key varying slowest, and the coordinates that it names.
+    """The configs of a grid as overrides, the first key varying slowest, and the coordinates that it names.
 
     Args:
         params: ``hydra.sweeper.params`` of an experiment: values, several of them separated by commas.
@@ -278,7 +278,7 @@ def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[st
             coordinates[override.key_or_group] = [_number(value) for value in values]
         else:
             axes.append(values)
-    return [tuple(cell) for cell in itertools.product(*axes)], coordinates
+    return [tuple(config) for config in itertools.product(*axes)], coordinates
 
 
 def _number(override: str) -> int:

@@ -1,4 +1,4 @@
-"""Finds aggregated cells, names them and makes one table per data set and protocol."""
+"""Finds aggregated configs, names them and makes one table per data set and protocol."""
 
 import logging
 import sys
@@ -11,31 +11,31 @@ import pandas as pd
 
 from dmlbench.apps.changed_settings import changed_settings
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import read_config, settings_of_cell
+from dmlbench.config import config_settings, read_config
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_cell, has_scores, is_current, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
-from dmlbench.results.store import CONFIG, RunInfo, cells_of, find_runs
-from dmlbench.results.tables import NAMING_GROUPS, Table, cell_labels, make_table
+from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config
+from dmlbench.results.tables import NAMING_GROUPS, Table, config_labels, make_table
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
 Found = tuple[Path, list[RunInfo], dict[str, Any]]
-"""A cell's folder, its runs and its summary."""
+"""A config's folder, its runs and its summary."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """An aggregated cell.
+class ConfigSummary:
+    """An aggregated config.
 
     Attributes:
         path: its folder.
         runs: its runs.
-        summary: what ``aggregate_cell`` made of them.
+        summary: what ``aggregate_config`` made of them.
         label: the name of its row.
-        differing: notes on settings in which it and the other cells of its table differ, beyond their labels.
+        differing: notes on settings in which it and the other configs of its table differ, beyond their labels.
     """
 
     path: Path
@@ -51,45 +51,45 @@ def asked_columns(spec: EvaluationSpec) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def find_cells(
+def find_configs(
     output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False
-) -> dict[tuple[str, str], list[Cell]]:
-    """Aggregated cells per (data set, protocol), trained ones first, each with the shortest name that tells it apart.
+) -> dict[tuple[str, str], list[ConfigSummary]]:
+    """Aggregated configs per (data set, protocol), trained ones first, each with the shortest name that tells it apart.
 
     Scores that ``spec`` asks for and a summary lacks are computed and kept.
 
     Raises:
-        RunError: nothing matches; a cell is not aggregated, was aggregated from other runs, or is partial without
+        RunError: nothing matches; a config is not aggregated, was aggregated from other runs, or is partial without
             ``allow_partial``.
     """
-    cells = cells_of(find_runs(output_dir, pattern))
-    if not cells:
+    configs = runs_by_config(find_runs(output_dir, pattern))
+    if not configs:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[Found]] = {}
-    for path, runs in cells.items():
+    for path, runs in configs.items():
         if allow_partial and not any(run.state == "done" for run in runs):
             log.warning("%s has no complete run and is left out", path)
             continue
         summary = read_aggregate(path)
         if summary is None or not is_current(path, summary):
             how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
-            raise RunError(f"{path} is {how}; run `dmlbench aggregate 'cells={path.relative_to(output_dir)}'`")
+            raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
         if summary["missing"] and not allow_partial:
             raise RunError(
                 f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
             )
         if not has_scores(summary, spec):
-            summary = aggregate_cell(
+            summary = aggregate_config(
                 runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
             )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
-        raise RunError(f"no cell that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
-    return named_cells(grouped)
+        raise RunError(f"no config that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
+    return named_configs(grouped)
 
 
-def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[str, str], list[Cell]]:
-    """Cells per (data set, protocol), trained ones first, each with the shortest name that tells it apart."""
+def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[str, str], list[ConfigSummary]]:
+    """Configs per (data set, protocol), trained ones first, each with the shortest name that tells it apart."""
     result = {}
     for key, everything in grouped.items():
         configs = {
@@ -97,63 +97,63 @@ def named_cells(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[st
             for path, runs, _ in everything
         }
         settings = {path: _settings(config) for path, config in configs.items()}
-        labels, differing = cell_labels(
+        labels, differing = config_labels(
             [(summary["choices"], settings[path]) for path, _, summary in everything],
             [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in everything],
         )
         labels = _distinct(labels, [path for path, _, _ in everything])
         named = [
-            Cell(path, tuple(runs), summary, label, tuple(differing))
+            ConfigSummary(path, tuple(runs), summary, label, tuple(differing))
             for (path, runs, summary), label in zip(everything, labels, strict=True)
         ]
-        result[key] = sorted(named, key=lambda cell: ("(untrained)" not in cell.label, cell.label))
+        result[key] = sorted(named, key=lambda config: ("(untrained)" not in config.label, config.label))
     return result
 
 
 def build_tables(
-    grouped: Mapping[tuple[str, str], Sequence[Cell]], spec: EvaluationSpec, *, facts: Sequence[str] = ()
+    grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], spec: EvaluationSpec, *, facts: Sequence[str] = ()
 ) -> dict[tuple[str, str], Table]:
-    """One table per (data set, protocol) of what ``find_cells`` found; ``facts`` of their splits are columns, too.
+    """One table per (data set, protocol) of what ``find_configs`` found; ``facts`` of their splits are columns, too.
 
     Raises:
         ConfigError: a metric or a fact is unknown.
     """
     tables, metrics = {}, asked_columns(spec)
-    for (dataset, protocol), cells in grouped.items():
-        summaries, labels = [cell.summary for cell in cells], [cell.label for cell in cells]
+    for (dataset, protocol), configs in grouped.items():
+        summaries, labels = [config.summary for config in configs], [config.label for config in configs]
         title = f"{dataset} under {protocol}"
-        tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, cells[0].differing)
+        tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, configs[0].differing)
     return tables
 
 
-def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
-    """Every run of the cells: where it stands, what its scores are not, and these as fractions."""
+def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> str:
+    """Every run of the configs: where it stands, what its scores are not, and these as fractions."""
     rows = [
-        {"dataset": dataset, "protocol": protocol, "row": cell.label, "cell": cell.path.name, "run": run,
-         "scored_on": cell.summary["scored_on"], "notes": "; ".join(cautions(cell.summary)), **scores}
-        for (dataset, protocol), cells in grouped.items() for cell in cells
-        for run, scores in cell.summary["raw"].items()
+        {"dataset": dataset, "protocol": protocol, "row": config.label, "config": config.path.name, "run": run,
+         "scored_on": config.summary["scored_on"], "notes": "; ".join(cautions(config.summary)), **scores}
+        for (dataset, protocol), configs in grouped.items() for config in configs
+        for run, scores in config.summary["raw"].items()
     ]  # fmt: skip
-    places = ["dataset", "protocol", "row", "cell", "run", "scored_on", "notes"]
+    places = ["dataset", "protocol", "row", "config", "run", "scored_on", "notes"]
     frame = pd.DataFrame(rows)
     return str(frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]].to_csv(index=False))
 
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
-    """Notes on settings in which the cells of runs, given with their choices, differ beyond their names."""
+    """Notes on settings in which the configs of runs, given with their choices, differ beyond their names."""
     configs = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
-    cells = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
-    return cell_labels(cells, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
+    configs = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
+    return config_labels(configs, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
 
 
 def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What defines the cell of a run's configuration, flattened."""
-    return settings_of_cell(dict(stored))
+    """What defines the config of a run's configuration, flattened."""
+    return config_settings(dict(stored))
 
 
-def _distinct(labels: Sequence[str], cells: Sequence[Path]) -> list[str]:
-    """Labels that several cells have, with the hashes that end the cells' names."""
+def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
+    """Labels that several configs have, with the hashes that end the configs' names."""
     return [
-        f"{label} [{cell.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
-        for label, cell in zip(labels, cells, strict=True)
+        f"{label} [{config.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
+        for label, config in zip(labels, configs, strict=True)
     ]

@@ -45,14 +45,14 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         return None
-    distance = build.build_matching(config) or build.build_distance(config)
+    distance = build.build_rerank(config) or build.build_distance(config)
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance
 
 
-def distances_by_cell() -> Callable[[Path], BaseDistance | None]:
-    """``distance_of_run`` for many runs: of a cell that compares unit vectors one configuration is read."""
+def distances_by_config() -> Callable[[Path], BaseDistance | None]:
+    """``distance_of_run`` for many runs: of a config that compares unit vectors one configuration is read."""
     of_unit_vectors: set[Path] = set()
 
     def distance_of(run_dir: Path) -> BaseDistance | None:

@@ -1,4 +1,4 @@
-"""``dmlbench aggregate``: the runs of each cell to one summary."""
+"""``dmlbench aggregate``: the runs of each config to one summary."""
 
 import sys
 
@@ -8,22 +8,22 @@ from omegaconf import DictConfig
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.trained import distance_of_run
     from dmlbench.build import component
-    from dmlbench.results.aggregate import aggregate_cell
+    from dmlbench.results.aggregate import aggregate_config
     from dmlbench.results.cautions import cautions
-    from dmlbench.results.store import cells_of, find_runs
+    from dmlbench.results.store import find_runs, runs_by_config
     from dmlbench.types import DmlbenchError, RunError
 
     spec = component(cfg.evaluation)
-    cells = cells_of(find_runs(cfg.paths.output_dir, cfg.cells))
-    if not cells:
+    configs = runs_by_config(find_runs(cfg.paths.output_dir, cfg.configs))
+    if not configs:
         raise RunError(
-            f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'; `dmlbench status` lists what there is"
+            f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists what there is"
         )
     failures = []
-    for number, (path, runs) in enumerate(cells.items(), start=1):
-        print(f"[{number}/{len(cells)}] {path}")
+    for number, (path, runs) in enumerate(configs.items(), start=1):
+        print(f"[{number}/{len(configs)}] {path}")
         try:
-            summary = aggregate_cell(
+            summary = aggregate_config(
                 runs,
                 spec,
                 distance_of=distance_of_run,
@@ -40,8 +40,8 @@ def task(cfg: DictConfig) -> None:
         for kind, scores in summary["scores"].items():
             values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
             print(f"      {kind}: {values}")
-    if failures:  # every cell that can be summarized is
-        count = f"{len(failures)} of {len(cells)} cells could not be summarized: " if len(cells) > 1 else ""
+    if failures:  # every config that can be summarized is
+        count = f"{len(failures)} of {len(configs)} configs could not be summarized: " if len(configs) > 1 else ""
         raise type(failures[0])(
             f"{count}{failures[0]}" + (" (the others are named above)" if len(failures) > 1 else "")
         )

@@ -27,7 +27,7 @@ _FLAGS: dict[str, dict[str, str | None]] = {
 }
 """Options of single commands, with the override that they stand for."""
 _WORDS = {"reproduce": "table", "tune": "search"}
-"""The key that a bare word stands for, where it is not ``cells``."""
+"""The key that a bare word stands for, where it is not ``configs``."""
 _IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at", "recipe.side": "recipe/side"}
 """Keys of other commands by what ``train`` calls them."""
 _SINGLE = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.default == MISSING)
@@ -122,7 +122,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     """
     given = [_without_spaces(argument) for argument in line.overrides]
     if line.words:
-        key = _WORDS.get(name, "cells")
+        key = _WORDS.get(name, "configs")
         if key not in _keys(name) and not (config_folder() / key).is_dir():
             raise ConfigError(f"expected key=value, got '{line.words[0]}'; see dmlbench {name} --help")
         if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):

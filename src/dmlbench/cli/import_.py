@@ -1,13 +1,13 @@
-"""``dmlbench import``: test embeddings of other code as a cell beside our own."""
+"""``dmlbench import``: test embeddings of other code as a config beside our own."""
 
 from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.apps.imported import import_cell
+    from dmlbench.apps.imported import import_config
     from dmlbench.evaluation.metrics.table import score_named
 
-    found = import_cell(cfg)
+    found = import_config(cfg)
     for (fold, repeat), scores in found.scores.items():
         shown = ", ".join(
             f"{score_named(name).label} {score_named(name).scale * value:.2f}" for name, value in scores.items()
@@ -15,4 +15,4 @@ def task(cfg: DictConfig) -> None:
         print(f"fold{fold}_rep{repeat}: {shown}")
     for note in found.notes:
         print(f"  {note}")
-    print(f"written: {found.cell}; `dmlbench aggregate` and `dmlbench table` take it as any other cell")
+    print(f"written: {found.config}; `dmlbench aggregate` and `dmlbench table` take it as any other config")

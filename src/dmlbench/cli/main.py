@@ -15,18 +15,18 @@ from dmlbench import __version__
 _PROCESS = os.getpid()
 
 COMMANDS = {
-    "train": "train and test one cell at one fold and repeat, or sweep over many with -m",
+    "train": "train and test one config at one fold and repeat, or sweep over many with -m",
     "evaluate": "evaluate a finished run again, or a file of embeddings",
     "export": "write a run's model, its card and its graphs into a folder that stands alone",
     "embed": "embed a folder of images by a trained model",
     "import": "take test embeddings of other code into the tables",
-    "aggregate": "summarize the runs of each cell (mlrc: 81 collections of fold models)",
+    "aggregate": "summarize the runs of each config (mlrc: 81 collections of fold models)",
     "reproduce": "run what is missing of a paper's table, and print ours beside the paper's numbers",
     "tune": "search hyper-parameters under protocol=hpo, and write the best as a recipe",
-    "table": "print aggregated cells side by side; write Markdown, CSV and LaTeX",
+    "table": "print aggregated configs side by side; write Markdown, CSV and LaTeX",
     "oodml": "make train-test splits of growing distance, and score, adapt and measure runs over them",
     "study": "conduct a small experiment of a paper, with a picture and a table beside its claims",
-    "report": "write a page of aggregated cells to look through, or draw them (--picture)",
+    "report": "write a page of aggregated configs to look through, or draw them (--picture)",
     "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",
     "data": "list, verify and prepare data sets, and count what one holds",
     "status": "which runs are done, running, failed or stale",

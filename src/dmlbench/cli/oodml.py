@@ -8,7 +8,7 @@ from dmlbench.cli.command import first_word, run_command
 WORDS = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
     "distances": "measure the splits of a file by a network, beside the distances that the file gives",
-    "scores": "scores of cells over the distance of their splits, and the area under them",
+    "scores": "scores of configs over the distance of their splits, and the area under them",
     "frozen": "score a network's features as they are over the splits of a file",
     "transfer": "test trained models on another data set",
     "few_shot": "adapt the last layer of finished runs to a few images of each test class; scores before and after",

@@ -30,7 +30,7 @@ def task(cfg: DictConfig) -> None:
         weight_decay=cfg.weight_decay, official=official, memory_bytes=cfg.memory_bytes,
     )  # fmt: skip
     set_strict_float32()
-    grouped = named_runs(chosen_runs(_listed(cfg.run), cfg.cells, cfg.paths.output_dir))
+    grouped = named_runs(chosen_runs(_listed(cfg.run), cfg.configs, cfg.paths.output_dir))
     folder = Path(cfg.paths.output_dir) / "tables"
     for (dataset, protocol), runs in grouped.items():
         rows = [

@@ -1,4 +1,4 @@
-"""``dmlbench oodml scores``: scores of cells over the distance of their splits."""
+"""``dmlbench oodml scores``: scores of configs over the distance of their splits."""
 
 from omegaconf import DictConfig
 

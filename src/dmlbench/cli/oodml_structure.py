@@ -21,7 +21,7 @@ def task(cfg: DictConfig) -> None:
         raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
     spec = component(cfg.evaluation)
     set_strict_float32()
-    grouped = named_runs(chosen_runs([], cfg.cells, cfg.paths.output_dir))
+    grouped = named_runs(chosen_runs([], cfg.configs, cfg.paths.output_dir))
     folder = Path(cfg.paths.output_dir) / "tables"
     for (dataset, protocol), runs in grouped.items():
         measured = []

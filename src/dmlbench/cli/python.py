@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.train import composed_run
@@ -21,13 +21,13 @@ from dmlbench.evaluation.embeddings.arrays import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_cell
-from dmlbench.results.store import cells_of, find_runs
+from dmlbench.results.aggregate import aggregate_config
+from dmlbench.results.store import find_runs, runs_by_config
 from dmlbench.results.tables import to_csv
 
 
 def run(*overrides: str) -> Path:
-    """Train and test one cell at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
+    """Train and test one config at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
 
     A complete run is left as it is, an interrupted one continues.
 
@@ -38,12 +38,12 @@ def run(*overrides: str) -> Path:
     Raises:
         DmlbenchError: what a user can fix, in one line.
     """
-    from dmlbench.one_run import run as run_cell
+    from dmlbench.one_run import run as run_config
 
     line = CommandLine(overrides=overrides)
     with composing():
         cfg = composed_run(for_hydra("train", line))
-    return run_cell(cfg)
+    return run_config(cfg)
 
 
 def evaluate(
@@ -83,37 +83,37 @@ def evaluate(
 
 
 def table(
-    cells: str = "**",
+    configs: str = "**",
     *,
     output_dir: str | os.PathLike[str] = "outputs",
     metrics: Sequence[str] = ("p_at_1", "map_at_r"),
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     allow_partial: bool = False,
 ) -> pd.DataFrame:
-    """Cells side by side, as ``dmlbench aggregate`` and ``dmlbench table`` make them: a row a cell.
+    """Configs side by side, as ``dmlbench aggregate`` and ``dmlbench table`` make them: a row a config.
 
     Args:
-        cells: pattern of ``<data set>/<protocol>/<cell>``.
+        configs: pattern of ``<data set>/<protocol>/<config>``.
         output_dir: root of the run directories.
         metrics: scores to show; what the runs lack is computed and kept.
         recall_at: K of metrics that take one.
-        allow_partial: also cells of which runs are missing.
+        allow_partial: also configs of which runs are missing.
 
     Returns:
         Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
         say what the scores are not: partial, selected on the test set, imported.
 
     Raises:
-        DmlbenchError: no cell matches, runs are missing, or a metric is unknown.
+        DmlbenchError: no config matches, runs are missing, or a metric is unknown.
     """
     spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
-    for runs in cells_of(find_runs(root, cells)).values():
+    for runs in runs_by_config(find_runs(root, configs)).values():
         if any(each.state == "done" for each in runs):
-            aggregate_cell(
+            aggregate_config(
                 runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False
             )  # fmt: skip
     found: list[Any] = []
-    tables = build_tables(find_cells(root, cells, spec, allow_partial=allow_partial), spec)
+    tables = build_tables(find_configs(root, configs, spec, allow_partial=allow_partial), spec)
     for (dataset, protocol), one in tables.items():
         frame = pd.read_csv(io.StringIO(to_csv(one)))
         frame.insert(0, "protocol", protocol)

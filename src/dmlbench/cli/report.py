@@ -1,4 +1,4 @@
-"""``dmlbench report``: a page of aggregated cells to look through, or a picture of each table."""
+"""``dmlbench report``: a page of aggregated configs to look through, or a picture of each table."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.report.page import write_page
     from dmlbench.apps.report.picture import draw_report
-    from dmlbench.apps.tables import asked_columns, find_cells
+    from dmlbench.apps.tables import asked_columns, find_configs
     from dmlbench.build import component
     from dmlbench.runtime import remove_leftovers
     from dmlbench.types import ConfigError
@@ -22,7 +22,7 @@ def task(cfg: DictConfig) -> None:
     folder = Path(cfg.paths.output_dir) / "tables"
     spec = component(cfg.evaluation)
     remove_leftovers(folder)
-    grouped = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
+    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
     if not cfg.picture:
         path = Path(cfg.output or folder / "report.html")
         write_page(
@@ -32,11 +32,11 @@ def task(cfg: DictConfig) -> None:
         print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
         return
     if cfg.output is not None and len(grouped) > 1:
-        raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow cells= to one")
-    for (dataset, protocol), cells in grouped.items():
+        raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow configs= to one")
+    for (dataset, protocol), configs in grouped.items():
         path = Path(cfg.output or folder / f"{dataset}-{protocol}.png")
         title = f"{dataset} under {protocol}"
         draw_report(
-            cells, path, title=title, metrics=asked_columns(spec), num_queries=cfg.queries, num_nearest=cfg.nearest
+            configs, path, title=title, metrics=asked_columns(spec), num_queries=cfg.queries, num_nearest=cfg.nearest
         )
         print(f"written: {path}")

@@ -7,16 +7,16 @@ from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.results.store import ERROR, STATES, cells_of, find_runs, states_of
+    from dmlbench.results.store import ERROR, STATES, find_runs, runs_by_config, states_of
 
     wanted = states_of(cfg.state, STATES)
-    found = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.cells)}
+    found = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.configs)}
     runs = [run for run, state in found.items() if state in wanted]
     if not runs:
         in_state = f" in state {' or '.join(wanted)}" if found else ""
-        print(f"no run under {cfg.paths.output_dir} matches '{cfg.cells}'{in_state}")
+        print(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'{in_state}")
         return
-    for path, members in cells_of(runs).items():
+    for path, members in runs_by_config(runs).items():
         counts = Counter(found[run] for run in members)
         print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
         for run in members:

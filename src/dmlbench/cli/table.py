@@ -1,4 +1,4 @@
-"""``dmlbench table``: aggregated cells side by side."""
+"""``dmlbench table``: aggregated configs side by side."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
-    from dmlbench.apps.tables import build_tables, find_cells, runs_to_csv
+    from dmlbench.apps.tables import build_tables, find_configs, runs_to_csv
     from dmlbench.build import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write, remove_leftovers
@@ -17,12 +17,12 @@ def task(cfg: DictConfig) -> None:
         raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
     spec = component(cfg.evaluation)
     if cfg.compare is not None:
-        found = compare.compare_cells(cfg.paths.output_dir, list(cfg.compare), spec, allow_partial=cfg.allow_partial)
+        found = compare.compare_configs(cfg.paths.output_dir, list(cfg.compare), spec, allow_partial=cfg.allow_partial)
         print(compare.to_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
     remove_leftovers(folder)
-    grouped = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
+    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
     tables = build_tables(grouped, spec, facts=list(cfg.facts))
     for (dataset, protocol), table in tables.items():
         print(to_text(table))

@@ -14,7 +14,7 @@ from dmlbench.cli.table_selection import Table
 from dmlbench.types import DmlbenchError
 
 if TYPE_CHECKING:
-    from dmlbench.apps.plan import Config, Plan
+    from dmlbench.apps.plan import Plan, PlannedConfig
     from dmlbench.results.side_by_side import SideBySide
 
 _SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
@@ -24,7 +24,7 @@ _LONGEST = 40
 
 
 def print_table(
-    cfg: DictConfig, table: Table, plan: "Plan", configs: Mapping[tuple[str, ...], "Config | str"],
+    cfg: DictConfig, table: Table, plan: "Plan", configs: Mapping[tuple[str, ...], "PlannedConfig | str"],
     moved: Sequence[str], mixed: Sequence[str], blocked: Mapping[str, DmlbenchError],
 ) -> None:  # fmt: skip
     """Summarize, print and write the table. A part of it, or one with other values, has its own file name.

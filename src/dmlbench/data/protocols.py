@@ -222,7 +222,7 @@ class TwoStage(Protocol):
     without validation, is tested once at its end, and so selects nothing on the test half.
 
     Attributes:
-        stage: 1 or 2; stage 2 needs stage 1 of the same cell and repeat.
+        stage: 1 or 2; stage 2 needs stage 1 of the same config and repeat.
 
     Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020, section 4.1.
     """

@@ -18,7 +18,7 @@ from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_na
 from dmlbench.evaluation.relevance import Relevance, fit_width, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_rerank, ranks_lists, rematched, reranked
+from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists, rematched, reranked
 from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
@@ -40,7 +40,7 @@ class Evaluation:
         n_gallery: gallery items searched (the queries, where no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
-        search: "exact", or "rerank@N" where only N items of each query were ranked.
+        search: "exact", or "shortlist@N" where only N items of each query were ranked.
     """
 
     scores: dict[str, float]
@@ -90,8 +90,8 @@ def evaluate(
     reference = queries if gallery is None else gallery
     relevance = relevance_of(queries, reference, spec.scores)
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
-    if spec.rerank is not None:
-        check_rerank(spec.rerank, own, k=relevance.k, num_gallery=len(reference))
+    if spec.shortlist is not None:
+        check_shortlist(spec.shortlist, own, k=relevance.k, num_gallery=len(reference))
     if own is not None:
         check_distance_supports(spec, own)
     names = score_names(of_queries(spec.scores))
@@ -174,7 +174,7 @@ def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> N
         raise ConfigError(
             f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
         )
-    if spec.back_end == "faiss" and spec.rerank is None and not ranks_lists(distance):
+    if spec.back_end == "faiss" and spec.shortlist is None and not ranks_lists(distance):
         raise ConfigError(
             f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
         )
@@ -205,9 +205,9 @@ def _rankings(
         search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=device)
     else:
         search = PairwiseSearch(queries, gallery, distance, tile_bytes=spec.tile_bytes, device=device)
-    if isinstance(search, UnitSearch) or spec.rerank is None:
+    if isinstance(search, UnitSearch) or spec.shortlist is None:
         yield from search.ranked(k, by_rank, wanted=wanted)
     else:
         yield from reranked(
-            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.rerank, back_end=spec.back_end
+            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.shortlist, back_end=spec.back_end
         )

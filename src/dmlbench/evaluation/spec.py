@@ -19,7 +19,7 @@ from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_t
 from dmlbench.runtime import select_device
 from dmlbench.types import ConfigError
 
-_RERANK = "rerank@"
+_SHORTLIST = "shortlist@"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EvaluationSpec:
             found, see ``KmeansSettings``.
         device: where products run and candidates are selected, as in configurations ("auto": a GPU where there is one);
             None: where the rows lie. No influence on the scores.
-        rerank: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
+        shortlist: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -48,7 +48,7 @@ class EvaluationSpec:
     kmeans_init: KmeansInit = "random"
     kmeans_restarts: int = 1
     kmeans_max_steps: int = 25
-    rerank: int | None = None
+    shortlist: int | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,12 +57,12 @@ class EvaluationSpec:
         asked_scores(self.metrics, self.recall_at)
         check_tile_bytes(self.tile_bytes)
         _ = self.kmeans_settings  # checks them
-        if self.rerank is not None and self.rerank < 1:
-            raise ConfigError(f"rerank ({self.rerank}) must be at least 1, or null for the whole gallery")
-        if self.rerank is not None and "map" in self.metrics:
+        if self.shortlist is not None and self.shortlist < 1:
+            raise ConfigError(f"shortlist ({self.shortlist}) must be at least 1, or null for the whole gallery")
+        if self.shortlist is not None and "map" in self.metrics:
             raise ConfigError(
-                f"map needs the whole ranking, and rerank ({self.rerank}) gives the first places only; "
-                "leave map out of evaluation.metrics, or set evaluation.rerank=null"
+                f"map needs the whole ranking, and shortlist ({self.shortlist}) gives the first places only; "
+                "leave map out of evaluation.metrics, or set evaluation.shortlist=null"
             )
 
     def device_for(self, rows: Tensor) -> torch.device:
@@ -79,7 +79,7 @@ class EvaluationSpec:
     @property
     def search(self) -> str:
         """How the ranking is found, as results name it."""
-        return "exact" if self.rerank is None else f"{_RERANK}{self.rerank}"
+        return "exact" if self.shortlist is None else f"{_SHORTLIST}{self.shortlist}"
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -107,6 +107,6 @@ class EvaluationSpec:
         return score_names(self.scores)
 
 
-def rerank_of(search: str) -> int | None:
-    """The N of "rerank@N", None of "exact": what ``EvaluationSpec.search`` was made from."""
-    return int(search.removeprefix(_RERANK)) if search.startswith(_RERANK) else None
+def shortlist_of(search: str) -> int | None:
+    """The N of "shortlist@N", None of "exact": what ``EvaluationSpec.search`` was made from."""
+    return int(search.removeprefix(_SHORTLIST)) if search.startswith(_SHORTLIST) else None

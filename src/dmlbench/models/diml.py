@@ -73,15 +73,15 @@ class DimlDistance(BaseDistance):
             ("max_iterations", max_iterations),
         ):
             if count < 1:
-                raise ConfigError(f"matching.{name} ({count}) must be at least 1")
+                raise ConfigError(f"rerank.{name} ({count}) must be at least 1")
         if not temperature >= _COLDEST:
             raise ConfigError(
-                f"matching.temperature ({temperature}) must be at least {_COLDEST}, below which a kernel may vanish"
+                f"rerank.temperature ({temperature}) must be at least {_COLDEST}, below which a kernel may vanish"
             )
         if not tolerance >= 0:
-            raise ConfigError(f"matching.tolerance ({tolerance}) must be at least 0, where max_iterations are made")
+            raise ConfigError(f"rerank.tolerance ({tolerance}) must be at least 0, where max_iterations are made")
         if marginals not in ("cross_correlation", "uniform"):
-            raise ConfigError(f"matching.marginals ({marginals}) must be cross_correlation or uniform")
+            raise ConfigError(f"rerank.marginals ({marginals}) must be cross_correlation or uniform")
         self.grid_size = grid_size
         self.num_neighbors = num_neighbors
         self.temperature = temperature

@@ -124,10 +124,10 @@ class PooledModel(_Model):
         """Raises ConfigError where ``rows_with_cells`` has no map, or cells of another width than the embedding."""
         pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
         if self.pooling.needs == "native":
-            raise ConfigError(f"matching compares cells of a map, and {pooling} uses none; {remedy}")
+            raise ConfigError(f"rerank compares cells of a map, and {pooling} uses none; {remedy}")
         if self.embedding_size != self.projection.out_features:
             raise ConfigError(
-                f"matching compares cells of {self.projection.out_features} numbers with embeddings, and {pooling} "
+                f"rerank compares cells of {self.projection.out_features} numbers with embeddings, and {pooling} "
                 f"makes some of {self.embedding_size}; {remedy}"
             )
 

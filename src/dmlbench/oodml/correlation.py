@@ -149,7 +149,7 @@ def to_markdown(title: str, measured: Sequence[Measured], scores: Sequence[str])
 def points_to_csv(measured: Sequence[Measured]) -> str:
     """A line a run: its split, measures and test scores."""
     lines = [
-        {"row": one.run.label, "cell": one.run.path.parent.name, "fold": one.run.fold, "repeat": one.run.repeat,
+        {"row": one.run.label, "config": one.run.path.parent.name, "fold": one.run.fold, "repeat": one.run.repeat,
          "distance": one.run.distance, "kind": one.run.kind, **asdict(one.structure), **one.scores,
          "notes": "; ".join(notes_of([one.run]))} for one in measured
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     labels = list(dict.fromkeys(point.label for point in points))
     if len(labels) > len(_MARKERS):
         raise ConfigError(
-            f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer cells"
+            f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer configs"
         )
     order = {one.run.fold: (one.run.distance or 0.0, one.run.fold) for one in measured}
     folds = sorted(names, key=order.__getitem__)

@@ -90,8 +90,8 @@ class FewShotPlan:
         if len(of_queries(self.spec.scores)) < len(self.spec.scores):
             others = [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]
             raise ConfigError(f"metric '{others[0]}' is not one of rankings, which alone are scored of episodes")
-        if self.spec.rerank is not None:
-            raise ConfigError("rerank ranks a shortlist of a distance of its own; the episodes compare unit vectors")
+        if self.spec.shortlist is not None:
+            raise ConfigError("shortlist ranks a shortlist of a distance of its own; the episodes compare unit vectors")
 
     def adaptation(self, trained_by: OptimizerSettings, boundary: float, shots: int) -> Adaptation:
         """How a run that was trained so is adapted.
@@ -239,8 +239,8 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """The hash of the weights of a run that can be adapted."""
     if not result["metrics"].get("test"):
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
-    if "matching" in result:
-        raise RunError(f"{run_dir} ranks its lists again, which episodes do not; name the same run without matching")
+    if "rerank" in result:
+        raise RunError(f"{run_dir} ranks its lists again, which episodes do not; name the same run without rerank")
     head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")
     if not issubclass(head, Projection):
         raise RunError(f"{run_dir} has no linear layer that makes its embeddings (its head is {head.__name__})")

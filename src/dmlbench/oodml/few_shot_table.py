@@ -55,7 +55,7 @@ def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
         run = row.run
         for shots, compared in row.compared.items():
             for score in scores:
-                line = {"row": run.label, "cell": run.path.parent.name, "fold": run.fold, "repeat": run.repeat,
+                line = {"row": run.label, "config": run.path.parent.name, "fold": run.fold, "repeat": run.repeat,
                         "distance": run.distance, "shots": shots, "score": score,
                         "episodes": len(compared.few_shot[score])}  # fmt: skip
                 for part, values in _parts(compared, score).items():

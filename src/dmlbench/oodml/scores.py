@@ -1,4 +1,4 @@
-"""Scores of cells over the distance of their splits: tables (S3 to S6) and pictures (figures 2, 3 and S4)."""
+"""Scores of configs over the distance of their splits: tables (S3 to S6) and pictures (figures 2, 3 and S4)."""
 
 import dataclasses
 import textwrap
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.tables import Cell, asked_columns, build_tables, find_cells
+from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
 from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -26,19 +26,19 @@ AGS = "AGS"
 
 
 def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
-    """Tables of the cells that ``cfg`` names, one for each data set and sequence of splits, and the files written.
+    """Tables of the configs that ``cfg`` names, one for each data set and sequence of splits, and the files written.
 
     Raises:
-        RunError: none of the cells was run under ``protocol=oodml``, or they are not aggregated.
+        RunError: none of the configs was run under ``protocol=oodml``, or they are not aggregated.
     """
     spec: EvaluationSpec = component(cfg.evaluation)
     frozen = {str(name): _read_frozen(Path(str(name))) for name in _listed(cfg.frozen)}
     unused = set(frozen)
     tables: list[Table] = []
     written: list[Path] = []
-    found = find_cells(cfg.paths.output_dir, cfg.cells, spec, allow_partial=cfg.allow_partial)
-    for (dataset, protocol), cells in found.items():
-        for i, (splits, alike) in enumerate(_by_splits(cells).items()):
+    found = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
+    for (dataset, protocol), configs in found.items():
+        for i, (splits, alike) in enumerate(_by_splits(configs).items()):
             scores = [score_named(name) for name in asked_columns(spec)]
             fit = [n for n, one in frozen.items() if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
             unused -= set(fit)
@@ -65,9 +65,9 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
             draw_areas(alike, scores, path, title=table.title, notes=table.cautions)
             written.append(path)
     if not tables:
-        raise RunError(f"no cell that matches '{cfg.cells}' was run over splits; run some with protocol=oodml")
+        raise RunError(f"no config that matches '{cfg.configs}' was run over splits; run some with protocol=oodml")
     if unused:
-        raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these cells; leave it out")
+        raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these configs; leave it out")
     return tables, written
 
 
@@ -90,32 +90,37 @@ def _splits(by_split: Sequence[Mapping[str, Any]]) -> Splits:
     return tuple((str(own["split"]), float(own["distance"])) for own in by_split)
 
 
-def _by_splits(cells: Sequence[Cell]) -> dict[Splits, list[Cell]]:
-    groups: dict[Splits, list[Cell]] = {}
-    for cell in cells:
-        if "by_split" in cell.summary:
-            groups.setdefault(_splits(cell.summary["by_split"]), []).append(cell)
+def _by_splits(configs: Sequence[ConfigSummary]) -> dict[Splits, list[ConfigSummary]]:
+    groups: dict[Splits, list[ConfigSummary]] = {}
+    for config in configs:
+        if "by_split" in config.summary:
+            groups.setdefault(_splits(config.summary["by_split"]), []).append(config)
     return groups
 
 
 def _table(
-    dataset: str, protocol: str, cells: Sequence[Cell], splits: Splits, scores: Sequence[Score], spec: EvaluationSpec
+    dataset: str,
+    protocol: str,
+    configs: Sequence[ConfigSummary],
+    splits: Splits,
+    scores: Sequence[Score],
+    spec: EvaluationSpec,
 ) -> Table:
-    """Rows of cells, and for each score a column a split, then the area under them."""
-    (base,) = build_tables({(dataset, protocol): cells}, spec).values()
+    """Rows of configs, and for each score a column a split, then the area under them."""
+    (base,) = build_tables({(dataset, protocol): configs}, spec).values()
     columns = [
         (score.label, head) for score in scores for head in (*(f"{name} ({at:.1f})" for name, at in splits), AGS)
     ]
     rows = []
-    for cell in cells:
-        by_split: Sequence[Mapping[str, Any]] = cell.summary["by_split"]
+    for config in configs:
+        by_split: Sequence[Mapping[str, Any]] = config.summary["by_split"]
         entries = [
             _entry(own, score)
             for score in scores
-            for own in (*(split["scores"] for split in by_split), cell.summary["scores"][AGS])
+            for own in (*(split["scores"] for split in by_split), config.summary["scores"][AGS])
         ]
-        rows.append((cell.label, tuple(entries)))
-    by = sorted({str(split["distance_by"]) for cell in cells for split in cell.summary["by_split"]})
+        rows.append((config.label, tuple(entries)))
+    by = sorted({str(split["distance_by"]) for config in configs for split in config.summary["by_split"]})
     notes = (
         f"columns are splits, in brackets the squared Frechet distance between their halves, by {'; '.join(by)}",
         "AGS: area under the score over these distances, brought to [0, 1]",
@@ -128,7 +133,7 @@ def _table(
 
 
 def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> Table:
-    """Rows of features as they are below those of trained cells; they do not compete."""
+    """Rows of features as they are below those of trained configs; they do not compete."""
     rows = []
     for one in frozen:
         values = [
@@ -155,13 +160,13 @@ def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> En
 
 
 def draw_over_distance(
-    cells: Sequence[Cell], splits: Splits, score: Score, path: Path, *, title: str,
+    configs: Sequence[ConfigSummary], splits: Splits, score: Score, path: Path, *, title: str,
     frozen: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Scores over the distance, and below differences from the mean of all cells (figure 2); bands are deviations.
+    """Scores over the distance, and below differences from the mean of all configs (figure 2); bands are deviations.
 
     Args:
-        cells: a curve each.
+        configs: a curve each.
         splits: of all of them.
         score: what is drawn.
         path: the PNG.
@@ -171,9 +176,9 @@ def draw_over_distance(
     """
     at = [distance for _, distance in splits]
     curves = {}
-    for cell in cells:
-        entries = [_entry(split["scores"], score) for split in cell.summary["by_split"]]
-        curves[cell.label] = (
+    for config in configs:
+        entries = [_entry(split["scores"], score) for split in config.summary["by_split"]]
+        curves[config.label] = (
             np.array([np.nan if entry is None else entry.mean for entry in entries]),
             np.array([0.0 if entry is None or entry.std is None else entry.std for entry in entries]),
         )
@@ -203,21 +208,21 @@ def _write_notes(figure: Figure, notes: Sequence[str], width: int) -> None:
 
 
 def draw_areas(
-    cells: Sequence[Cell], scores: Sequence[Score], path: Path, *, title: str, notes: Sequence[str] = ()
+    configs: Sequence[ConfigSummary], scores: Sequence[Score], path: Path, *, title: str, notes: Sequence[str] = ()
 ) -> None:
     """Areas under the scores as bars with deviations, a panel each (figures 3 and S4)."""
     figure, panels = plt.subplots(
         1, len(scores), figsize=(1.2 + 2.6 * len(scores), 3.4), constrained_layout=True, squeeze=False
     )
     for axes, score in zip(panels[0], scores, strict=True):
-        entries = [_entry(cell.summary["scores"][AGS], score) for cell in cells]
+        entries = [_entry(config.summary["scores"][AGS], score) for config in configs]
         means = [np.nan if entry is None else entry.mean for entry in entries]
         deviations = [np.nan if entry is None or entry.std is None else entry.std for entry in entries]
-        axes.bar(range(len(cells)), means, yerr=deviations, capsize=3, color="tab:blue")
+        axes.bar(range(len(configs)), means, yerr=deviations, capsize=3, color="tab:blue")
         for i, mean in enumerate(means):
             axes.annotate(f"{mean:.1f}", (i, mean), ha="center", va="bottom", fontsize=7, xytext=(8, 2),
                           textcoords="offset points")  # fmt: skip
-        axes.set_xticks(range(len(cells)), [cell.label for cell in cells], rotation=30, ha="right", fontsize=7)
+        axes.set_xticks(range(len(configs)), [config.label for config in configs], rotation=30, ha="right", fontsize=7)
         axes.set_title(f"AGS of {score.label}", fontsize=8)
     figure.suptitle(title, fontsize=8)
     _write_notes(figure, notes, 50 * len(scores))

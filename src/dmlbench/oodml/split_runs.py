@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dmlbench.apps.tables import Found, named_cells
+from dmlbench.apps.tables import Found, named_configs
 from dmlbench.config import load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
@@ -28,8 +28,8 @@ class SplitRun:
     Attributes:
         path: its directory.
         result: its ``result.json``.
-        label: of its cell, the shortest that tells the cells of its group apart.
-        differing: settings in which the cells of its group differ beyond their labels.
+        label: of its config, the shortest that tells the configs of its group apart.
+        differing: settings in which the configs of its group differ beyond their labels.
     """
 
     path: Path
@@ -64,20 +64,20 @@ class SplitRun:
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
-def chosen_runs(runs: Sequence[str], cells: str | None, output_dir: str) -> list[Path]:
-    """Directories of the runs that a command names, or of the complete ones of cells that match a pattern.
+def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> list[Path]:
+    """Directories of the runs that a command names, or of the complete ones of configs that match a pattern.
 
     Raises:
         ConfigError: it names both or neither.
         RunError: no complete run matches.
     """
-    if bool(runs) == bool(cells):
-        raise ConfigError("say which runs, by one of the two: run=<run directory> (or several), or cells=<pattern>")
-    if cells is None:
+    if bool(runs) == bool(configs):
+        raise ConfigError("say which runs, by one of the two: run=<run directory> (or several), or configs=<pattern>")
+    if configs is None:
         return [Path(run).absolute() for run in runs]
-    found = [run.path.absolute() for run in find_runs(output_dir, cells) if run.state == "done"]
+    found = [run.path.absolute() for run in find_runs(output_dir, configs) if run.state == "done"]
     if not found:
-        raise RunError(f"no complete run under {output_dir} matches '{cells}'; `dmlbench status` lists what there is")
+        raise RunError(f"no complete run under {output_dir} matches '{configs}'; `dmlbench status` lists what there is")
     return found
 
 
@@ -86,30 +86,30 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
 
     Runs over the splits of several files are groups of their own: fold 0 of one is another split than that of another.
 
-    Of cells that are one but for what they were evaluated by, one is taken; the log says which.
+    Of configs that are one but for what they were evaluated by, one is taken; the log says which.
 
     Raises:
         RunError: one is not complete, or was copied from another run.
     """
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
-    sequences = {cell: _splits_of(next(path for path in results if path.parent == cell)) for cell in
+    sequences = {config: _splits_of(next(path for path in results if path.parent == config)) for config in
                  dict.fromkeys(path.parent for path in results)}  # fmt: skip
     several = len(set(sequences.values())) > 1
-    cells: dict[Group, dict[Path, Found]] = {}
+    configs: dict[Group, dict[Path, Found]] = {}
     for path, result in results.items():
         require_own_place(path, result)
         of_run = (str(result["dataset"]), str(result["protocol"]))
         of_splits = f"-{sequences[path.parent]}" if several and sequences[path.parent] else ""
         group = (of_run[0], of_run[1] + of_splits)
         info = RunInfo(path, *of_run, path.parent.name, result["fold"], result["repeat"])
-        found = cells.setdefault(group, {}).setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))
+        found = configs.setdefault(group, {}).setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))
         found[1].append(info)
-    named = named_cells({group: list(found.values()) for group, found in cells.items()})
+    named = named_configs({group: list(found.values()) for group, found in configs.items()})
     return {
         group: [
-            SplitRun(run.path, results[run.path], cell.label, cell.differing)
-            for cell in members
-            for run in sorted(cell.runs, key=lambda run: (run.fold, run.repeat))
+            SplitRun(run.path, results[run.path], config.label, config.differing)
+            for config in members
+            for run in sorted(config.runs, key=lambda run: (run.fold, run.repeat))
         ]
         for group, members in named.items()
     }

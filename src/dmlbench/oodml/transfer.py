@@ -93,7 +93,7 @@ def transfer(cfg: DictConfig) -> Transferred:
             images=open_images(load_config(name / CONFIG).transform.eval),
         )
         _, _, found = other.test(test, spec)
-        again = "" if setup.matching is None else f" ({setup.matching.description})"
+        again = "" if setup.rerank is None else f" ({setup.rerank.description})"
         rows.append((f"{name.parent.name}/{name.name}{again}", str(result["dataset"]), found.scores))
         if own_data.name != table.name:
             notes += [f"NOT THE PUBLISHED DATA: {own_data.name}: {note}" for note in own_data.notes]

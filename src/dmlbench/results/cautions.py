@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 
 def cautions(scored: Mapping[str, Any]) -> list[str]:
-    """What a reader must know of the scores of a run's result or a cell's summary; empty where there is nothing."""
+    """What a reader must know of the scores of a run's result or a config's summary; empty where there is nothing."""
     found = []
     if scored.get("missing"):
         found.append(f"{PARTIAL}{scored['n_runs']} of {scored['n_runs_expected']} runs")
@@ -26,7 +26,7 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
         notes.append(queries(scored))
     if notes:
         found.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
-    if again := scored.get("matching"):
+    if again := scored.get("rerank"):
         found.append(f"RE-RANKED: {again} neighbors by cosine; those behind them keep their order")
     if scored["val_is_test"]:
         found.append("SELECTED ON TEST: the validation set is the test set")

@@ -127,7 +127,7 @@ def summarize(frame: pd.DataFrame) -> dict[str, dict[str, float | None]]:
 
 
 def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float] | None:
-    """Two-sided interval of a cell's mean score from its runs' own scores.
+    """Two-sided interval of a config's mean score from its runs' own scores.
 
     With F folds of n_f repeats, mean m_f and sample variance s_f^2: the mean of the m_f, plus and minus the t quantile
     with sum_f (n_f - 1) degrees of freedom times sqrt(sum_f s_f^2 / n_f) / F. For n repeats in every fold that is

@@ -1,4 +1,4 @@
-"""The difference of two cells from runs that share fold, repeat and seed."""
+"""The difference of two configs from runs that share fold, repeat and seed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ Coordinates = tuple[int, int]
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean score of a first and a second cell, and of the second less the first.
+    """Mean score of a first and a second config, and of the second less the first.
 
     Attributes:
         first: mean over folds of the mean over repeats, as a fraction.
-        second: the same of the other cell.
+        second: the same of the other config.
         difference: second - first.
         interval: of the difference, or None where there are too few pairs.
-        n_pairs: runs of each cell.
+        n_pairs: runs of each config.
         over: what varies within the interval: "repeats within folds" (other seeds), or "folds" (other training classes,
             too) where every fold has a single pair.
     """
@@ -37,9 +37,9 @@ class PairedDifference:
 def paired_difference(
     first: Mapping[Coordinates, float], second: Mapping[Coordinates, float], *, level: float = 0.95
 ) -> PairedDifference:
-    """Compare two cells pair by pair.
+    """Compare two configs pair by pair.
 
-    Runs of the same fold and repeat have the same seed and training classes, whatever the cell, so what these do to
+    Runs of the same fold and repeat have the same seed and training classes, whatever the config, so what these do to
     both scores cancels in d = second - first. The interval is that of ``confidence_interval`` for the d: spread within
     folds only, F (n - 1) degrees of freedom. Where every fold has a single pair, it is the t interval of the folds' d,
     F - 1 degrees of freedom. It rests on the runs; collections of fold models share runs, and an interval over them
@@ -47,7 +47,7 @@ def paired_difference(
 
     Args:
         first: score by (fold, repeat).
-        second: the same of the other cell, of the same runs.
+        second: the same of the other config, of the same runs.
         level: coverage in (0, 1).
 
     Raises:
@@ -57,7 +57,7 @@ def paired_difference(
     lonely = sorted(set(first) ^ set(second))
     if lonely or not first:
         names = ", ".join(f"fold{fold}_rep{repeat}" for fold, repeat in lonely) or "all"
-        raise RunError(f"cells are compared run by run, and runs are missing in one of them: {names}")
+        raise RunError(f"configs are compared run by run, and runs are missing in one of them: {names}")
     folds = sorted({fold for fold, _ in first})
     pairs = [[(first[key], second[key]) for key in sorted(first) if key[0] == fold] for fold in folds]
     means = np.mean([np.mean(fold, axis=0) for fold in pairs], axis=0)

@@ -1,4 +1,4 @@
-"""Aggregation rules: how the runs of a cell become one summary. A protocol names the rule of its runs.
+"""Aggregation rules: how the runs of a config become one summary. A protocol names the rule of its runs.
 
 To add one: an object with the members of ``AggregationRule``, in ``RULES`` or importable from anywhere, by whose name
 (``collections``, or ``my_module.my_rule``) the protocol's ``aggregation`` calls it.
@@ -34,15 +34,15 @@ Coordinates = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class CellRuns:
-    """The complete runs of a cell, and how to look at them.
+class ConfigRuns:
+    """The complete runs of a config, and how to look at them.
 
     Attributes:
-        path: folder of the cell.
+        path: folder of the config.
         runs: run directories by coordinates, in their order.
         results: what ``result.json`` says of each.
         distance_of: the distance of a run, by its directory.
-        known: the cell's summary so far, of the very same runs, or None.
+        known: the config's summary so far, of the very same runs, or None.
         force: rank collections again, although their scores are known.
         progress: whether to show bars on long work.
     """
@@ -83,7 +83,7 @@ class AggregationRule(Protocol):
     @property
     def spread(self) -> str: ...
 
-    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+    def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
         """``{"scores": {kind: {score: {"mean", "std"}}}, "raw": scores of the runs by coordinates, ...}``."""
         ...
 
@@ -99,14 +99,14 @@ class Collections:
     scored_on: Literal["test", "val"] = "test"
     spread: str = "collections of fold models"
 
-    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        with locked(cell.path):  # what another process adds to the collections must not be lost
-            tested = cell.tested(spec)
-            frame, dimension = self._frame(cell, spec, tested)
+    def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        with locked(config.path):  # what another process adds to the collections must not be lost
+            tested = config.tested(spec)
+            frame, dimension = self._frame(config, spec, tested)
             text = frame.to_csv(index=False).encode()
-            atomic_write(cell.path / COLLECTIONS, text)
+            atomic_write(config.path / COLLECTIONS, text)
         folds = sorted({fold for fold, _ in tested})
-        joins = _can_be_joined(cell)
+        joins = _can_be_joined(config)
         scores: dict[str, dict[str, Any]] = {"separated": {}, **({"concatenated": {}} if joins else {})}
         for column, value in summarize(frame).items():
             kind, _, score = column.partition("_")
@@ -128,15 +128,15 @@ class Collections:
         }
 
     def _frame(
-        self, cell: CellRuns, spec: EvaluationSpec, tested: Mapping[Coordinates, Mapping[str, float]]
+        self, config: ConfigRuns, spec: EvaluationSpec, tested: Mapping[Coordinates, Mapping[str, float]]
     ) -> tuple[pd.DataFrame, int]:
         """The scores of all collections, what was ranked before included, and the embeddings' width."""
         keys = [[key for key in tested if key[0] == fold] for fold in sorted({fold for fold, _ in tested})]
-        loaded = [[load_embeddings(cell.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
-        known = None if cell.force or cell.known is None else stored_collections(cell.path, cell.known)
+        loaded = [[load_embeddings(config.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
+        known = None if config.force or config.known is None else stored_collections(config.path, config.known)
         ranked = pd.DataFrame() if known is None else known.filter(regex=f"^{_JOINED}")
-        asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked and _can_be_joined(cell)]
-        distances = [[cell.distance_of(cell.runs[key]) for key in fold] for fold in keys]
+        asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked and _can_be_joined(config)]
+        distances = [[config.distance_of(config.runs[key]) for key in fold] for fold in keys]
         rows = loaded[0][0].queries.rows
         if distances[0][0] is not None and ranks_lists(distances[0][0]):  # cells are no dimensions of the embedding
             rows = distances[0][0].center_rows(rows[:1])
@@ -150,7 +150,7 @@ class Collections:
             tile_bytes=spec.tile_bytes,
             device=spec.device,
             distances=distances,
-            progress=cell.progress,
+            progress=config.progress,
         )
         if len(ranked.columns):
             frame = frame.join(ranked)
@@ -161,8 +161,8 @@ class Collections:
         return frame, int(rows.shape[1])
 
 
-def _can_be_joined(cell: CellRuns) -> bool:
-    return "matching" not in cell.first
+def _can_be_joined(config: ConfigRuns) -> bool:
+    return "rerank" not in config.first
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,18 @@ class OverRepeats:
     best: bool = False
     spread: str = "repeats"
 
-    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
+    def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
         if self.scored_on == "test":
-            rows = cell.tested(spec)
+            rows = config.tested(spec)
         else:  # embeddings of validation sets are not kept: what the runs computed is all there is
-            rows = {key: dict(result["metrics"]["val"]) for key, result in cell.results.items()}
+            rows = {key: dict(result["metrics"]["val"]) for key, result in config.results.items()}
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
         columns = {name: np.array([row[name] for row in rows.values()]) for name in names}
         scores = {"mean": {name: _mean_and_std(values) for name, values in columns.items()}}
         extras: dict[str, Any] = {}
         if self.best:
             # One run, chosen by the score that it was selected by, with all its scores.
-            at = int(columns[cell.first["monitor"]].argmax())
+            at = int(columns[config.first["monitor"]].argmax())
             scores["best"] = {name: {"mean": float(values[at]), "std": None} for name, values in columns.items()}
             extras["best_run"] = _name(list(rows)[at])
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), **extras}
@@ -204,14 +204,14 @@ class OverSplits:
     spread: str = "repeats"
     one_test_set: bool = False
 
-    def summarize(self, cell: CellRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        rows = cell.tested(spec)
-        facts = {key[0]: result["facts"] for key, result in cell.results.items()}
+    def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
+        rows = config.tested(spec)
+        facts = {key[0]: result["facts"] for key, result in config.results.items()}
         folds = sorted(facts, key=lambda fold: (facts[fold]["distance"], fold))
         distances = [facts[fold]["distance"] for fold in folds]
         if len(set(distances)) < 2:
             raise RunError(
-                f"{cell.path}: scores over distance need two splits or more of different distance, these runs have "
+                f"{config.path}: scores over distance need two splits or more of different distance, these runs have "
                 f"{len(set(distances))}; run other folds"
             )
         repeats = [
@@ -219,7 +219,7 @@ class OverSplits:
         ]
         if not repeats:
             raise RunError(
-                f"{cell.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
+                f"{config.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
             )
         rows = {key: row for key, row in rows.items() if key[1] in repeats}  # curves and areas are of the same runs
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
@@ -239,7 +239,7 @@ class OverSplits:
             }
             for fold in folds
         ]
-        tested = {fold: next(r for (f, _), r in cell.results.items() if f == fold) for fold in folds}
+        tested = {fold: next(r for (f, _), r in config.results.items() if f == fold) for fold in folds}
         counts = {key: sum(r[key] for r in tested.values()) for key in ("n_query", "n_gallery", "n_skipped_queries")}
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), "by_split": by_split, **counts}
 
@@ -281,12 +281,12 @@ def rule_named(name: str) -> AggregationRule:
         raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
 
 
-def stored_collections(cell: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
-    """The scores of all collections that a cell's summary is of; None where their file is missing or another."""
-    if not_a_file(cell / COLLECTIONS):
+def stored_collections(config: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
+    """The scores of all collections that a config's summary is of; None where their file is missing or another."""
+    if not_a_file(config / COLLECTIONS):
         return None
     try:
-        text = (cell / COLLECTIONS).read_bytes()
+        text = (config / COLLECTIONS).read_bytes()
         frame = pd.read_csv(io.BytesIO(text), dtype=str).astype(float)
     except (OSError, ValueError):
         return None

@@ -10,7 +10,7 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.clustering import KmeansSettings, kmeans_of
 from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
-from dmlbench.evaluation.spec import EvaluationSpec, rerank_of
+from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
 from dmlbench.results.store import EMBEDDINGS, require_own_files
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
@@ -30,12 +30,14 @@ log = logging.getLogger(__name__)
 
 def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
     """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults."""
-    rerank = rerank_of(result["search"]) if spec.rerank is None else spec.rerank
+    shortlist = shortlist_of(result["search"]) if spec.shortlist is None else spec.shortlist
     usual = KmeansSettings()
     own = kmeans_of(result["kmeans"]) if result.get("kmeans") else usual
     if spec.kmeans_settings != usual or dataclasses.replace(own, library=usual.library, seed=usual.seed) == usual:
-        return spec.replaced(rerank=rerank)
-    return spec.replaced(rerank=rerank, **{f"kmeans_{key}": value for key, value in dataclasses.asdict(own).items()})
+        return spec.replaced(shortlist=shortlist)
+    return spec.replaced(
+        shortlist=shortlist, **{f"kmeans_{key}": value for key, value in dataclasses.asdict(own).items()}
+    )
 
 
 def scores_of_run(

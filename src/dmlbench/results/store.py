@@ -26,7 +26,7 @@ RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
 RESULT_SCHEMA = 1
 _NUMBERS = ("num_folds", "num_repeats", "fold", "repeat", "seed", "base_seed", "n_query", "n_gallery", "steps")
 _KEYS = (
-    *("cell_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "num_folds", "num_repeats", "fold"),
+    *("config_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "num_folds", "num_repeats", "fold"),
     *("repeat", "seed", "base_seed", "choices", "val_is_test", "search", "metrics", "n_query", "n_gallery"),
     *("n_skipped_queries", "steps", "wall_s", "monitor"),
 )
@@ -36,10 +36,10 @@ STATES = ("done", "running", "failed", "stale")
 
 
 def run_directory(
-    output_dir: str | os.PathLike[str], dataset: str, protocol: str, cell: str, fold: int, repeat: int
+    output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
 ) -> Path:
-    """``<output_dir>/<dataset>/<protocol>/<cell>/fold<f>_rep<r>``."""
-    return Path(output_dir) / dataset / protocol / cell / f"fold{fold}_rep{repeat}"
+    """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
+    return Path(output_dir) / dataset / protocol / config / f"fold{fold}_rep{repeat}"
 
 
 def make_directory(path: Path) -> None:
@@ -189,7 +189,7 @@ class RunInfo:
     path: Path
     dataset: str
     protocol: str
-    cell: str
+    config: str
     fold: int
     repeat: int
 
@@ -199,7 +199,7 @@ class RunInfo:
 
 
 def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[RunInfo]:
-    """Every run directory under ``output_dir`` whose ``<dataset>/<protocol>/<cell>/fold<f>_rep<r>`` matches.
+    """Every run directory under ``output_dir`` whose ``<dataset>/<protocol>/<config>/fold<f>_rep<r>`` matches.
 
     Args:
         output_dir: root of the run directories.
@@ -219,32 +219,32 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
         relative = path.relative_to(root)
-        dataset, protocol, cell, coordinates = relative.parts
+        dataset, protocol, config, coordinates = relative.parts
         fold, _, repeat = coordinates.removeprefix("fold").partition("_rep")
         text = str(relative)
         wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
         if wanted and fold.isdecimal() and repeat.isdecimal() and path.is_dir():
-            runs.append(RunInfo(path, dataset, protocol, cell, int(fold), int(repeat)))
+            runs.append(RunInfo(path, dataset, protocol, config, int(fold), int(repeat)))
     return runs
 
 
 def remove_run(path: Path) -> None:
-    """Delete a run directory, and its cell's folder when it was the last one in it; a running one is left alone.
+    """Delete a run directory, and its config's folder when it was the last one in it; a running one is left alone.
 
     Raises:
         RunError: a living process holds it, or it cannot be removed.
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    cell = path.parent
+    config = path.parent
     try:
-        is_last = all(other == path for other in cell.glob("fold*_rep*"))
-        for entry in [*cell.iterdir()] if is_last else []:  # first, while the run is there to be asked for again
+        is_last = all(other == path for other in config.glob("fold*_rep*"))
+        for entry in [*config.iterdir()] if is_last else []:  # first, while the run is there to be asked for again
             if entry != path:
                 _remove(entry)
         _remove(path)
         if is_last:
-            cell.rmdir()
+            config.rmdir()
     except OSError as error:
         raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
 
@@ -256,9 +256,9 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def cells_of(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
-    """Runs by the folder of their cell."""
-    cells: dict[Path, list[RunInfo]] = {}
+def runs_by_config(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
+    """Runs by the folder of their config."""
+    configs: dict[Path, list[RunInfo]] = {}
     for run in runs:
-        cells.setdefault(run.path.parent, []).append(run)
-    return cells
+        configs.setdefault(run.path.parent, []).append(run)
+    return configs

@@ -1,4 +1,4 @@
-"""Aggregated cells side by side: text, Markdown, CSV and LaTeX with percentages, deviations and the best in bold."""
+"""Aggregated configs side by side: text, Markdown, CSV and LaTeX with percentages, deviations and the best in bold."""
 
 import csv
 import io
@@ -13,11 +13,11 @@ from dmlbench.results.cautions import PARTIAL, by_fact, by_row, cautions_of_rows
 from dmlbench.types import ConfigError, escape_latex
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
-"""Groups whose chosen options name a cell; the last only where the others do not tell it apart."""
+"""Groups whose chosen options name a config; the last only where the others do not tell it apart."""
 IMPORTED = "imported"
-"""The one choice of an imported cell: what its row is called."""
+"""The one choice of an imported config: what its row is called."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "feature_size")
-_OF_MATCHING = ("matching.grid_size", "matching.num_neighbors")
+_OF_RERANK = ("rerank.grid_size", "rerank.num_neighbors")
 """Settings of it that a label says in words."""
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")
 
@@ -68,7 +68,7 @@ def make_table(
     facts: Sequence[str] = (),
     differing: Sequence[str] = (),
 ) -> Table:
-    """A table of summaries that ``aggregate_cell`` made, one row each; ``facts`` of the splits are its first columns.
+    """A table of summaries that ``aggregate_config`` made, one row each; ``facts`` of the splits are its first columns.
 
     ``differing`` are notes on settings in which the rows differ and which their labels do not say.
 
@@ -261,29 +261,30 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(chosen)) if not pools else chosen
 
 
-def cell_labels(
-    cells: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
+def config_labels(
+    configs: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Shortest names that tell cells apart, and what else differs between them.
+    """Shortest names that tell configs apart, and what else differs between them.
 
     Args:
-        cells: per cell the chosen option of each group, and the flattened configuration.
-        by_hand: per cell, what is to be said of each setting that is not as its chosen option has it.
+        configs: per config the chosen option of each group, and the flattened configuration.
+        by_hand: per config, what is to be said of each setting that is not as its chosen option has it.
 
     Returns:
-        Of each cell the chosen options that differ, then single values that differ between cells of the same options,
-        as far as a cell has them; and notes on every other setting that two cells have in common with different values,
-        and on those for which the name of an option does not stand.
+        Of each config the chosen options that differ, then single values that differ between configs of the same
+        options; and notes on other settings that two configs have with different values.
     """
-    made_here = [choices for choices, _ in cells if IMPORTED not in choices]
+    made_here = [choices for choices, _ in configs if IMPORTED not in choices]
     *usual, last = NAMING_GROUPS
     groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
-    words = [" ".join(_words(choices, groups)) for choices, _ in cells]
-    options = {word: {c.get(last) for name, (c, _) in zip(words, cells, strict=True) if name == word} for word in words}
+    words = [" ".join(_words(choices, groups)) for choices, _ in configs]
+    options = {
+        word: {c.get(last) for name, (c, _) in zip(words, configs, strict=True) if name == word} for word in words
+    }
     if any(len(several) > 1 for several in options.values()):
         groups.append(last)
-        words = [" ".join(_words(choices, groups)) for choices, _ in cells]
-    configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in cells]
+        words = [" ".join(_words(choices, groups)) for choices, _ in configs]
+    configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
     is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
     kinds = [(_matched(config), no) for config, no in zip(configs, is_untrained, strict=True)]
     labels = []
@@ -302,7 +303,7 @@ def cell_labels(
             if key in config:
                 held.setdefault("null" if config[key] is None else str(config[key]), []).append(label)
         hidden = [label for label, config in trained if config.get(key) is not None and f" {key}=" not in label]
-        said = key in _OF_MATCHING or key.partition(".")[0] in (*groups, IMPORTED)
+        said = key in _OF_RERANK or key.partition(".")[0] in (*groups, IMPORTED)
         if len(held) > 1 and hidden and not said:
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
@@ -317,10 +318,10 @@ def cell_labels(
 
 def _matched(config: Mapping[str, Any]) -> str:
     """How the first neighbors of the test are ranked again, behind the name of a row."""
-    if "matching._target_" not in config:
+    if "rerank._target_" not in config:
         return ""
-    name = str(config["matching._target_"]).rpartition(".")[2].removesuffix("Distance").upper()
-    size, count = (config.get(key) for key in _OF_MATCHING)
+    name = str(config["rerank._target_"]).rpartition(".")[2].removesuffix("Distance").upper()
+    size, count = (config.get(key) for key in _OF_RERANK)
     return f" ({name}, {size} x {size}, first {count})"
 
 

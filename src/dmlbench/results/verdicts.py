@@ -65,12 +65,12 @@ class Comparison:
 def compare(
     score: PaperScore, summary: Mapping[str, Any] | None, reasons: Sequence[str] = (), *, label: str = ""
 ) -> Comparison:
-    """A paper's score beside that of a cell's summary; None is a cell without complete runs.
+    """A paper's score beside that of a config's summary; None is a config without complete runs.
 
     Args:
         score: of the paper.
-        summary: what ``aggregate_cell`` made of the cell's runs.
-        reasons: why scores of this cell cannot be compared with the paper's, whatever they are.
+        summary: what ``aggregate_config`` made of the config's runs.
+        reasons: why scores of this config cannot be compared with the paper's, whatever they are.
         label: of our metric that the paper's score is one of, where that is not the one of the paper's label.
     """
     if summary is None:

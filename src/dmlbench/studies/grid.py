@@ -14,34 +14,34 @@ Scores = dict[str, list[float]]
 """By metric, a value for each run."""
 
 
-def scores_of(cells: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
-    """Test scores of cells over ``cfg.folds`` and ``cfg.repeats``, each run trained where it is missing.
+def scores_of(configs: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
+    """Test scores of configs over ``cfg.folds`` and ``cfg.repeats``, each run trained where it is missing.
 
     Args:
-        cells: overrides by name.
+        configs: overrides by name.
         cfg: of the study.
         parts: one for each run.
     """
     coordinates = [(fold, repeat) for fold in cfg.folds for repeat in range(cfg.repeats)]
     names = {
-        f"{cell}, fold {fold}, repeat {repeat}": (cell, f"fold={fold}", f"repeat={repeat}")
-        for cell in cells
+        f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
+        for config in configs
         for fold, repeat in coordinates
     }
 
     def compute(name: str) -> dict[str, float]:
-        cell, *where = names[name]
-        result: dict[str, Any] = read_result(run_of(cfg, [*cells[cell], *where]))
+        config, *where = names[name]
+        result: dict[str, Any] = read_result(run_of(cfg, [*configs[config], *where]))
         parts.bind(data=result["dataset_fingerprint"])
         return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
 
     found = parts.get(list(names), compute, describe="runs")
     return {
-        cell: {
-            metric: [found[name][metric] for name, (of, *_) in names.items() if of == cell]
+        config: {
+            metric: [found[name][metric] for name, (of, *_) in names.items() if of == config]
             for metric in ("p_at_1", "map_at_r")
         }
-        for cell in cells
+        for config in configs
     }
 
 

@@ -32,12 +32,12 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
             f"({list(cfg.smoothings)}) two or more above 0"
         )
     ratio = f"pooling.transport_ratio={cfg.transport_ratio}"
-    cells = {_BASELINE: ("pooling=gap",)} | {
+    configs = {_BASELINE: ("pooling=gap",)} | {
         _name(m, value): ("pooling=gsp", f"pooling.num_prototypes={m}", f"pooling.smoothing={value}", ratio)
         for m in prototypes
         for value in smoothings
     }
-    found = scores_of(cells, cfg, parts)
+    found = scores_of(configs, cfg, parts)
     rows = tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
     grid = np.array([[mean(found[_name(m, value)]) for value in smoothings] for m in prototypes])
     at_m, at_smoothing = np.unravel_index(int(grid.argmax()), grid.shape)

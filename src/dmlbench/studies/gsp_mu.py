@@ -27,8 +27,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     values = sorted({float(value) for value in cfg.transport_ratios})
     if len(values) < 2 or not (values[0] > 0 and values[-1] <= 1):
         raise ConfigError(f"transport_ratios ({list(cfg.transport_ratios)}) must be two or more numbers in (0, 1]")
-    cells = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
-    found = scores_of(cells, cfg, parts)
+    configs = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
+    found = scores_of(configs, cfg, parts)
     rows = tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
     means = {value: mean(found[f"mu = {value:g}"]) for value in values}
     best = max(means, key=lambda value: means[value])

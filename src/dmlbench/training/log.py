@@ -150,7 +150,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Curves, pictures and scores to Weights & Biases; the run's group is its cell.
+    """Curves, pictures and scores to Weights & Biases; the run's group is its config.
 
     Every start of an interrupted run has the same id. What was logged after the last checkpoint is logged again, with
     the same values: the axis of the curves is ``step`` and not the number of the call, so it falls on the same points.

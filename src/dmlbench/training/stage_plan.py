@@ -69,7 +69,7 @@ def load_plan(path: Path) -> Plan:
         return Plan(float(values["epochs"]), changes)
     except FileNotFoundError:
         raise RunError(
-            f"{path} is not there: run stage 1 of this cell and repeat first (protocol.stage=1, all else as here)"
+            f"{path} is not there: run stage 1 of this config and repeat first (protocol.stage=1, all else as here)"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is no training plan ({error}); delete its run and run stage 1 again") from error

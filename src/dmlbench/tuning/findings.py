@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN
+from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.runtime import atomic_write
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value
@@ -148,7 +148,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
 
 def settings(cfg: DictConfig) -> dict[str, Any]:
     """What a recipe can hold of a run's configuration, by key and not resolved."""
-    left = (*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, *_LEFT)
+    left = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, *_LEFT)
     content = flatten(OmegaConf.to_container(cfg, resolve=False))
     return {key: value for key, value in content.items() if not _is_of(key, left)}
 

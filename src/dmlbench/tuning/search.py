@@ -18,7 +18,7 @@ from filelock import FileLock
 from omegaconf import DictConfig
 
 from dmlbench.build import check, component
-from dmlbench.config import config_sha256
+from dmlbench.config import run_sha256
 from dmlbench.one_run import directory_of, run
 from dmlbench.results.locks import locked
 from dmlbench.results.store import RESULT, make_directory, read_result, require_own_place
@@ -160,7 +160,7 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
         "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _settings_of(search.pruner)]),
-        "runs": json.dumps([config_sha256(cfg) for cfg in bases]),
+        "runs": json.dumps([run_sha256(cfg) for cfg in bases]),
     }
 
 

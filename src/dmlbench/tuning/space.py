@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dmlbench.config import NOT_PART_OF_A_CELL, NOT_PART_OF_A_RUN
+from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.recipes import applies
 from dmlbench.types import ConfigError, closest
 
@@ -18,7 +18,7 @@ _WORDS = ("low", "high", "log", "step", "integer", "choices", "when")
 _BOUNDS = "{low: 1e-6, high: 1e-3, log: true}"
 _CHOICES = "{choices: [gap, gsp]}"
 _DIGITS = 4
-_FIXED = (*NOT_PART_OF_A_CELL, *NOT_PART_OF_A_RUN, "dataset", "protocol", "evaluation", "fit.monitor")
+_FIXED = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "dataset", "protocol", "evaluation", "fit.monitor")
 """What trials share, or they could not be compared by their scores."""
 
 

@@ -1,4 +1,4 @@
-"""What a page says of cells in numbers: scores, paired differences, curves, classes, settings, where they come from.
+"""What a page says of configs in numbers: scores, paired differences, curves, classes, settings, where they come from.
 
 Everything is made of what JSON knows; scores are percent (class distances as they are).
 """
@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from dmlbench.apps.report.retrievals import first_run
-from dmlbench.apps.tables import Cell
-from dmlbench.config import read_config, settings_of_cell
+from dmlbench.apps.tables import ConfigSummary
+from dmlbench.config import config_settings, read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.results.paired import paired_difference
 from dmlbench.results.store import CONFIG, read_result
@@ -25,16 +25,18 @@ PER_QUERY = "per_query.csv"
 _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve
 _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "scored_on")
-"""In what two cells must agree for their runs to be pairs."""
+"""In what two configs must agree for their runs to be pairs."""
 
 
-def leaderboard(table: Table, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The table of the cells; what holds for one row alone stands with it."""
+def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
+    """The table of the configs; what holds for one row alone stands with it."""
     rows = []
-    for cell, (label, entries), competes, notes in zip(cells, table.rows, table.competes, table.row_notes, strict=True):
+    for config, (label, entries), competes, notes in zip(
+        configs, table.rows, table.competes, table.row_notes, strict=True
+    ):
         best = table.best() if competes else [None] * len(entries)
         rows.append({
-            "label": label + " PARTIAL" * bool(cell.summary["missing"]),
+            "label": label + " PARTIAL" * bool(config.summary["missing"]),
             "competes": competes,
             "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
             "notes": [note for note in notes if note not in table.notes],
@@ -55,22 +57,22 @@ def _entry(entry: Entry | str | None, best: float | None) -> Any:
     return {"text": str(entry), "mean": _short(entry.mean), "std": std, "best": round(entry.mean, 2) == best}
 
 
-def metrics_of_runs(cells: Sequence[Cell], asked: Sequence[str]) -> list[dict[str, Any]]:
+def metrics_of_runs(configs: Sequence[ConfigSummary], asked: Sequence[str]) -> list[dict[str, Any]]:
     """Those of the asked scores that single runs have."""
-    known = {name for cell in cells for scores in cell.summary["raw"].values() for name in scores}
+    known = {name for config in configs for scores in config.summary["raw"].values() for name in scores}
     return [{"name": name, "label": score_named(name).label} for name in asked if name in known]
 
 
-def differences(cells: Sequence[Cell], metrics: Iterable[str]) -> list[dict[str, Any]]:
-    """Of each two cells a < b and each metric the difference b - a over the runs that both have.
+def differences(configs: Sequence[ConfigSummary], metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """Of each two configs a < b and each metric the difference b - a over the runs that both have.
 
-    ``interval`` is that of one pair at 95 %; ``joint`` is wider, so that all comparisons of one cell hold together with
-    95 % (Bonferroni). ``why`` says why there is none.
+    ``interval`` is that of one pair at 95 %; ``joint`` is wider: all comparisons of one config hold together with 95 %
+    (Bonferroni). ``why`` says why there is none.
     """
     found = []
-    together = 1 - (1 - _LEVEL) / max(1, len(cells) - 1)
-    for b, second in enumerate(cells):
-        for a, first in enumerate(cells[:b]):
+    together = 1 - (1 - _LEVEL) / max(1, len(configs) - 1)
+    for b, second in enumerate(configs):
+        for a, first in enumerate(configs[:b]):
             one: dict[str, Any] = {"a": a, "b": b}
             if differing := [key for key in _SAME if first.summary[key] != second.summary[key]]:
                 found.append({**one, "why": f"they differ in {', '.join(differing)}, so that runs are no pairs"})
@@ -82,8 +84,8 @@ def differences(cells: Sequence[Cell], metrics: Iterable[str]) -> list[dict[str,
             total = len(set(first.summary["raw"]) | set(second.summary["raw"]))
             for name in metrics:
                 pairs = [
-                    {_coordinates(run): cell.summary["raw"][run][name] for run in common
-                     if name in cell.summary["raw"][run]} for cell in (first, second)
+                    {_coordinates(run): config.summary["raw"][run][name] for run in common
+                     if name in config.summary["raw"][run]} for config in (first, second)
                 ]  # fmt: skip
                 if pairs[0].keys() != pairs[1].keys() or not pairs[0]:
                     continue
@@ -102,20 +104,20 @@ def _coordinates(run: str) -> tuple[int, int]:
     return int(fold), int(repeat)
 
 
-def curves(cells: Sequence[Cell]) -> dict[str, list[Any]]:
-    """By the name of what was logged: of each cell steps, and mean, least and greatest value over its complete runs.
+def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
+    """By the name of what was logged: of each config steps, and mean, least and greatest value over its complete runs.
 
     A step counts that every run has logged; longer curves are thinned out evenly.
     """
-    of_cells = [_curves(cell) for cell in cells]
-    names = dict.fromkeys(name for own in of_cells for name in own)
+    of_configs = [_curves(config) for config in configs]
+    names = dict.fromkeys(name for own in of_configs for name in own)
     order = sorted(names, key=lambda name: (name != "train/loss", not name.startswith("val/"), name))
-    return {name: [own.get(name) for own in of_cells] for name in order}
+    return {name: [own.get(name) for own in of_configs] for name in order}
 
 
-def _curves(cell: Cell) -> dict[str, Any]:
+def _curves(config: ConfigSummary) -> dict[str, Any]:
     columns = ["step", "name", "value"]
-    logged = [pd.DataFrame(read_history(path / HISTORY), columns=columns) for path in _complete(cell)]
+    logged = [pd.DataFrame(read_history(path / HISTORY), columns=columns) for path in _complete(config)]
     logged = [one for one in logged if len(one)]
     if not logged:
         return {}
@@ -139,17 +141,17 @@ def _metric_of(name: str) -> str:
 
 
 def classes(
-    cells: Sequence[Cell], metrics: Sequence[str], names: Sequence[str] | None, most: int
+    configs: Sequence[ConfigSummary], metrics: Sequence[str], names: Sequence[str] | None, most: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Scores by class of the queries, a cell's being means over its complete runs.
+    """Scores by class of the queries, a config's being means over its complete runs.
 
     Args:
-        cells: of one data set.
+        configs: of one data set.
         metrics: scores to show; what belongs to whole sets has no classes.
         names: by label, or None where they are not known.
-        most: classes to keep, those of the lowest first score, averaged over the cells.
+        most: classes to keep, those of the lowest first score, averaged over the configs.
     """
-    frames = [_by_class(cell) for cell in cells]
+    frames = [_by_class(config) for config in configs]
     shown = [name for name in metrics if any(frame is not None and name in frame for frame in frames)]
     if not shown:
         return {"metrics": [], "rows": [], "of": 0}
@@ -178,10 +180,10 @@ def classes(
     }  # fmt: skip
 
 
-def _by_class(cell: Cell) -> pd.DataFrame | None:
+def _by_class(config: ConfigSummary) -> pd.DataFrame | None:
     """Means by label over the queries of a run, then over runs; None where no run has kept its queries' scores."""
     found = []
-    for path in filter(Path.exists, (run / PER_QUERY for run in _complete(cell))):
+    for path in filter(Path.exists, (run / PER_QUERY for run in _complete(config))):
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
@@ -192,21 +194,21 @@ def _by_class(cell: Cell) -> pd.DataFrame | None:
     return pd.concat(found).groupby(level=0).mean() if found else None
 
 
-def settings(cell: Cell) -> dict[str, str]:
-    """What the cell is made of, by key."""
-    stored = read_config(first_run(cell) / CONFIG)
-    return {key: "null" if value is None else str(value) for key, value in settings_of_cell(stored).items()}
+def settings(config: ConfigSummary) -> dict[str, str]:
+    """What the config is made of, by key."""
+    stored = read_config(first_run(config) / CONFIG)
+    return {key: "null" if value is None else str(value) for key, value in config_settings(stored).items()}
 
 
-def provenance(cell: Cell) -> list[tuple[str, str]]:
-    """Where a cell's numbers come from, as names and values; what differs between its runs is listed."""
-    runs = [read_result(path) for path in _complete(cell)]
-    first, summary = runs[0], cell.summary
+def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
+    """Where a config's numbers come from, as names and values; what differs between its runs is listed."""
+    runs = [read_result(path) for path in _complete(config)]
+    first, summary = runs[0], config.summary
     told = summary.get("imported")
     selected = "on the test set" if summary["val_is_test"] else "on validation classes"
     # fmt: off
     found: list[tuple[str, str]] = [
-        ("folder", "/".join(cell.path.parts[-3:])),
+        ("folder", "/".join(config.path.parts[-3:])),
         ("runs", f"{summary['n_runs']} of {summary['n_runs_expected']}, base seed {first['base_seed']}"),
         ("selected by", f"{told['selected']} (imported)" if told else f"{first['monitor']}, {selected}"),
         ("data", f"{summary['dataset']}, fingerprint {summary['dataset_fingerprint'][:16]}"),
@@ -241,8 +243,8 @@ def _listed(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(value for value in values if value))
 
 
-def _complete(cell: Cell) -> list[Path]:
-    return [run.path for run in cell.runs if run.state == "done"]
+def _complete(config: ConfigSummary) -> list[Path]:
+    return [run.path for run in config.runs if run.state == "done"]
 
 
 def _short(value: float) -> float:

@@ -103,7 +103,7 @@
         ...(own.length ? [cell(mark(rows[i]))] : [])],
     }));
     const sort = { column: state.sort.column === null ? null : state.sort.column + 1, down: state.sort.down };
-    table(at("leaderboard"), ["cell", ...columns.map(column), ...(own.length ? ["note"] : [])], lines, sort, (next) => {
+    table(at("leaderboard"), ["config", ...columns.map(column), ...(own.length ? ["note"] : [])], lines, sort, (next) => {
       state.sort = next.column > columns.length ? state.sort : { column: next.column - 1, down: next.down };
       drawScores();
       drawBars();
@@ -144,11 +144,11 @@
       xaxis: axis({ title: { text: plain(column(group().leaderboard.columns[state.score])) }, rangemode: "tozero" }),
       yaxis: axis({ type: "category", tickvals: shown.map(String), ticktext: shown.map(named) }),
     });
-    at("bars-note").textContent = [aside ? `Hatched: ${aside} of ${shown.length} cells, which do not compete (see the scores).` : "",
-      without ? `${without} of ${shown.length} cells have a single value here and so no deviation.` : ""].join(" ");
+    at("bars-note").textContent = [aside ? `Hatched: ${aside} of ${shown.length} configs, which do not compete (see the scores).` : "",
+      without ? `${without} of ${shown.length} configs have a single value here and so no deviation.` : ""].join(" ");
   };
 
-  /** The difference of cell `other` from A, in whichever order it is stored. */
+  /** The difference of config `other` from A, in whichever order it is stored. */
   const difference = (other, name) => {
     const low = Math.min(state.a, other);
     const found = group().differences.find((one) => one.a === low && one.b === Math.max(state.a, other) && (one.why || one.metric === name));
@@ -174,11 +174,11 @@
     });
     plot("differences-chart", [points("joint", 1), points("interval", 3)], {
       height: 90 + 30 * Math.max(1, shown.length),
-      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: the cell less A` }, zerolinewidth: 2 }),
+      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: the config less A` }, zerolinewidth: 2 }),
       yaxis: axis({ type: "category", tickvals: shown.map(({ i }) => String(i)), ticktext: shown.map(({ i }) => wrapped(labels()[i], 44)) }),
     });
     const range = (interval) => (interval ? `[${signed(interval[0])}, ${signed(interval[1])}]` : "none: too few pairs");
-    sorting(at("differences-table"), ["cell less A", "difference", "95 % interval", "joint interval", "pairs of runs", "over"], lines.map(({ i, found }) => ({
+    sorting(at("differences-table"), ["config less A", "difference", "95 % interval", "joint interval", "pairs of runs", "over"], lines.map(({ i, found }) => ({
       cells: [cell(labels()[i]), ...(!found || found.why
         ? [cell("–", null), cell(found ? found.why : "single runs do not have this score", null, "words"), cell("–", null), cell("–", null), cell("")]
         : [cell(signed(found.difference), found.difference), cell(range(found.interval), found.interval && found.interval[0]),
@@ -192,12 +192,12 @@
   const drawPapers = () => {
     const found = group().papers;
     at("papers-note").textContent = found.length
-      ? "Rows of papers with the recipe, pooling, head, loss, miner and regularizer of a cell. What is not comparable says why: read these rows as context, not as a verdict."
-      : "No cell of this table was trained with a paper's recipe and choices on that paper's data set and protocol.";
+      ? "Rows of papers with the recipe, pooling, head, loss, miner and regularizer of a config. What is not comparable says why: read these rows as context, not as a verdict."
+      : "No config of this table was trained with a paper's recipe and choices on that paper's data set and protocol.";
     at("papers-table").hidden = !found.length;
     const both = (mean, std) => (mean === null ? "–" : `${typeof mean === "number" ? number(mean) : mean}${std === null ? "" : ` ± ${typeof std === "number" ? number(std) : std}`}`);
-    sorting(at("papers-table"), ["cell", "paper's table", "its row", "column", "score", "ours", "paper", "difference", "verdict", "because"], found.map((one) => ({
-      cells: [cell(labels()[one.cell]), cell(one.table, one.table, "words"), cell(one.row, one.row, "words"), cell(one.column, one.column, "words"), cell(one.metric),
+    sorting(at("papers-table"), ["config", "paper's table", "its row", "column", "score", "ours", "paper", "difference", "verdict", "because"], found.map((one) => ({
+      cells: [cell(labels()[one.config]), cell(one.table, one.table, "words"), cell(one.row, one.row, "words"), cell(one.column, one.column, "words"), cell(one.metric),
         cell(both(one.ours, one.ours_std), one.ours), cell(both(one.paper, one.std), one.paper === null ? null : Number(one.paper)),
         cell(signed(one.difference), one.difference), cell(one.verdict, one.verdict, "words"), cell(one.note, one.note, "words")],
     })));
@@ -220,7 +220,7 @@
     }
     plot("curves-chart", traces, { height: 440, showlegend: true, legend: { orientation: "h", y: -0.2 },
       xaxis: axis({ title: { text: "optimizer step" }, rangemode: "tozero" }), yaxis: axis({ title: { text: plain(state.curve ?? "") } }) });
-    at("curves-note").textContent = names.length ? "Lines: means over a cell's complete runs; bands: from the least to the greatest run. Validation scores are in percent." : "No run has logged anything.";
+    at("curves-note").textContent = names.length ? "Lines: means over a config's complete runs; bands: from the least to the greatest run. Validation scores are in percent." : "No run has logged anything.";
   };
 
   const sides = (body, part) => {
@@ -242,14 +242,14 @@
   const drawGallery = () => {
     const { gallery } = group();
     at("gallery-note").textContent = gallery.why ? `None: ${gallery.why}.`
-      : `${gallery.queries.length} queries, chosen among ${gallery.drawn} that were drawn with a fixed seed: half are those that most cells answer wrongly, `
+      : `${gallery.queries.length} queries, chosen among ${gallery.drawn} that were drawn with a fixed seed: half are those that most configs answer wrongly, `
         + "so this is no sample. Failures of A come first. Plain frame: query; ✓: of its class; ✗ with a dashed frame: of another.";
     if (gallery.why) return at("gallery-body").replaceChildren();
-    const first = gallery.cells[state.a];
+    const first = gallery.configs[state.a];
     const fails = (q) => (first && !first.nearest[q][0][1] ? 0 : 1);
     const places = gallery.queries.map((_, q) => q).sort((p, q) => fails(p) - fails(q));
     sides(at("gallery-body"), (i) => {
-      const own = gallery.cells[i];
+      const own = gallery.configs[i];
       if (!own) return [make("p", "No images: it is untrained, was tested on other images, or has kept no embeddings.", { class: "note" })];
       return [make("p", own.run, { class: "note" }), ...places.map((q) => {
         const line = make("ul", "", { class: "retrieved" });
@@ -265,13 +265,13 @@
     const found = group().overlays;
     const note = at("overlays-note");
     note.textContent = typeof found.why === "string" ? `None: ${found.why}.` : "";
-    if (!Object.keys(found.cells).length) {
+    if (!Object.keys(found.configs).length) {
       if (!note.textContent) note.textContent = `None: ${Object.values(found.why ?? {})[0] ?? "there are no images"}`;
       return at("overlays-body").replaceChildren();
     }
     note.append("Weight of each place over that of average pooling, 0 ", make("span", "", { class: "scale" }), ` ${found.most}; white counts as in average pooling. Where there are prototypes, the color says which one is the place's nearest.`);
     sides(at("overlays-body"), (i) => {
-      const own = found.cells[i];
+      const own = found.configs[i];
       if (!own) return [make("p", `None: ${found.why[i] ?? "it was not explained"}`, { class: "note" })];
       return own.map((parts, q) => {
         const line = make("ul", "", { class: "retrieved" });
@@ -287,7 +287,7 @@
     const name = metric();
     const k = Math.max(0, found.metrics.findIndex((one) => name && one.name === name.name));
     at("classes-note").textContent = !found.metrics.length ? "No run has kept the scores of its queries, or none of the scores belongs to queries."
-      : `${found.metrics[k].label} in percent, means over the queries of a class and over a cell's runs; `
+      : `${found.metrics[k].label} in percent, means over the queries of a class and over a config's runs; `
         + (found.of > found.rows.length ? `the ${found.rows.length} hardest of ${found.of} classes.` : `all ${found.of} classes.`);
     at("classes-table").hidden = !found.metrics.length;
     if (!found.metrics.length) return;
@@ -330,8 +330,8 @@
     at("filter").value = "";
     options(at("score"), columns.map(column), state.score);
     [...at("score").options].forEach((option, i) => { option.hidden = option.disabled = !columns[i].kind; });
-    options(at("cell-a"), rows.map((row) => row.label), state.a);
-    options(at("cell-b"), rows.map((row) => row.label), state.b);
+    options(at("config-a"), rows.map((row) => row.label), state.a);
+    options(at("config-b"), rows.map((row) => row.label), state.b);
     drawAll();
   };
 
@@ -349,8 +349,8 @@
   at("choose-group").hidden = content.groups.length < 2;
   at("group").addEventListener("change", () => choose(Number(at("group").value)));
   at("score").addEventListener("change", () => { state.score = Number(at("score").value); drawBars(); drawDifferences(); drawClasses(); });
-  at("cell-a").addEventListener("change", () => { state.a = Number(at("cell-a").value); drawPair(); });
-  at("cell-b").addEventListener("change", () => { state.b = Number(at("cell-b").value); drawPair(); });
+  at("config-a").addEventListener("change", () => { state.a = Number(at("config-a").value); drawPair(); });
+  at("config-b").addEventListener("change", () => { state.b = Number(at("config-b").value); drawPair(); });
   at("filter").addEventListener("input", () => { state.filter = at("filter").value; [drawScores, drawBars, drawDifferences, drawCurves].forEach((draw) => draw()); });
   at("curve").addEventListener("change", () => { state.curve = Object.keys(group().curves)[Number(at("curve").value)]; drawCurves(); });
   at("sections").append(...[...document.querySelectorAll("main section")].map((section) => {

@@ -1,4 +1,4 @@
-"""One HTML file of aggregated cells that needs no server and no network: styles, code, charts and images lie in it."""
+"""One HTML file of aggregated configs, with styles, code, charts and images; needs no server and no network."""
 
 import datetime
 import html
@@ -17,14 +17,14 @@ from dmlbench.apps.report import numbers
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import galleries, overlays
 from dmlbench.apps.report.retrievals import table_of
-from dmlbench.apps.tables import Cell, asked_columns, build_tables
+from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
 from dmlbench.types import DmlbenchError, RunError
 
 
 def write_page(
-    grouped: Mapping[tuple[str, str], Sequence[Cell]],
+    grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]],
     path: Path,
     *,
     spec: EvaluationSpec,
@@ -34,38 +34,38 @@ def write_page(
     with_overlays: bool,
     device: str,
 ) -> None:
-    """Write a page of cells, a part for each data set and protocol.
+    """Write a page of configs, a part for each data set and protocol.
 
     Args:
-        grouped: what ``find_cells`` found.
+        grouped: what ``find_configs`` found.
         path: file to write.
         spec: the scores to show.
         num_queries: queries to show with what is nearest to them; 0 for none.
         num_nearest: images a query.
         num_classes: classes to list, the hardest.
-        with_overlays: whether to load each cell's first model and show what its pooling looks at.
+        with_overlays: whether to load each config's first model and show what its pooling looks at.
         device: for these.
 
     Raises:
-        ConfigError: a metric that no cell has.
+        ConfigError: a metric that no config has.
         RunError: files that are not those of their run; the page cannot be written.
     """
     tables = build_tables(grouped, spec)
     groups = []
-    for (dataset, protocol), cells in tqdm(grouped.items(), "report", unit="table", disable=not sys.stderr.isatty()):
-        metrics = numbers.metrics_of_runs(cells, asked_columns(spec))
+    for (dataset, protocol), configs in tqdm(grouped.items(), "report", unit="table", disable=not sys.stderr.isatty()):
+        metrics = numbers.metrics_of_runs(configs, asked_columns(spec))
         names = [metric["name"] for metric in metrics]
-        shown, class_names = _images(cells, num_queries, num_nearest, device if with_overlays else None)
+        shown, class_names = _images(configs, num_queries, num_nearest, device if with_overlays else None)
         groups.append({
             "title": f"{dataset} under {protocol}",
-            "leaderboard": numbers.leaderboard(tables[dataset, protocol], cells),
+            "leaderboard": numbers.leaderboard(tables[dataset, protocol], configs),
             "metrics": metrics,
-            "differences": numbers.differences(cells, names),
-            "curves": numbers.curves(cells),
-            "classes": numbers.classes(cells, names, class_names, num_classes),
-            "settings": [numbers.settings(cell) for cell in cells],
-            "provenance": [numbers.provenance(cell) for cell in cells],
-            "papers": paper_scores(cells),
+            "differences": numbers.differences(configs, names),
+            "curves": numbers.curves(configs),
+            "classes": numbers.classes(configs, names, class_names, num_classes),
+            "settings": [numbers.settings(config) for config in configs],
+            "provenance": [numbers.provenance(config) for config in configs],
+            "papers": paper_scores(configs),
             **shown,
         })  # fmt: skip
     made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -78,21 +78,21 @@ def write_page(
 
 
 def _images(
-    cells: Sequence[Cell], num_queries: int, num_nearest: int, device: str | None
+    configs: Sequence[ConfigSummary], num_queries: int, num_nearest: int, device: str | None
 ) -> tuple[dict[str, Any], Sequence[str] | None]:
     """Galleries and overlays, or why there are none, and the names of the classes where the data are there."""
-    nothing: dict[str, Any] = {"cells": {}}
+    nothing: dict[str, Any] = {"configs": {}}
     try:
-        table = table_of(cells[0])
+        table = table_of(configs[0])
     except DmlbenchError as error:  # tables, curves and differences need no images
         why = {"why": f"the images are not there: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None
     if not num_queries:
         return {"gallery": nothing | {"why": "left out: queries=0"}, "overlays": nothing}, table.class_names
-    gallery, rows = galleries(cells, table, num_queries=num_queries, num_nearest=num_nearest)
+    gallery, rows = galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
     laid = nothing | {"why": "left out: overlays=false"}
     if device is not None:
-        laid = overlays(cells, rows, device=device) if rows else nothing | {"why": gallery["why"]}
+        laid = overlays(configs, rows, device=device) if rows else nothing | {"why": gallery["why"]}
     return {"gallery": gallery, "overlays": laid}, table.class_names
 
 

@@ -1,4 +1,4 @@
-"""Numbers that papers print for the choices of a cell, beside the cell's own."""
+"""Numbers that papers print for the choices of a config, beside the config's own."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,29 +11,31 @@ from dmlbench.apps.provenance import provenance_of
 from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.table_comparison import others
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
-from dmlbench.apps.tables import Cell
-from dmlbench.config import NOT_PART_OF_A_CELL, compose, config_folder, differences, load_config
+from dmlbench.apps.tables import ConfigSummary
+from dmlbench.config import NOT_PART_OF_CONFIG_HASH, compose, config_folder, differences, load_config
 from dmlbench.results.cautions import incomparable
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.results.verdicts import NEEDS, compare
 
-_GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "matching")
+_GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "rerank")
 """Options by which a row of a paper is known."""
-_TOLD_OTHERWISE = (*NOT_PART_OF_A_CELL, "dataset", "backbone", "evaluation", "protocol.num_repeats")
+_TOLD_OTHERWISE = (*NOT_PART_OF_CONFIG_HASH, "dataset", "backbone", "evaluation", "protocol.num_repeats")
 """Settings of which data notes, the origin of the weights and the number of runs tell more."""
 _MOST_SETTINGS = 6
 
 
-def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Every printed score of the rows whose recipe, pooling, head, loss, miner, regularizer and matching a cell has.
+def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
+    """Every printed score of the rows whose recipe, pooling, head, loss, miner, regularizer and rerank a config has.
 
     What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
     said with each; a score of which anything differs has no verdict but "not comparable".
 
     Args:
-        cells: of one data set and protocol, trained with a recipe; others have no paper.
+        configs: of one data set and protocol, trained with a recipe; others have no paper.
     """
-    with_recipe = [cell for cell in cells if cell.summary["choices"].get("recipe", "none") not in ("none", "small")]
+    with_recipe = [
+        config for config in configs if config.summary["choices"].get("recipe", "none") not in ("none", "small")
+    ]
     if not with_recipe:
         return []
     known = experiments([config_folder()])
@@ -43,19 +45,19 @@ def paper_scores(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if name not in known:
             continue
         for row in rows_of_paper(name, reproduce_of(known[name]), {}):
-            for cell in with_recipe:
-                if not row.overrides or not _may_be(row, cell):
+            for config in with_recipe:
+                if not row.overrides or not _may_be(row, config):
                     continue
                 if row.overrides not in composed:
                     composed[row.overrides] = compose("train", row.overrides, with_hydra=True)
-                if _is(composed[row.overrides], cell):
-                    found.append(_beside(name, row, composed[row.overrides], cell, cells.index(cell)))
+                if _is(composed[row.overrides], config):
+                    found.append(_beside(name, row, composed[row.overrides], config, configs.index(config)))
     return [one for one in found if one["verdict"] != NEEDS]
 
 
-def _may_be(row: Row, cell: Cell) -> bool:
-    """Whether what the row says by itself is as in the cell."""
-    summary, score = cell.summary, row.score
+def _may_be(row: Row, config: ConfigSummary) -> bool:
+    """Whether what the row says by itself is as in the config."""
+    summary, score = config.summary, row.score
     assert score is not None
     given = dict(override.partition("=")[::2] for override in row.overrides)
     here = [(summary["dataset"], score.dataset), (summary["protocol"], score.protocol)]
@@ -65,27 +67,27 @@ def _may_be(row: Row, cell: Cell) -> bool:
     )
 
 
-def _is(cfg: DictConfig, cell: Cell) -> bool:
-    """Whether a configuration chooses the cell's options."""
+def _is(cfg: DictConfig, config: ConfigSummary) -> bool:
+    """Whether a configuration chooses the config's options."""
     theirs = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
-    return all(_option(theirs, group) == _option(cell.summary["choices"], group) for group in _GROUPS)
+    return all(_option(theirs, group) == _option(config.summary["choices"], group) for group in _GROUPS)
 
 
 def _option(choices: Mapping[str, Any], group: str) -> str:
     return str(choices.get(group, "None")).replace("none", "None")
 
 
-def _beside(name: str, row: Row, cfg: DictConfig, cell: Cell, index: int) -> dict[str, Any]:
-    run, score = first_run(cell), row.score
+def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: int) -> dict[str, Any]:
+    run, score = first_run(config), row.score
     assert score is not None
     result = read_result(run)
     provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
-    reasons = [*others(score, cell.summary, provenance), *_other_settings(cfg, run), *incomparable(cell.summary)]
-    made = compare(score, cell.summary, reasons, label=row.metric)
+    reasons = [*others(score, config.summary, provenance), *_other_settings(cfg, run), *incomparable(config.summary)]
+    made = compare(score, config.summary, reasons, label=row.metric)
     size = f"{score.embedding_size}-D" if score.embedding_size else ""
     column = ", ".join(word for word in (score.setting, score.backbone, score.kind, size) if word)
     return {
-        "cell": index, "table": name, "row": score.row, "column": column, "metric": score.metric,
+        "config": index, "table": name, "row": score.row, "column": column, "metric": score.metric,
         "paper": None if score.mean is None else str(score.mean), "std": None if score.std is None else str(score.std),
         "ours": made.mean, "ours_std": made.std, "difference": made.difference, "verdict": made.verdict,
         "note": made.note,

@@ -1,4 +1,4 @@
-"""A picture of aggregated cells: bars with deviations, and the images nearest to a few queries, right or wrong."""
+"""A picture of aggregated configs: bars with deviations, and the images nearest to a few queries, right or wrong."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from dmlbench.apps.report.retrievals import (
     table_of,
     that_can_be_shown,
 )
-from dmlbench.apps.tables import Cell
+from dmlbench.apps.tables import ConfigSummary
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.tables import KINDS
@@ -28,74 +28,80 @@ from dmlbench.types import ConfigError, ImageTable, IntArray
 
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
-_MOST_NAMES = 4  # cells whose names fit under their bars
+_MOST_NAMES = 4  # configs whose names fit under their bars
 _LONGEST_NAME = 24  # letters under a bar; longer ones are named below
 _LINE = 150  # letters across the figure
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
 
 def draw_report(
-    cells: Sequence[Cell], path: Path, *, title: str, metrics: Sequence[str], num_queries: int = 5, num_nearest: int = 5
+    configs: Sequence[ConfigSummary],
+    path: Path,
+    *,
+    title: str,
+    metrics: Sequence[str],
+    num_queries: int = 5,
+    num_nearest: int = 5,
 ) -> None:
-    """Write a PNG: scores of all cells on top, retrieved images of one run of each trained cell below.
+    """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
     Args:
-        cells: aggregated cells of one data set and protocol.
+        configs: aggregated configs of one data set and protocol.
         path: file to write.
-        title: what the cells have in common.
+        title: what the configs have in common.
         metrics: scores to draw.
-        num_queries: queries to show, the same for every cell, drawn with a fixed seed; half are failures of the first
-            trained cell, if it has enough.
+        num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
+            trained config, if it has enough.
         num_nearest: retrieved images a query.
 
     Raises:
-        ConfigError: a metric that no cell has.
-        RunError: embeddings that are not those of their run, or data that are not those of the cells.
+        ConfigError: a metric that no config has.
+        RunError: embeddings that are not those of their run, or data that are not those of the configs.
     """
-    known = {name for cell in cells for scores in cell.summary["scores"].values() for name in scores}
+    known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
-    shown = that_can_be_shown(cells)
-    kinds = [kind for kind in KINDS if any(kind in cell.summary["scores"] for cell in cells)]
+    shown = that_can_be_shown(configs)
+    kinds = [kind for kind in KINDS if any(kind in config.summary["scores"] for config in configs)]
     row_height = 0.82
-    long = any(len(_name(cell)) > _LONGEST_NAME for cell in cells)
-    named_below = long or len(cells) > _MOST_NAMES
-    bars_height = 3.0 + 0.2 * (len(cells) if long else -(-len(cells) // 4)) * named_below
+    long = any(len(_name(config)) > _LONGEST_NAME for config in configs)
+    named_below = long or len(configs) > _MOST_NAMES
+    bars_height = 3.0 + 0.2 * (len(configs) if long else -(-len(configs) // 4)) * named_below
     grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
     top: Any = figure
     if shown:
         top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=[bars_height, grid_height])))
-    held = [(k, m) for k in kinds for m in metrics if any(m in c.summary["scores"].get(k, {}) for c in cells)]
+    held = [(k, m) for k in kinds for m in metrics if any(m in c.summary["scores"].get(k, {}) for c in configs)]
     axes = top.subplots(1, len(held), sharey=False, squeeze=False)[0]
     for axis, (kind, metric) in zip(axes, held, strict=True):
-        _bars(axis, cells, kind, metric)
+        _bars(axis, configs, kind, metric)
         if named_below:
             axis.set_xticks([])
     if named_below:
-        named = [Patch(color=COLORS[i % len(COLORS)], label=_name(cell)) for i, cell in enumerate(cells)]
+        named = [Patch(color=COLORS[i % len(COLORS)], label=_name(config)) for i, config in enumerate(configs)]
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
     if shown:
         table = table_of(shown[0])
         chosen = _queries(shown[0], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
-        for panel, cell in zip(panels, shown, strict=False):
-            _retrievals(panel, cell, table, chosen, num_nearest)
-    notes = [*by_row(cautions_of_rows([cell.summary for cell in cells]), [cell.label for cell in cells]),
-             *(f"DIFFERENT SETTINGS: {note}" for note in cells[0].differing)]  # fmt: skip
+        for panel, config in zip(panels, shown, strict=False):
+            _retrievals(panel, config, table, chosen, num_nearest)
+    notes = [*by_row(cautions_of_rows([config.summary for config in configs]), [config.label for config in configs]),
+             *(f"DIFFERENT SETTINGS: {note}" for note in configs[0].differing)]  # fmt: skip
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
 
-def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
+def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) -> None:
     asked = score_named(metric)
-    scores = [cell.summary["scores"].get(kind, {}).get(metric) for cell in cells]
+    scores = [config.summary["scores"].get(kind, {}).get(metric) for config in configs]
     values = [asked.scale * score["mean"] if score else 0.0 for score in scores]
     deviations = [asked.scale * (score["std"] or 0.0) if score else 0.0 for score in scores]
-    axis.bar(range(len(cells)), values, color=COLORS)
+    axis.bar(range(len(configs)), values, color=COLORS)
     spread = [x for x, score in enumerate(scores) if score and score["std"] is not None]  # one run has none
     axis.errorbar(
         spread, [values[x] for x in spread], [deviations[x] for x in spread], fmt="none", capsize=5, ecolor="k"
@@ -103,32 +109,32 @@ def _bars(axis: Axes, cells: Sequence[Cell], kind: str, metric: str) -> None:
     for x, (score, value, deviation) in enumerate(zip(scores, values, deviations, strict=True)):
         text = f"{value:.1f}" if asked.metric.percent else f"{value:.3f}"
         axis.text(x, max(value + deviation, 0), text if score else "–", ha="center", va="bottom", fontsize=9)
-    names = [_name(cell).replace(" (untrained)", "\nuntrained") for cell in cells]
-    axis.set_xticks(range(len(cells)), names, fontsize=8)
+    names = [_name(config).replace(" (untrained)", "\nuntrained") for config in configs]
+    axis.set_xticks(range(len(configs)), names, fontsize=8)
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
-    sizes = sorted({c.summary["dimension"][kind] for c in cells if kind in c.summary.get("dimension", {})})
+    sizes = sorted({c.summary["dimension"][kind] for c in configs if kind in c.summary.get("dimension", {})})
     axis.set_title(f"{asked.label}\n{kind}" + (f" ({'/'.join(map(str, sizes))}-D)" if sizes else ""), fontsize=9)
     axis.set_ylabel("percent" if asked.metric.percent else "distance", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _name(cell: Cell) -> str:
-    return cell.label + (" PARTIAL" if cell.summary["missing"] else "")
+def _name(config: ConfigSummary) -> str:
+    return config.label + (" PARTIAL" if config.summary["missing"] else "")
 
 
-def _queries(cell: Cell, count: int) -> IntArray:
-    """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``cell`` if there are enough."""
-    drawn = drawn_queries(cell, count)
-    fails = failing(cell, drawn)
+def _queries(config: ConfigSummary, count: int) -> IntArray:
+    """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``config`` if there are enough."""
+    drawn = drawn_queries(config, count)
+    fails = failing(config, drawn)
     wrong = drawn[fails][: max(count // 2, count - int((~fails).sum()))]
     return np.sort(np.concatenate([wrong, drawn[~fails][: count - len(wrong)]]))
 
 
-def _retrievals(panel: Any, cell: Cell, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
-    some, searched, neighbors = nearest(cell, chosen, num_nearest)
-    title = f"{cell.label}: query and its {num_nearest} nearest ({first_run(cell).name})"
+def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
+    some, searched, neighbors = nearest(config, chosen, num_nearest)
+    title = f"{config.label}: query and its {num_nearest} nearest ({first_run(config).name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
     for row, line in enumerate(axes):

@@ -20,7 +20,7 @@ from dmlbench.apps.report.retrievals import (
     nearest,
     that_can_be_shown,
 )
-from dmlbench.apps.tables import Cell
+from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import load_run
 from dmlbench.types import DmlbenchError, ImageTable
 
@@ -29,24 +29,24 @@ _QUALITY = 80
 
 
 def galleries(
-    cells: Sequence[Cell], table: ImageTable, *, num_queries: int, num_nearest: int
+    configs: Sequence[ConfigSummary], table: ImageTable, *, num_queries: int, num_nearest: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """The same queries of every trained cell and what is nearest to them, in its first run.
+    """The same queries of every trained config and what is nearest to them, in its first run.
 
-    Half of the queries are those that most cells answer wrongly among some drawn with a fixed seed, half the next of
+    Half of the queries are those that most configs answer wrongly among some drawn with a fixed seed, half the next of
     these which most answer rightly; queries without another image of their class are left out.
 
     Returns:
-        By cell the nearest images' rows, images and names of classes by row; and the queries' rows in the table.
+        By config the nearest images' rows, images and names of classes by row; and the queries' rows in the table.
     """
-    shown = that_can_be_shown(cells)
+    shown = that_can_be_shown(configs)
     if not shown:
-        return {"cells": {}, "why": "no trained cell has kept its embeddings"}, []
+        return {"configs": {}, "why": "no trained config has kept its embeddings"}, []
     drawn = drawn_queries(shown[0], num_queries)
     some, searched, _ = nearest(shown[0], drawn, 1)
     positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
     drawn = drawn[positive.any(1).numpy()]
-    wrong = np.sum([failing(cell, drawn) for cell in shown], axis=0)
+    wrong = np.sum([failing(config, drawn) for config in shown], axis=0)
     order = np.argsort(-wrong, kind="stable")
     half = min(num_queries // 2, int((wrong > 0).sum()))
     rest = order[half:][::-1][: num_queries - half]
@@ -54,19 +54,19 @@ def galleries(
     found: dict[str, Any] = {}
     used: dict[int, None] = {}
     rows: list[int] = []
-    for i, cell in enumerate(cells):
-        if cell not in shown:
+    for i, config in enumerate(configs):
+        if config not in shown:
             continue
-        queries, searched, neighbors = nearest(cell, chosen, num_nearest)
+        queries, searched, neighbors = nearest(config, chosen, num_nearest)
         rows = [int(row) for row in queries.ids]
         near = [
             [[int(searched.ids[j]), bool(searched.labels[j] == label)] for j in line]
             for line, label in zip(neighbors.index.tolist(), queries.labels, strict=True)
         ]
-        found[str(i)] = {"run": first_run(cell).name, "nearest": near}
+        found[str(i)] = {"run": first_run(config).name, "nearest": near}
         used |= dict.fromkeys([*rows, *(row for line in near for row, _ in line)])
     return {
-        "cells": found,
+        "configs": found,
         "queries": rows,
         "drawn": len(drawn),
         "images": {str(row): _thumbnail(image(table, row)) for row in used},
@@ -74,15 +74,15 @@ def galleries(
     }, rows
 
 
-def overlays(cells: Sequence[Cell], rows: Sequence[int], *, device: str) -> dict[str, Any]:
-    """What the pooling of each cell's first run looks at in images of the data set; by cell, or why it does not say.
+def overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: str) -> dict[str, Any]:
+    """What the pooling of each config's first run looks at in images, by config, or why it does not say.
 
     One scale holds for all: white is the weight of average pooling.
     """
     explained: dict[int, Explained] = {}
     why: dict[str, str] = {}
-    for i, cell in enumerate(tqdm(cells, "overlays", unit="cell", disable=not sys.stderr.isatty())):
-        run_dir = first_run(cell)
+    for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not sys.stderr.isatty())):
+        run_dir = first_run(config)
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)
             if run.model.explains_pairs:
@@ -92,7 +92,7 @@ def overlays(cells: Sequence[Cell], rows: Sequence[int], *, device: str) -> dict
         except DmlbenchError as error:
             why[str(i)] = str(error).replace(str(run_dir), "/".join(run_dir.parts[-2:]))
     if not explained:
-        return {"cells": {}, "why": why}
+        return {"configs": {}, "why": why}
     most = greatest_weight(list(explained.values()))
     found = {}
     for i, one in explained.items():
@@ -100,7 +100,7 @@ def overlays(cells: Sequence[Cell], rows: Sequence[int], *, device: str) -> dict
         found[str(i)] = [
             [None if part is None else _thumbnail(part[row]) for part in pictures] for row in range(len(rows))
         ]
-    return {"cells": found, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
+    return {"configs": found, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
 
 
 def _thumbnail(pixels: NDArray[np.uint8]) -> str:

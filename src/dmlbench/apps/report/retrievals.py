@@ -1,4 +1,4 @@
-"""Queries of a cell's first run, what is nearest to them, and the images of both."""
+"""Queries of a config's first run, what is nearest to them, and the images of both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench import build
-from dmlbench.apps.tables import Cell
+from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
@@ -22,47 +22,49 @@ DRAWN_FOR_EACH = 8
 """Queries from which each one that is shown is chosen."""
 
 
-def first_run(cell: Cell) -> Path:
+def first_run(config: ConfigSummary) -> Path:
     """The first complete run."""
-    return next(run.path for run in cell.runs if run.state == "done")
+    return next(run.path for run in config.runs if run.state == "done")
 
 
-def that_can_be_shown(cells: Sequence[Cell]) -> list[Cell]:
-    """Trained cells with the embeddings of their first run, tested on the same images as the first of them.
+def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
+    """Trained configs with the embeddings of their first run, tested on the same images as the first of them.
 
     Raises:
         RunError: embeddings that are not those of their run.
     """
-    shown = [cell for cell in cells if "(untrained)" not in cell.label and (first_run(cell) / EMBEDDINGS).exists()]
+    shown = [
+        config for config in configs if "(untrained)" not in config.label and (first_run(config) / EMBEDDINGS).exists()
+    ]
     for run_dir in map(first_run, shown):
         require_own_files(run_dir, read_result(run_dir))
-    # The same queries of every cell: those that were tested on other images cannot show them.
-    return [cell for cell in shown if _tested_on(cell) == _tested_on(shown[0])]
+    # The same queries of every config: those that were tested on other images cannot show them.
+    return [config for config in shown if _tested_on(config) == _tested_on(shown[0])]
 
 
-def _tested_on(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
+def _tested_on(config: ConfigSummary) -> tuple[Any, ...]:
+    return tuple(config.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
 
 
-def drawn_queries(cell: Cell, count: int) -> IntArray:
+def drawn_queries(config: ConfigSummary, count: int) -> IntArray:
     """``DRAWN_FOR_EACH`` times ``count`` queries, or all there are, drawn with a fixed seed."""
-    total = cell.summary["n_query"]
+    total = config.summary["n_query"]
     return np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
 
 
-def failing(cell: Cell, rows: IntArray) -> NDArray[np.bool_]:
+def failing(config: ConfigSummary, rows: IntArray) -> NDArray[np.bool_]:
     """Whether what is nearest to each of the queries ``rows`` is of another class."""
-    queries, searched, neighbors = nearest(cell, rows, 1)
+    queries, searched, neighbors = nearest(config, rows, 1)
     return np.asarray((searched.labels[neighbors.index[:, 0]] != queries.labels).numpy())
 
 
-def nearest(cell: Cell, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
-    """The queries ``rows`` of a cell's first run, what is searched, and the nearest of it."""
-    stored = load_embeddings(first_run(cell) / EMBEDDINGS)
+def nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
+    """The queries ``rows`` of a config's first run, what is searched, and the nearest of it."""
+    stored = load_embeddings(first_run(config) / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
     some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
     count = min(count, len(searched) - 1)
-    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(first_run(cell)))
+    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(first_run(config)))
 
 
 def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
@@ -72,15 +74,15 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
     return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
 
 
-def table_of(cell: Cell) -> ImageTable:
-    """The data set of a cell.
+def table_of(config: ConfigSummary) -> ImageTable:
+    """The data set of a config.
 
     Raises:
-        RunError: what is on disk is not the data of the cell.
+        RunError: what is on disk is not the data of the config.
         DataError: there is nothing.
     """
-    config = load_config(first_run(cell) / CONFIG)
+    config = load_config(first_run(config) / CONFIG)
     table: ImageTable = build.component(config.dataset.table)
-    if table.fingerprint != cell.summary["dataset_fingerprint"]:
-        raise RunError(f"{table.name} on disk is not the data of {cell.path}; its images cannot be shown")
+    if table.fingerprint != config.summary["dataset_fingerprint"]:
+        raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
     return table

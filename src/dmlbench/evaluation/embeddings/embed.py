@@ -165,7 +165,7 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
-        raise RunError(f"there is no embedding file {path}; run `dmlbench train` for this cell first")
+        raise RunError(f"there is no embedding file {path}; run `dmlbench train` for this config first")
     try:
         with safe_open(path, framework="pt") as file:
             missing = [name for name in _TENSORS if name not in file.keys()]  # noqa: SIM118 - not a mapping

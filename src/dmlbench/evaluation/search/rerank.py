@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def check_rerank(rerank: int, distance: "BaseDistance | None", *, k: int, num_gallery: int) -> None:
+def check_shortlist(shortlist: int, distance: "BaseDistance | None", *, k: int, num_gallery: int) -> None:
     """
     Raises:
         ConfigError: the distance offers no shortlist (``shortlist_rows``), or the shortlist is shorter than the places
@@ -42,14 +42,14 @@ def check_rerank(rerank: int, distance: "BaseDistance | None", *, k: int, num_ga
     if not hasattr(distance, "shortlist_rows"):
         named = "the distance of unit vectors" if distance is None else type(distance).__name__
         raise ConfigError(
-            f"rerank ({rerank}) needs a distance with cheap rows to make a shortlist by, which {named} has not; "
-            "set evaluation.rerank=null, which ranks the whole gallery"
+            f"shortlist ({shortlist}) needs a distance with cheap rows to make a shortlist by, which {named} has not; "
+            "set evaluation.shortlist=null, which ranks the whole gallery"
         )
     needed = min(k, num_gallery)
-    if rerank < needed:
+    if shortlist < needed:
         raise ConfigError(
-            f"rerank ({rerank}) is below {needed}, the first places that the scores need (the largest class or "
-            f"recall_at); set evaluation.rerank to {needed} or more, or to null for the whole gallery"
+            f"shortlist ({shortlist}) is below {needed}, the first places that the scores need (the largest class or "
+            f"recall_at); set evaluation.shortlist to {needed} or more, or to null for the whole gallery"
         )
 
 

@@ -1,4 +1,4 @@
-"""matching=diml from training to tables: trained as without, tested on lists ranked again, found again from files."""
+"""rerank=diml from training to tables: trained as without, tested on lists ranked again, found again from files."""
 
 import shutil
 from pathlib import Path
@@ -10,15 +10,15 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import build
 from dmlbench import one_run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.apps.tables import build_tables, find_cells
+from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run
 from dmlbench.oodml.structure import structure_of_run
-from dmlbench.results.aggregate import aggregate_cell
-from dmlbench.results.store import cells_of, find_runs, read_result
+from dmlbench.results.aggregate import aggregate_config
+from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.results.tables import to_text
 from dmlbench.runtime import file_sha256
 from dmlbench.types import ConfigError, RunError
@@ -41,7 +41,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 def test_a_test_is_ranked_again_and_nothing_else_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
 ) -> None:
-    asked = (f"pooling={pooling}", "matching=diml", "matching.num_neighbors=20")
+    asked = (f"pooling={pooling}", "rerank=diml", "rerank.num_neighbors=20")
     by_itself = run_module.run(config(tmp_path / "one", *asked))
     plain = run_module.run(config(tmp_path / "two", f"pooling={pooling}"))
 
@@ -53,7 +53,7 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
     assert taken.parent != plain.parent and "-diml-" in taken.parent.name
     results = {run: read_result(run) for run in (by_itself, plain, taken)}
     assert results[taken]["weights_of"] == plain.parent.name and "weights_of" not in results[by_itself]
-    assert results[taken]["matching"] == "DIML, 4 x 4, first 20" and "matching" not in results[plain]
+    assert results[taken]["rerank"] == "DIML, 4 x 4, first 20" and "rerank" not in results[plain]
     for key in ("steps", "best_step", "stop_reason"):
         assert results[taken][key] == results[by_itself][key] == results[plain][key]
     assert results[taken]["metrics"] == results[by_itself]["metrics"]
@@ -85,18 +85,18 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
 
 def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> None:
     for fold in range(2):
-        for overrides in ((), ("matching=diml",), ("matching=diml", "matching.temperature=0.2")):
+        for overrides in ((), ("rerank=diml",), ("rerank=diml", "rerank.temperature=0.2")):
             run_module.run(
                 config(tmp_path, "protocol.num_folds=2", "protocol.num_repeats=1", f"fold={fold}", *overrides)
             )
     spec = EvaluationSpec(metrics=("p_at_1", "ndcg_at_4"))  # one that runs do not have
-    for runs in cells_of(find_runs(str(tmp_path), "*")).values():
-        aggregate_cell(runs, spec, distance_of=distance_of_run, progress=False)
-    grouped = find_cells(str(tmp_path), "*", spec)
+    for runs in runs_by_config(find_runs(str(tmp_path), "*")).values():
+        aggregate_config(runs, spec, distance_of=distance_of_run, progress=False)
+    grouped = find_configs(str(tmp_path), "*", spec)
     (table,) = build_tables(grouped, spec).values()
     names = [
-        "gap", "gap matching.temperature=0.05 (DIML, 4 x 4, first 100)",
-        "gap matching.temperature=0.2 (DIML, 4 x 4, first 100)",
+        "gap", "gap rerank.temperature=0.05 (DIML, 4 x 4, first 100)",
+        "gap rerank.temperature=0.2 (DIML, 4 x 4, first 100)",
     ]  # fmt: skip
     found = dict(table.rows)
     assert list(found) == names
@@ -114,14 +114,14 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_result", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run_module.run(config(tmp_path, "matching=diml"))
-    run = run_module.run(config(tmp_path, "matching=diml"))
+            run_module.run(config(tmp_path, "rerank=diml"))
+    run = run_module.run(config(tmp_path, "rerank=diml"))
     result = read_result(run)
     assert result["weights_of"] == plain.parent.name
     assert result["weights_code"] == read_result(plain)["git_commit"] != result["git_commit"]
     shutil.rmtree(plain.parent)
     written = (run / "result.json").read_bytes()
-    assert run_module.run(config(tmp_path, "matching=diml")) == run  # complete without the other
+    assert run_module.run(config(tmp_path, "rerank=diml")) == run  # complete without the other
     assert (run / "result.json").read_bytes() == written
 
 
@@ -136,19 +136,19 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
             ("head=concatenated_levels", "backbone=resnet20_levels"),
             "which dmlbench.models.*ConcatenatedLevels does not",
         ),
-        (("pooling=native",), "compares cells of a map, and Native uses none"),
-        (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
-        (("evaluation.rerank=50",), "rerank"),
-        (("protocol=hpo",), "protocol 'hpo' has none; set matching=none"),
+        (("pooling=native",), "compares configs of a map, and Native uses none"),
+        (("pooling=netvlad",), "compares configs of 16 numbers with embeddings, and NetVlad makes some of"),
+        (("evaluation.shortlist=50",), "shortlist"),
+        (("protocol=hpo",), "protocol 'hpo' has none; set rerank=none"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),
-        (("matching.grid_size=0",), r"matching.grid_size \(0\)"),
+        (("rerank.grid_size=0",), r"rerank.grid_size \(0\)"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_before_it_is_trained(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    cfg = config(tmp_path, "matching=diml", *overrides)
+    cfg = config(tmp_path, "rerank=diml", *overrides)
     with pytest.raises(ConfigError, match=message):
         build.check(cfg)
         build.build_data(cfg)
-        build.build_matching(cfg, build.build_model(cfg))
+        build.build_rerank(cfg, build.build_model(cfg))
