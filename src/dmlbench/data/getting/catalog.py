@@ -10,15 +10,7 @@ from dmlbench.types import DataError
 
 @dataclass(frozen=True)
 class Archive:
-    """One file that a data set is published as.
-
-    Attributes:
-        name: its published name.
-        md5: hexadecimal digest of the published file, or None where none is known.
-        urls: links to try in turn; empty where the file needs an agreement or its link is dead.
-        size: bytes, or None if not known for certain.
-        is_archive: whether it is unpacked; else it is copied as it is.
-    """
+    """One file that a data set is published as; a dead link or an agreement leaves no ``urls``."""
 
     name: str
     md5: str | None = None
@@ -29,17 +21,15 @@ class Archive:
 
 @dataclass(frozen=True)
 class Source:
-    """Everything about getting one data set.
+    """How to get one data set.
 
     Attributes:
         place: how its reader finds it, with its published counts.
         title: the name that papers use.
-        home: page of its publisher.
         terms: permitted use, as far as the publisher states it.
-        citation: what to cite.
         alternatives: sets of files, each of which is the complete data set; the preferred one first.
         by_hand: how to get the files without this program.
-        is_read_packed: True when the archives are read as they are and never unpacked.
+        is_read_packed: whether the archives are read without unpacking.
     """
 
     place: DataFolder
@@ -53,12 +43,10 @@ class Source:
 
     @property
     def name(self) -> str:
-        """As in the configuration; also the folder that is made."""
         return self.place.name
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """Every file of every alternative."""
         return tuple(archive for files in self.alternatives for archive in files)
 
 
@@ -66,7 +54,6 @@ _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/pytho
 
 
 def _cifar(place: DataFolder, *, md5: str, size: int) -> Source:
-    """CIFAR-10 or CIFAR-100."""
     archive = f"{place.title.lower()}-python.tar.gz"
     return Source(
         place=place,
@@ -220,7 +207,7 @@ SOURCES: dict[str, Source] = {
 
 
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """The data set's folder below ``root`` and its layout, or None if it is not found."""
+    """The data set's folder below ``root`` and its layout, if it is there."""
     try:
         return source.place.find(root)
     except DataError:

@@ -1,4 +1,4 @@
-"""Inspects every image of a data set: which are unreadable, odd, duplicated, or not listed."""
+"""Inspects every image of a data set for unreadable, odd, duplicated and unlisted ones."""
 
 import hashlib
 import os
@@ -20,19 +20,12 @@ from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
 
-Watch = Callable[[int], None]
-"""Called with the number of images that were just looked at."""
+Watch = Callable[[int], None]  # called with the number of images that were just read
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of images with the same bytes.
-
-    Attributes:
-        groups: paths of each group, in table order.
-        across_classes: number of groups with images of several classes.
-        across_halves: number of groups with images both to train and to test on.
-    """
+    """Paths of each group of images with the same bytes, and how many groups span several classes, or both halves."""
 
     groups: tuple[tuple[str, ...], ...] = ()
     across_classes: int = 0
@@ -40,7 +33,6 @@ class Duplicates:
 
     @property
     def images(self) -> int:
-        """Number of images that have a duplicate."""
         return sum(len(group) for group in self.groups)
 
 
@@ -49,15 +41,14 @@ class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images decoded or, in an array, compared; 0 when only counts were requested.
-        broken: (path, reason) of each image that cannot be read, in table order.
-        modes: how many files hold other pixels than 8-bit RGB, by Pillow's name of the mode.
+        looked_at: number of images read.
+        broken: (path, reason) of each image that cannot be read.
+        modes: number of files that are not 8-bit RGB, by Pillow's mode.
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
-        duplicates: images that occur more than once.
         deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
-        unlisted: image files in the data set's folders that no list names, relative to its root.
+        unlisted: image files in the data set's folders that no list names.
     """
 
     looked_at: int = 0
@@ -72,14 +63,11 @@ class Report:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every image can be read."""
         return not self.broken
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One image file."""
-
     reason: str = ""
     mode: str = "RGB"
     is_rotated: bool = False
@@ -89,13 +77,7 @@ class _Seen:
 
 
 def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
-    """Decode all images of a data set, or compare the pixels of one that is held as an array.
-
-    Args:
-        table: the data set.
-        num_threads: threads that decode; Pillow releases the GIL while it does.
-        watch: receives progress, in the calling thread.
-    """
+    """Decode all images of a data set, or compare the pixels of one that is held as an array."""
     if table.pixels is not None:
         return _verify_pixels(table, watch)
     sizes = file_sizes(table.root, table.paths, name=table.name)
@@ -128,10 +110,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
 
 
 def unlisted(table: ImageTable) -> list[str]:
-    """Image files that no list names, sorted, relative to the root.
-
-    Looks into the folders right below the root that hold listed images, so that other data sets are left alone.
-    """
+    """Image files that no list names, in the folders right below the root that hold listed images."""
     if table.pixels is not None:
         return []
     listed = set(table.paths.tolist())

@@ -1,4 +1,4 @@
-"""Arrays that are expensive to compute: stored once, completely or not at all, and verified when read."""
+"""Cache of arrays that are expensive to compute, verified when read."""
 
 import hashlib
 import io
@@ -38,15 +38,11 @@ def cached_array(
 ) -> CachedArray:
     """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
-    The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
-    truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
-    each writes its own file and then renames it.
+    The file is a plain ``.npy`` followed by its sha256 (``numpy.load`` ignores the tail); a damaged file is made again.
 
     Args:
-        cache_dir: folder, made when it is missing.
         name: first part of the file's name.
         key: everything that the array depends on, including a version of the code that makes it; JSON values only.
-        build: makes the array.
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
@@ -73,7 +69,7 @@ def cached_array(
 
 
 def _verified_digest(path: Path) -> str | None:
-    """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
+    """The digest at the end of the file; None if the file is missing or damaged."""
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:

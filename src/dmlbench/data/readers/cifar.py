@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
+from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.lists import read_file
@@ -40,12 +40,8 @@ logger = logging.getLogger(__name__)
 class Cifar(DataFolder):
     """One of the two data sets; its layouts read to the path of the python version, or to images by path.
 
-    Attributes:
-        classes: names in published order.
-        folder: of the python version.
-        batches: files of the python version, in published order.
-        meta: its file with the names of the classes.
-        names, labels, super_labels: keys of these in the files.
+    ``folder``, ``batches`` and ``meta`` are files of the python version; ``names``, ``labels`` and ``super_labels`` are
+    keys in these.
     """
 
     classes: tuple[str, ...]
@@ -57,7 +53,7 @@ class Cifar(DataFolder):
     super_labels: str | None
 
     def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer images than published, by the names and sizes of files; archives are not opened."""
+        """Whether there are fewer images than published, by names and sizes of files; archives are not opened."""
         folder, layout = self.find(root)
         found: Path | dict[str, StoredImage] = layout.read(folder)
         if isinstance(found, dict):
@@ -128,15 +124,8 @@ FOLDER_100 = _cifar(
 def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
-    The published training and test parts are merged: they are the split for classification.
-
-    Args:
-        root: folder of the data set, or one that holds it.
-        cache_dir: folder that keeps the pixels as one array.
-        check_counts: insist on 60,000 images, 6,000 a class. False takes a subset.
-
-    Returns:
-        a table with ``pixels`` [N, 32, 32, 3].
+    The published training and test parts are merged: they are the split for classification. The table has ``pixels``
+    [N, 32, 32, 3], kept in ``cache_dir``. ``root`` and ``check_counts``: see ``DataFolder.table``.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -144,10 +133,9 @@ def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tru
 
 
 def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
-    """A hundred classes in twenty super-classes; metric learning trains on the first fifty and tests on the others.
+    """A hundred classes in twenty super-classes; the first fifty train, the others test. Otherwise as ``cifar10``.
 
-    Arguments, result and errors as for ``cifar10``; ``super_labels`` are the coarse labels (the python version has
-    them, folders of images do not).
+    ``super_labels`` are the coarse labels (the python version has them, folders of images do not).
     """
     return _table(FOLDER_100, root, cache_dir, check_counts)
 
@@ -169,31 +157,26 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
     numbered += [f"test/{row:05d}" for row in range(len(rows) - num_train)]
     labels = rows[:, _WIDTH].astype(np.int64)
     coarse = rows[:, _WIDTH + 1].astype(np.int64)
-    role = halved_roles(labels, len(data.classes))
-    if check_counts:
-        check_published(data.title, folder, labels, role, data.published)
-        per_class = np.bincount(labels)
-        if len(set(per_class.tolist())) > 1:
-            fewest = int(per_class.argmin())
-            raise DataError(
-                f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
-                f"{len(labels) // len(data.classes):,} of each class; get the original"
-            )
-    present, compact = np.unique(labels, return_inverse=True)
-    return make_table(
-        data.name,
-        "",
+    listing = Listing(
+        root="",
         paths=list(found) if isinstance(found, dict) else numbered,
-        labels=compact.astype(np.int64),
-        class_names=[data.classes[c] for c in present],
-        role=role,
-        content=cached.digest,
+        labels=labels,
+        class_names=data.classes,
         super_labels=None if (coarse == _NO_SUPER_CLASS).any() else coarse,
-        pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
+        name=data.name,
         layout=f"{layout.description}; its parts train and test, a split for classification, are merged",
-        notes=differing_counts(labels, role, data.published),
-        published_queries=data.published.num_queries,
+        pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
+        digest=cached.digest,
     )
+    table = table_of(listing, published=data.published, check_counts=check_counts, place=folder)
+    per_class = np.bincount(labels)
+    if check_counts and len(set(per_class.tolist())) > 1:
+        fewest = int(per_class.argmin())
+        raise DataError(
+            f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
+            f"{len(labels) // len(data.classes):,} of each class; get the original"
+        )
+    return table
 
 
 _Source = tuple[dict[str, Any], Callable[[], NDArray[np.uint8]]]
@@ -201,7 +184,6 @@ _Source = tuple[dict[str, Any], Callable[[], NDArray[np.uint8]]]
 
 
 def _of_batches(data: Cifar, place: Path) -> _Source:
-    """The python version, from its folder or straight from its archive."""
     files = [place / name for name in (*data.batches, data.meta)] if place.is_dir() else [place]
     key = {"files": [[file.name, file_stamp(file)] for file in files]}
 

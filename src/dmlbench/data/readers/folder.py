@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dmlbench.data.image_table import Listing, shorten, table_of_files
+from dmlbench.data.image_table import Listing, shorten, table_of
 from dmlbench.data.readers.layouts import images_below, subfolders
 from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
@@ -44,18 +44,12 @@ def folder(
     - a CSV with the columns ``path,label`` and, optionally, ``role`` (train, test, query or gallery; without it the
       halves are as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may separate columns.
 
-    Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
-    order in which protocols cut: those of ``train_classes`` come first, each list in its own order. With only one
-    list, all other classes form the other half. With both, classes in neither are left out. Folders such as ``train``,
-    ``val`` and ``test`` are then merged: they split each class for classification.
+    Classes are sorted, as numbers where all are whole numbers. Lists of classes (one name a line, ``#`` begins a
+    comment) set the halves and the order in which protocols cut: those of ``train_classes`` come first, each list in
+    its own order. With only one list, all other classes form the other half. With both, classes in neither are left
+    out. Folders such as ``train``, ``val`` and ``test`` are then merged.
 
-    Args:
-        root: folder of the images.
-        csv: the list's file; relative to ``root`` unless absolute.
-        train_classes: a text file with the name of one class a line; ``#`` at its beginning or after a blank begins
-            a comment. Relative to ``root`` unless absolute.
-        test_classes: as ``train_classes``.
-        name: name of the data set in results.
+    Files are relative to ``root`` unless absolute; ``name`` is the data set's in results.
     """
     root = Path(root)
     if not root.is_dir():
@@ -94,14 +88,11 @@ def folder(
         super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
         remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
     )
-    return table_of_files(listing, published=None)
+    return table_of(listing, published=None)
 
 
 def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str]:
-    """Path and label of images in class folders, and their role where these lie in folders by role; and the layout.
-
-    ``merge`` takes parts (train, val, test, ...) together, whose images then have no role.
-    """
+    """Path and label of images in class folders, their role unless folders by role are merged; and the layout."""
     below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
@@ -146,7 +137,6 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
 
 
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
-    """Path, label and whatever else the list has, by column; and the layout."""
     rows: list[dict[str, str]] = []
     for number, row in _csv_rows(file):
         if row.get("role", "train") not in ROLES:
@@ -186,7 +176,7 @@ def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
 def _listed_classes(
     classes: Sequence[str], train_list: Path | None, test_list: Path | None, *, name: str
 ) -> tuple[list[str], int]:
-    """The classes in the order of the lists, those to train on first, and how many these are."""
+    """The classes in the order of the lists, and how many of them train; these come first."""
     known = set(classes)
     train = None if train_list is None else _read_classes(train_list, known)
     test = None if test_list is None else _read_classes(test_list, known)

@@ -55,7 +55,7 @@ def _of_list(folder: Path) -> Listing:
 
 
 def _originals(folder: Path, paths: list[str]) -> Originals:
-    """Those of img.zip, and their boxes if the list is there; only the check of the images needs them."""
+    """Those of img.zip, with boxes if their list is there."""
     file = next((folder / place for place in _BOXES if (folder / place).is_file()), None)
     if file is None:
         return Originals(size=_SIZE)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, differing_counts, halved_roles, make_table, shorten
+from dmlbench.data.image_table import Listing, Published, halved_roles, shorten, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout
 from dmlbench.data.readers.stored_images import StoredImage, decoded, stored_images
@@ -65,16 +65,11 @@ def omniglot(
     the notes name an alphabet that this cuts.
 
     Args:
-        root: folder that holds the archives or what was unpacked from them, or one that holds that folder under a
-            usual name.
-        cache_dir: folder that keeps the resized pixels.
+        root: folder that holds the archives or what was unpacked from them, or one that holds that folder.
+        cache_dir: folder that keeps the ``pixels`` [N, image_size, image_size].
         archives: names among ``ARCHIVES``; None takes all that are there, the small background sets only if the
             full one is missing (they are parts of it).
-        image_size: side in pixels; the originals are 105 x 105.
-        check_counts: insist on the published numbers of drawings and characters of each archive. False takes a subset.
-
-    Returns:
-        a table with grey ``pixels`` [N, image_size, image_size].
+        check_counts: require the published numbers of drawings and characters of each archive. False takes a subset.
 
     Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
         induction", Science 350 (2015).
@@ -96,30 +91,25 @@ def omniglot(
     evaluation = np.array([d.is_evaluation for d in drawings])
     both = bool(evaluation.any() and not evaluation.all())
     role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
-    return make_table(
-        "omniglot",
-        "",
+    cut = alphabets[np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])]  # none of the published halves
+    listing = Listing(
+        root="",
         paths=[d.path for d in drawings],
         labels=labels,
         class_names=characters,
         role=role,
-        content=cached.digest,
         super_labels=alphabet,
-        pixels=cached.array,
+        notes=(f"train and test half share {shorten(cut)}: the split cuts an alphabet",) if len(cut) else (),
+        name="omniglot",
         layout=layout.description,
-        notes=(*differing_counts(labels, role, _PUBLISHED), *_cut_alphabets(alphabets[alphabet], role)),
-        published_queries=_PUBLISHED.num_queries,
+        pixels=cached.array,
+        digest=cached.digest,
     )
-
-
-def _cut_alphabets(alphabet: NDArray[np.str_], role: NDArray[np.str_]) -> tuple[str, ...]:
-    """A note on alphabets [N] of which some characters train and others test; published halves share none."""
-    shared = np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])
-    return (f"train and test half share {shorten(shared)}: the split cuts an alphabet",) if len(shared) else ()
+    return table_of(listing, published=_PUBLISHED, check_counts=False)
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """The archives to read, or the folders that they were unpacked to."""
+    """The archives to read, or their unpacked folders."""
     present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
     if archives is None:
         if "images_background.zip" in present:
@@ -191,7 +181,7 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
 @dataclass(frozen=True)
 class _Omniglot(DataFolder):
     def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer drawings than published; none is read."""
+        """Whether there are fewer drawings than published."""
         folder, _ = self.find(root)
         return self.published.subset_note(len(_list_drawings(_find_places(folder, None), check_counts=False)))
 

@@ -21,13 +21,7 @@ _DAMAGED = (OSError, EOFError, SyntaxError, ValueError, zipfile.BadZipFile, zlib
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image file.
-
-    Attributes:
-        place: the folder or zip archive.
-        member: its name in there.
-        stamp: changes with its content: size and time of a file, the checksum in an archive.
-    """
+    """The image file ``member`` of a folder or zip archive; ``stamp`` changes with its content."""
 
     place: Path
     member: str
@@ -64,7 +58,7 @@ def file_stamp(file: Path) -> str:
 def decoded(
     images: Sequence[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """[N, *shape] uint8: what ``convert`` makes of each image."""
+    """[N, *shape] uint8: each image, converted."""
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
     with ExitStack() as stack:
         places = {image.place for image in images}
