@@ -79,8 +79,3 @@ def test_a_class_in_both_halves_is_refused(tmp_path: Path) -> None:
     listing = replace(small_listing(tmp_path), role=np.array(["train", "query", "train", "gallery", "test"]))
     with pytest.raises(DataError, match="1 classes both to train and to test on: zero; metric learning tests on"):
         table_of(listing, published=None)
-
-
-def test_parts_of_different_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="different lengths"):
-        table_of(replace(small_listing(tmp_path), labels=np.array([0, 1])), published=None)

@@ -223,11 +223,6 @@ def test_an_unreadable_image_ends_in_one_error_that_names_it(num_workers: int, t
         list(eval_batches(table, TRAIN, small_center(), batch_size=4, num_workers=num_workers))
 
 
-def test_files_of_different_sizes_need_a_cropping_transform(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"differ in size .* use one that crops"):
-        batches_of(file_table(tmp_path), identity())
-
-
 def test_files_of_one_size_are_held_as_one_tensor(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for i in range(CLASSES * IMAGES):
@@ -268,11 +263,6 @@ def test_a_mirrored_image_is_the_image_mirrored(tmp_path: Path) -> None:
         for flip in (0, 1)
     )
     assert torch.equal(mirrored.images, plain.images.flip(-1))
-
-
-def test_automatic_workers_are_none_for_a_tensor_and_one_for_files_on_a_cpu(tmp_path: Path) -> None:
-    assert batches_of(array_table(), identity(), num_workers=None)._num_workers == 0
-    assert batches_of(file_table(tmp_path), small_crops(), num_workers=None)._num_workers == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.getting.catalog import SOURCES, Source, is_found
-from dmlbench.types import DataError
+from dmlbench.data.getting.catalog import SOURCES, Source
 
 KNOWN_MD5 = {  # as the developers' reference sheet and torchvision have them
     "CUB_200_2011.tgz": "97eceeb196236b17998738112f37df78",
@@ -54,14 +53,6 @@ def test_entries_are_complete_and_well_formed(source: Source) -> None:
         assert all(url.endswith("/" + archive.name) for url in archive.urls)
         assert not archive.urls or archive.md5  # nothing is downloaded that cannot be checked
     assert source.by_hand[-1] not in ".;"
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
-def test_the_reader_of_each_says_where_it_looked(source: Source, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        source.place.find(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert is_found(source, tmp_path) is None
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

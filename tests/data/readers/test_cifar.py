@@ -1,6 +1,5 @@
 """CIFAR from the python version, packed or not, and from folders of images; real files where they lie."""
 
-import io
 import os
 import pickle
 import tarfile
@@ -190,18 +189,6 @@ def test_damaged_and_incomplete_archives_are_named(tmp_path: Path) -> None:
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-10-batches-py" / "test_batch", "cifar-10-batches-py/test_batch")
     with pytest.raises(DataError, match=r"lacks batches\.meta, data_batch_1"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
-
-
-def test_images_of_another_size_or_damaged_are_named(tmp_path: Path) -> None:
-    write_jpegs(tmp_path / "cifar10", per_class=1, side=33)
-    with pytest.raises(DataError, match=r"cannot be read \(it is 33 x 33, expected 32 x 32\)"):
-        cifar10(tmp_path, cache_dir=tmp_path / "cache")
-    write_jpegs(tmp_path / "cifar10", per_class=1)
-    buffer = io.BytesIO()
-    Image.effect_noise((32, 32), 50).save(buffer, "png")
-    (tmp_path / "cifar10" / "test" / "dog" / "0000.png").write_bytes(buffer.getvalue()[:300])
-    with pytest.raises(DataError, match=r"'test/dog/0000\.png' in '.*' cannot be read"):
         cifar10(tmp_path, cache_dir=tmp_path / "cache")
 
 

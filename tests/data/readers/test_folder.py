@@ -1,6 +1,5 @@
 """Image folders and CSV lists as data sets."""
 
-import os
 import tarfile
 import zipfile
 from pathlib import Path
@@ -78,18 +77,6 @@ def test_a_link_that_leads_back_is_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "a" / "link").symlink_to(target)
     with pytest.raises(DataError, match=r"a/link' leads back to"):
         folder(tmp_path)
-
-
-def test_pipes_and_dangling_links_are_named_and_nothing_waits(tmp_path: Path) -> None:
-    write_images(tmp_path, ["a/1.png", "b/1.png"])
-    (tmp_path / "loop").symlink_to("loop")
-    assert len(folder(tmp_path)) == 2
-    (tmp_path / "b/2.png").symlink_to("2.png")
-    os.mkfifo(tmp_path / "b/3.png")
-    with pytest.raises(DataError, match=r"lacks 2 of 4 image files under .*: b/2\.png, b/3\.png"):
-        folder(tmp_path)
-    with pytest.raises(DataError, match=r"3\.png' is missing or not a file"):
-        folder(tmp_path, csv="b/3.png")
 
 
 def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:

@@ -59,20 +59,6 @@ def test_where_nothing_is_found_the_message_says_what_is_nearest(tmp_path: Path)
     )
 
 
-def test_a_root_that_is_no_folder_names_the_variable_to_set(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere', which is not a folder; set DMLBENCH_DATA.*unpack birds\.tgz"):
-        find(tmp_path / "nowhere")
-
-
-def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=r"cannot look into '.*' \(Permission denied\); make it a readable folder"):
-        find(tmp_path)
-
-
 def test_a_marker_may_have_several_places_of_which_the_first_counts(tmp_path: Path) -> None:
     make(tmp_path, "b/x.txt", "a/x (2).txt", "a/x (1).txt")
     assert resolve(tmp_path, "a/x*.txt|b/x.txt") == tmp_path / "a/x (1).txt"

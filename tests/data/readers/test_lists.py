@@ -1,6 +1,5 @@
 """Text lists with columns."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -71,16 +70,6 @@ def test_a_malformed_list_is_named_with_its_line(tmp_path: Path, content: str | 
 def test_a_wrong_count_or_header_says_what_was_found(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, content, has_count=True, has_header=True)
-
-
-def test_a_missing_list_and_one_that_is_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'.*nothing\.txt' is missing or not a file; put the original file there"):
-        read_list(tmp_path / "nothing.txt", ("id",))
-    with pytest.raises(DataError, match="is missing or not a file; put the original file there"):
-        read_list(tmp_path, ("id",))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe' is missing or not a file"):
-        read_list(tmp_path / "pipe", ("id",))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Stanford Online Products in every layout."""
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -85,61 +83,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, lines: list[str], 
     write_lists(tmp_path, train=lines)
     with pytest.raises(DataError, match=message):
         sop(tmp_path, check_counts=False)
-
-
-def full_size_lines() -> Iterator[tuple[str, list[str]]]:
-    """As many rows as published: 59,551 of classes 1 to 11,318, 60,502 of 11,319 to 22,634."""
-    number = 0
-    for role, images, first, last in (("train", 59_551, 1, 11_318), ("test", 60_502, 11_319, 22_634)):
-        classes = np.sort(np.resize(np.arange(first, last + 1), images)).tolist()
-        lines = [f"{i} {c} {c % 12 + 1} {c % 12 + 1}_final/{i}.JPG" for i, c in enumerate(classes, number + 1)]
-        number += images
-        yield role, lines
-
-
-def check_full_size(root: Path) -> None:
-    table = sop(root)
-    assert (len(table), table.num_classes) == (120_053, 22_634)
-    assert table.super_labels is not None
-    assert len(np.unique(table.super_labels)) == 12
-    is_train = table.role == "train"
-    assert (int(is_train.sum()), int((~is_train).sum())) == (59_551, 60_502)
-    assert set(table.labels[is_train]) == set(range(11_318))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-def test_lists_of_full_size_pass_and_one_row_less_or_another_numbering_is_refused(tmp_path: Path) -> None:
-    lines = dict(full_size_lines())
-    write_lists(tmp_path, **lines)
-    check_full_size(tmp_path)
-    write_lists(tmp_path, train=lines["train"][:-1], test=lines["test"])
-    message = (
-        r"has train 59,550 images of 11,318 classes, test 60,502 images of 11,316 classes; published are train 59,551 "
-        r"images of 11,318 classes, test 60,502 images of 11,316 classes; .*check_counts=false"
-    )
-    with pytest.raises(DataError, match=message):
-        sop(tmp_path)
-    shifted = [line.replace(" 22634 ", " 22635 ") for line in lines["test"]]
-    write_lists(tmp_path, train=lines["train"], test=shifted)
-    with pytest.raises(DataError, match=r"name classes up to 22,635, published are 1 to 22,634"):
-        sop(tmp_path)
-
-
-@pytest.mark.slow
-def test_120_053_files_load_from_the_lists_of_full_size(tmp_path: Path) -> None:
-    lines = dict(full_size_lines())
-    root = tmp_path / "Stanford_Online_Products"
-    write_lists(root, **lines)
-    for role in lines:  # file systems allow some 65,000 names a file
-        (root / role).touch()
-        for path in (line.split()[3] for line in lines[role]):
-            (root / path).parent.mkdir(exist_ok=True)
-            os.link(root / role, root / path)
-    try:
-        check_full_size(tmp_path)
-    finally:
-        shutil.rmtree(root)
 
 
 @pytest.mark.data
