@@ -104,8 +104,7 @@ class MlrcMusgrave(Protocol):
     def _split(self, table: ImageTable, fold: int) -> Split:
         if np.isin(table.role, ("query", "gallery")).any():
             raise ConfigError(
-                f"protocol '{self.name}' makes halves of its own, which breaks up the query and gallery sets of "
-                f"'{table.name}'; use protocol=mlrc"
+                f"protocol '{self.name}' cannot split the query and gallery sets of '{table.name}'; use protocol=mlrc"
             )
         half = table.num_classes // 2
         _check_enough(table, half, at_least=self.num_folds)
@@ -295,9 +294,7 @@ def _test_set(table: ImageTable) -> RetrievalSet:
 
 def _check_enough(table: ImageTable, count: int, *, at_least: int) -> None:
     if count < at_least:
-        raise DataError(
-            f"'{table.name}' has {count} train classes, the protocol cuts them into {at_least} parts; add classes"
-        )
+        raise DataError(f"'{table.name}' has {count} train classes, expected {at_least} or more")
 
 
 def class_index(table: ImageTable, rows: Sequence[int] | IntArray) -> IntArray:

@@ -127,9 +127,9 @@ def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_pa
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        ("a\nbb\n", None, r"line 2 of '.*train\.txt' names 'bb'.*known: a, b, c"),
+        ("a\nbb\n", None, r"line 2 of '.*train\.txt': unknown class 'bb'.*known: a, b, c"),
         ("a\n\na\n", None, r"line 3 of '.*train\.txt' names 'a' of line 1 again"),
-        ("a\nb\n", "c\nb\n", r"line 2 of '.*test\.txt' names 'b', which line 2 of '.*train\.txt'"),
+        ("a\nb\n", "c\nb\n", r"line 2 of '.*test\.txt' names 'b', as does line 2 of '.*train\.txt'"),
         ("# none\n", None, "names no class"),
         (None, "a\nb\nc\n", "has no class to train on"),
         ("a\nb\nc\n", None, "has no class to test on"),
@@ -145,7 +145,7 @@ def test_a_list_of_classes_at_fault_is_refused(
     with pytest.raises(DataError, match=message):
         folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
     (tmp_path / "list.csv").write_text("path,label,role\na/1.png,a,train\n")
-    with pytest.raises(ConfigError, match=r"from the list list\.csv with roles, so it takes no train_classes"):
+    with pytest.raises(ConfigError, match=r"has roles from the list list\.csv with roles; remove these, or train_classes"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
 
 

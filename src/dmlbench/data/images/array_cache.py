@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,25 +45,19 @@ def cached_array(
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
-    digest = _verified_digest(path)
-    if digest is None:
-        remedy = "free some space or choose another cache_dir"
-        try:  # before the work, so that a wrong folder is known at once
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"cannot make the cache folder '{path.parent}' ({error.strerror}); {remedy}") from error
-        if not os.access(path.parent, os.W_OK):
-            raise DataError(f"cannot write to the cache folder '{path.parent}'; {remedy}")
-        array = np.ascontiguousarray(build())
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        buffer.write(bytes.fromhex(digest))
-        try:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = _verified_digest(path)
+        if digest is None:
+            buffer = io.BytesIO()
+            np.save(buffer, np.ascontiguousarray(build()), allow_pickle=False)
+            digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+            buffer.write(bytes.fromhex(digest))
             atomic_write(path, buffer.getvalue())
-        except OSError as error:
-            size = buffer.getbuffer().nbytes
-            raise DataError(f"cannot write the cache '{path}' ({size} bytes: {error.strerror}); {remedy}") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot use the cache '{path}' ({error.strerror or error}); free some space or choose another cache_dir"
+        ) from error
     return CachedArray(array=np.load(path, mmap_mode="r", allow_pickle=False), digest=digest)
 
 
@@ -74,10 +67,6 @@ def _verified_digest(path: Path) -> str | None:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise DataError(
-            f"cannot read the cache '{path}' ({error.strerror or error}); choose another cache_dir"
-        ) from error
     digest = hashlib.sha256(content[:-_DIGEST_BYTES])
     if content[-_DIGEST_BYTES:] == digest.digest():
         return digest.hexdigest()

@@ -6,7 +6,6 @@ sorted names. A process checks an image when it first reads it (0.2 ms), and dec
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -86,11 +85,10 @@ class CachedImages:
         self._is_damaged = False
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] as a read-only view into the file; damaged pixels are decoded again and put back."""
+        """[H, W, 3] as a read-only view into the file; damaged images are decoded again."""
         if self._map is None:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._status = os.fstat(file.fileno())
         k = self._position[row]
         height, width = int(self._layout.heights[k]), int(self._layout.widths[k])
         size = 3 * height * width
@@ -102,26 +100,19 @@ class CachedImages:
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=int(self._layout.offsets[k]))
         if not self._checked[k]:
             if zlib.crc32(pixels.data) != self._layout.checksums[k]:
-                return self._repaired(row, k)
+                return self._decoded(row, k)
             self._checked[k] = True
         return pixels.reshape(height, width, 3)
 
-    def _repaired(self, row: int, k: int) -> NDArray[np.uint8]:
+    def _decoded(self, row: int, k: int) -> NDArray[np.uint8]:
         if not self._is_damaged:
-            logger.warning("the image cache %s is damaged; what is wrong in it is decoded again", self.path)
+            logger.warning(
+                "%s is damaged; remove it to build it again. Damaged images are decoded meanwhile", self.path
+            )
         self._is_damaged = True
         image = np.ascontiguousarray(self._decode(row))
         if zlib.crc32(image.data) != self._layout.checksums[k]:
-            raise DataError(
-                f"the image cache '{self.path}' is damaged, and the image of row {row} is not the one that was stored; "
-                "remove the cache, and it is made again"
-            )
-        try:
-            with open(self.path, "r+b") as file:
-                if os.path.samestat(os.fstat(file.fileno()), self._status):  # else another process has made a new one
-                    _write_all(file.fileno(), image, int(self._layout.offsets[k]))
-        except OSError as error:
-            logger.warning("%s cannot be repaired (%s)", self.path, error.strerror)
+            raise DataError(f"the image cache '{self.path}' is damaged, and image {row} has changed; remove the cache")
         image.flags.writeable = False
         return image
 
@@ -189,9 +180,7 @@ def _stamp(table: ImageTable) -> str:
         try:
             digest.update(f"{name}\t{os.stat(folder + name).st_mtime_ns}\n".encode())
         except OSError as error:
-            raise DataError(
-                f"image '{folder + name}' is gone ({error.strerror}); put it back, or start again without it"
-            ) from error
+            raise DataError(f"image '{folder + name}' cannot be found ({error.strerror}); put it back") from error
     return digest.hexdigest()
 
 
@@ -270,7 +259,6 @@ def _build(
             f"{free / 1e9:.2f} GB free; {_REMEDY}"
         )
     with whole_file(path) as file:
-        _reserve(file.fileno(), total)
 
         def store(k: int) -> None:
             image = np.ascontiguousarray(short_side_resized(read_image(names[k]), short_side, kernel))
@@ -301,18 +289,6 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
         width, height = height, width
     width, height = resized_size(width, height, short_side)
     return height, width
-
-
-def _reserve(handle: int, size: int) -> None:
-    """Allocate the disk space now: a disk that fills up later must not break writers or readers."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-            return
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    os.ftruncate(handle, size)
 
 
 def _write_all(handle: int, data: Any, offset: int) -> None:

@@ -228,10 +228,8 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
             f"'{name}' has data {pixels.shape} of {pixels.dtype} and {len(labels)} labels, expected [N, {_WIDTH}] "
             "of uint8 and N labels; get the original"
         )
-    if len(labels) == 0:
-        raise DataError(f"'{name}' has no images; get the original")
     for what, values, limit in ((data.labels, labels, len(data.classes)), (data.super_labels, coarse, 256)):
-        if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= limit:
+        if not np.issubdtype(values.dtype, np.integer) or values.min(initial=0) < 0 or values.max(initial=0) >= limit:
             raise DataError(f"'{name}' has {what} outside of [0, {limit}); get the original")
     planes = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1).reshape(len(pixels), -1)  # [N, HWC]
     return np.concatenate([planes, labels[:, None].astype(np.uint8), coarse[:, None].astype(np.uint8)], axis=1)

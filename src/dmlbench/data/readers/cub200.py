@@ -134,15 +134,10 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
     def class_of(place: Path) -> int:
         match = re.fullmatch(r"(\d{3})\..+", place.name, re.ASCII)
         if match is None or not 1 <= int(match[1]) <= _NUM_CLASSES:
-            raise DataError(
-                f"'{place}' holds images but is no class of {title}, 001.Black_footed_Albatross to 200; rename it as "
-                "the original or move it away"
-            )
+            raise DataError(f"'{place}' holds images but is no class of {title}, 001 to 200; rename it or move it away")
         if names.setdefault(int(match[1]), place.name) != place.name:
-            raise DataError(
-                f"class {int(match[1])} of {title} has the folders '{names[int(match[1])]}' and '{place.name}' in "
-                f"'{root}'; keep the one of the original"
-            )
+            both = f"'{names[int(match[1])]}' and '{place.name}'"
+            raise DataError(f"class {int(match[1])} of {title} has the folders {both} in '{root}'; keep one")
         return int(match[1])
 
     paths, classes = images_of_classes(root, class_of, parts=parts)

@@ -61,15 +61,10 @@ def folder(
     if has_lists:
         if "role" in images:
             raise ConfigError(
-                f"data set '{name}' gets the roles of its images from {layout}, so it takes no train_classes and "
-                "test_classes; remove one or the other"
+                f"data set '{name}' has roles from {layout}; remove these, or train_classes and test_classes"
             )
-        class_names, num_train = _listed_classes(
-            class_names,
-            None if train_classes is None else root / train_classes,
-            None if test_classes is None else root / test_classes,
-            name=name,
-        )
+        lists = (None if file is None else root / file for file in (train_classes, test_classes))
+        class_names, num_train = _listed_classes(class_names, *lists, name=name)
         images = images[images["label"].isin(class_names)]
 
     def numbered(column: str, names: Sequence[str]) -> IntArray:
@@ -99,23 +94,20 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
     parts = [top for top in tops if top.casefold() in PART_FOLDERS]
     if not tops:
-        raise DataError(
-            f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "
-            "root/cat/1.jpg"
-        )
+        raise DataError(f"data set '{name}' finds no images in sub-folders of '{root}', expected <class>/<image>")
     nested = [top for top in parts if any("/" in image for image in tops[top])]
     if nested and len(parts) < len(tops):
         others = shorten([top for top in tops if top not in parts])
         raise DataError(
-            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}': are these "
-            "classes or parts? Move one kind away, or list the images in a csv"
+            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}', expected "
+            "classes or parts; move one kind away, or list the images in a csv"
         )
     if len(parts) < len(tops):
         if len(tops) == 1:
             (only,) = tops
             raise DataError(
-                f"data set '{name}' finds one class, '{only}', in '{root}', expected two or more; if "
-                f"its sub-folders are the classes, point root at '{root / only}'"
+                f"data set '{name}' finds one class, '{only}', expected two or more; point root at '{root / only}' if "
+                "its sub-folders are the classes"
             )
         listed = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
         return pd.DataFrame(listed, columns=["path", "label"], dtype=object), "class folders"
@@ -123,8 +115,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
         raise DataError(
             f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
-            "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
-            f" the images in a csv, or point root at one of them (such as '{root / sorted(tops)[0]}')"
+            "test, or train, query and gallery; set train_classes and test_classes, or point root at one of them"
         )
     rows = []
     for top, images in tops.items():
@@ -160,8 +151,8 @@ def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
         header = [column.strip() for column in reader.fieldnames or []]
         if not _NEEDED <= set(header) <= set(_COLUMNS) or len(set(header)) < len(header):
             raise DataError(
-                f"line 1 of '{file}' has the columns {', '.join(header)}; expected path and label, and of role and "
-                "super_label what you have"
+                f"line 1 of '{file}' has the columns {', '.join(header)}, expected path and label; optional are role "
+                "and super_label"
             )
         reader.fieldnames = header
         for row in reader:
@@ -182,18 +173,14 @@ def _listed_classes(
     test = None if test_list is None else _read_classes(test_list, known)
     if train is not None and test is not None and (both := [c for c in test if c in train]):
         raise DataError(
-            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', which line {train[both[0]]} of '{train_list}' "
-            "names too; give each class one half"
+            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', as does line {train[both[0]]} of '{train_list}'"
         )
     if train is None:
         train = {c: 0 for c in classes if c not in (test or {})}
     if test is None:
         test = {c: 0 for c in classes if c not in train}
     if not train or not test:
-        raise DataError(
-            f"data set '{name}' has no class to {'test' if train else 'train'} on after its lists; name some of its "
-            f"{len(classes)} classes in each half"
-        )
+        raise DataError(f"data set '{name}' has no class to {'test' if train else 'train'} on; name some in each half")
     if left_out := [c for c in classes if c not in train and c not in test]:
         logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
     return [*train, *test], len(train)
@@ -210,8 +197,7 @@ def _read_classes(file: Path, known: set[str]) -> dict[str, int]:
         class_name = written.get(unicodedata.normalize("NFC", class_name), class_name)
         if class_name not in known:
             raise DataError(
-                f"line {number} of '{file}' names '{class_name}', which no image has as its class; "
-                f"{closest(class_name, sorted(known))}"
+                f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, sorted(known))}"
             )
         if (first := line_of.setdefault(class_name, number)) != number:
             raise DataError(f"line {number} of '{file}' names '{class_name}' of line {first} again; remove one")

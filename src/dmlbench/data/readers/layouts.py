@@ -69,8 +69,8 @@ class DataFolder:
         root = Path(root)
         if not root.is_dir():
             raise DataError(
-                f"{self.title} is looked for in '{root}', which is not a folder; set DMLBENCH_DATA (or paths.data_dir) "
-                f"to the folder that holds your data sets; {self.remedy}"
+                f"{self.title} cannot be found: '{root}' is not a folder; set DMLBENCH_DATA (or paths.data_dir) to the "
+                f"folder of your data sets; {self.remedy}"
             )
         folders = list(_candidates(root, {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}))
         nearest: tuple[int, str] = (0, "")

@@ -36,11 +36,7 @@ class TextList:
         numbers = self._converted(column, int, "a whole number").astype(np.int64)
         if len(numbers) and numbers.min() < 1:
             row = int(np.argmax(numbers < 1))
-            raise self.fault(
-                row,
-                f"has the {column} {numbers[row]}, but ids count from 1 in the published list; this one seems to be "
-                f"renumbered from 0: {_REMEDY}",
-            )
+            raise self.fault(row, f"has the {column} {numbers[row]}, but published ids count from 1; {_REMEDY}")
         return numbers
 
     def decimals(self, column: str) -> NDArray[np.float64]:
@@ -68,9 +64,7 @@ class TextList:
         """Raise if a column has values that are not among the ``known`` ones in ``where``."""
         for row, value in enumerate(self[column]):
             if value not in known:
-                raise self.fault(
-                    row, f"has the {column} {value}, which is not in {where}; put the original lists there"
-                )
+                raise self.fault(row, f"has the {column} {value}, which is not in {where}; {_REMEDY}")
 
     def boxes(self, name: str, edges: Sequence[NDArray[np.float64]], names: Iterable[str]) -> NDArray[np.float64]:
         """Boxes [N, 4] of ``names``, NaN where the list has none, from four ``edges`` [M] of its rows."""
@@ -99,9 +93,7 @@ def read_list(
     def pop(is_right: Callable[[str], bool], expected: str) -> str:
         number, line = lines.pop(0) if lines else (1, "")
         if not is_right(line):
-            raise DataError(
-                f"line {number} of '{file}' is '{line[:80]}', expected {expected}; put the original file there"
-            )
+            raise DataError(f"line {number} of '{file}' is '{line[:80]}', expected {expected}; {_REMEDY}")
         return line
 
     count = int(pop(str.isdecimal, "the number of rows")) if has_count else None
@@ -112,15 +104,10 @@ def read_list(
     rows = [[value.strip() for value in line.split(separator)] for _, line in lines]
     for (number, _), row in zip(lines, rows, strict=True):
         if len(row) != len(columns):
-            raise DataError(
-                f"line {number} of '{file}' has {len(row)} columns, expected {len(columns)} ({' '.join(columns)}); "
-                f"{_REMEDY}"
-            )
+            wanted = f"{len(columns)} ({' '.join(columns)})"
+            raise DataError(f"line {number} of '{file}' has {len(row)} columns, expected {wanted}; {_REMEDY}")
     if count is not None and count != len(rows):
-        raise DataError(
-            f"'{file}' says in line 1 that it has {count:,} rows, but has {len(rows):,}; put the original file there, "
-            "or correct line 1 if a subset is meant"
-        )
+        raise DataError(f"'{file}' has {len(rows):,} rows, expected the {count:,} of its line 1; {_REMEDY}")
     by_column = {column: list(values) for column, values in zip(columns, zip(*rows, strict=True), strict=True)}
     return TextList(file, by_column, [number for number, _ in lines])
 

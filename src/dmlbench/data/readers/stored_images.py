@@ -40,10 +40,7 @@ def stored_images(place: Path) -> list[StoredImage]:
     members = [member for member in members if is_image(member.filename.rsplit("/", 1)[-1])]
     for member in members:
         if member.file_size > _MOST_BYTES:
-            raise DataError(
-                f"'{member.filename}' in '{place}' claims {member.file_size:,} bytes for one small image; get the "
-                "original"
-            )
+            raise DataError(f"'{member.filename}' in '{place}' has {member.file_size:,} bytes, expected a small image")
     return [StoredImage(place, member.filename, str(member.CRC)) for member in members]
 
 

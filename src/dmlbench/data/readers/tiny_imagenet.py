@@ -64,17 +64,13 @@ def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
     """wnid -> paths of its images in one part of the archive."""
     if not (folder / part).is_dir():
-        raise DataError(
-            f"Tiny-ImageNet in '{folder}' lacks the folder {part}; complete it or correct dataset.table.parts"
-        )
+        raise DataError(f"Tiny-ImageNet in '{folder}' lacks {part}; complete it or correct dataset.table.parts")
     if part == "val" and (folder / "val" / "images").is_dir():
         return _images_of_val_list(folder, number_of)
     found = {}
     for wnid in subfolders(folder / part):
         if wnid not in number_of:
-            raise DataError(
-                f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; complete the list or move it away"
-            )
+            raise DataError(f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; move it away")
         inner = "images" if (folder / part / wnid / "images").is_dir() else ""
         prefix = "/".join(filter(None, (part, wnid, inner)))
         found[wnid] = [f"{prefix}/{name}" for name in images_in(folder / prefix)]
