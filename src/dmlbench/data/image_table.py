@@ -117,8 +117,8 @@ def table_of(
                 f"data set '{name}' lists images outside of '{place}': {shorten(outside)}; give paths below that folder"
             )
         order = np.array(sorted(order.tolist(), key=listing.paths.__getitem__), dtype=np.int64)
-        content = file_contents(listing.root, [listing.paths[row] for row in order], name=name)
-    paths = [listing.paths[row] for row in order]
+        content = file_contents(listing.root, [listing.paths[row] for row in order.tolist()], name=name)
+    paths = [listing.paths[row] for row in order.tolist()]
     if originals is not None:
         if originals.boxes is not None:
             originals = replace(originals, boxes=originals.boxes[order])

@@ -1,8 +1,6 @@
 """CIFAR-10 and CIFAR-100: 60,000 images of 32 x 32, from the "python version" or from folders of images."""
 
-import hashlib
 import logging
-import re
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.lists import read_file
 from dmlbench.data.readers.safe_pickle import read_pickle
-from dmlbench.data.readers.stored_images import StoredImage, decoded, file_stamp, stored_images
+from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
 from dmlbench.types import DataError, ImageTable
 
 SIDE = 32
@@ -72,8 +70,7 @@ def _cifar(name: str, title: str, *, classes: tuple[str, ...], folder: str, **ke
     tree = f"train/{classes[0]}", f"test/{classes[0]}"
 
     def images(place: Path) -> dict[str, StoredImage]:
-        pattern = re.compile(rf"(?:^|/)((?:train|test)/(?:{'|'.join(classes)})/[^/]+)$")
-        found = {match[1]: image for image in stored_images(place) if (match := pattern.search(image.member))}
+        found = images_by_path(place, rf"(?:train|test)/(?:{'|'.join(classes)})/[^/]+")
         if not found:
             raise DataError(f"'{place}' has no images in train/<class> and test/<class> of {title}; put them there")
         return dict(sorted(found.items()))
@@ -237,7 +234,6 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
 
 def _of_images(data: Cifar, images: dict[str, StoredImage]) -> _Source:
     """Images in ``train/<class>`` and ``test/<class>``, in a folder or in a zip."""
-    text = "".join(f"{path}\t{image.stamp}\n" for path, image in images.items())
 
     def rgb(image: Image.Image) -> NDArray[np.uint8]:
         if image.size != (SIDE, SIDE):
@@ -246,7 +242,7 @@ def _of_images(data: Cifar, images: dict[str, StoredImage]) -> _Source:
 
     def build() -> NDArray[np.uint8]:
         labels = np.array([data.classes.index(path.split("/")[1]) for path in images], dtype=np.uint8)[:, None]
-        pixels = decoded(list(images.values()), (_WIDTH,), rgb)
+        pixels = decoded(images.values(), (_WIDTH,), rgb)
         return np.concatenate([pixels, labels, np.full_like(labels, _NO_SUPER_CLASS)], axis=1)
 
-    return {"images": hashlib.sha256(text.encode()).hexdigest()}, build
+    return {"images": content_digest(images)}, build

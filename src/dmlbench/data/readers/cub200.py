@@ -60,7 +60,7 @@ class Edition(DataFolder):
     def _other(self) -> "Edition":
         return OF_2011 if self is OF_2010 else OF_2010
 
-    def _confused(self, folder: Path) -> DataError:
+    def _confused(self, folder: str | Path) -> DataError:
         found = self._other
         return DataError(
             f"'{folder}' holds {found.title} ({found.published.num_images:,} images), not {self.title} "

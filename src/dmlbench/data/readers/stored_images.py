@@ -1,9 +1,11 @@
 """Small images of a whole data set, in folders or in zip archives, read as one array."""
 
+import hashlib
 import io
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,17 @@ def stored_images(place: Path) -> list[StoredImage]:
     return [StoredImage(place, member.filename, str(member.CRC)) for member in members]
 
 
+def images_by_path(place: Path, pattern: str) -> dict[str, StoredImage]:
+    """The images below a folder or in a zip archive whose names end in ``pattern``, by that part of the name."""
+    ending = re.compile(f"(?:^|/)({pattern})$")
+    return {match[1]: image for image in stored_images(place) if (match := ending.search(image.member))}
+
+
+def content_digest(images: Mapping[str, StoredImage]) -> str:
+    """A digest of paths and stamps, for the key of a cache."""
+    return hashlib.sha256("".join(f"{path}\t{image.stamp}\n" for path, image in images.items()).encode()).hexdigest()
+
+
 def file_stamp(file: Path) -> str:
     """Size and time of a file, which change when it does."""
     if not file.is_file():
@@ -53,9 +66,10 @@ def file_stamp(file: Path) -> str:
 
 
 def decoded(
-    images: Sequence[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
+    images: Iterable[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
     """[N, *shape] uint8: each image, converted."""
+    images = list(images)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
     with ExitStack() as stack:
         places = {image.place for image in images}
