@@ -107,7 +107,6 @@ def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], messa
         ("other.json", b'{"format": "something"}', "is JSON, but no file of splits"),
         ("cut.json", b'{"format": ', "is no file of splits, or damaged"),
         ("evil.pkl", b"cos\nsystem\n(S'true'\ntR.", r"asks for os\.system"),
-        ("list.pkl", pickle.dumps([1, 2]), "is no file of splits, or damaged"),
         ("empty.pkl", pickle.dumps({}), "holds no split"),
     ],
 )

@@ -97,20 +97,6 @@ def equal(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def batches_from(
-    table: ImageTable, rows: IntArray, index: IntArray, sampler: ClassBalancedBatchSampler
-) -> TrainBatches:
-    return TrainBatches(
-        table,
-        rows,
-        images=opened(table, identity()),
-        class_index=index,
-        sampler=sampler,
-        transform=identity(),
-        seed=0,
-    )
-
-
 def small_crops() -> Transform:
     return random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0))
 
@@ -295,10 +281,10 @@ def test_wrong_arguments_are_named() -> None:
         eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
     sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
     index = class_index(table, TRAIN)
-    with pytest.raises(ConfigError, match="20 labels"):
-        batches_from(table, TRAIN[:5], index, sampler)
-    with pytest.raises(ConfigError, match="class_index has no number"):
-        batches_from(table, TRAIN - 10, index, sampler)
+    parts = {"images": opened(table, identity()), "class_index": index, "sampler": sampler}
+    for rows, message in ((TRAIN[:5], "20 labels"), (TRAIN - 10, "class_index has no number")):
+        with pytest.raises(ConfigError, match=message):
+            TrainBatches(table, rows, **parts, transform=identity(), seed=0)
     with pytest.raises(ConfigError, match="works on single images"):
         EvalBatches(
             table, TRAIN, images=torch.zeros(30, 8, 8, dtype=torch.uint8), transform=small_center(), batch_size=2

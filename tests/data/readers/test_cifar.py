@@ -180,11 +180,9 @@ def test_damaged_and_incomplete_archives_are_named(tmp_path: Path) -> None:
     archive = tmp_path / "cifar-10-python.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-10-batches-py", "cifar-10-batches-py")
-    whole = archive.read_bytes()
-    for keep in (0, len(whole) // 2):
-        archive.write_bytes(whole[:keep])
-        with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz' is damaged"):
-            cifar10(tmp_path, cache_dir=tmp_path / "cache")
+    archive.write_bytes(archive.read_bytes()[:9000])
+    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz' is damaged"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-10-batches-py" / "test_batch", "cifar-10-batches-py/test_batch")
     with pytest.raises(DataError, match=r"lacks batches\.meta, data_batch_1"):

@@ -85,14 +85,6 @@ def test_boxes_belong_to_images_by_their_ids(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table.originals.boxes, expected)
 
 
-def test_lists_and_bare_folders_have_one_fingerprint(tmp_path: Path) -> None:
-    write_lists(tmp_path / "one")
-    touch(tmp_path / "other", images())
-    one, other = (cub200(tmp_path / name, check_counts=False) for name in ("one", "other"))
-    assert one.fingerprint == other.fingerprint
-    assert one.paths.tolist() == other.paths.tolist()
-
-
 def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Path) -> None:
     write_lists(tmp_path)
     (tmp_path / "image_class_labels.txt").unlink()

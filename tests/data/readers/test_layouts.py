@@ -1,12 +1,11 @@
 """Finding data sets on disk."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from dmlbench.data.image_table import Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_in, images_of_classes, resolve
+from dmlbench.data.readers.layouts import DataFolder, Layout, first_match, images_of_classes, resolve
 from dmlbench.types import DataError
 
 PREFERRED = Layout("list.txt and images", ("list.txt", "images"), lambda folder: None)
@@ -85,14 +84,3 @@ def test_images_of_folders_are_sorted_and_nothing_hidden_or_else_counts(tmp_path
     paths, classes = images_of_classes(tmp_path, lambda folder: len(folder.name), parts=("", "b", "none"))
     assert paths == ["a/4.jpg", "b/1.png", "b/2.JPEG", "elsewhere/4.jpg", "b/c/3.jpg"]
     assert classes == [1, 1, 1, 9, 1]
-
-
-def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, "a/é.jpg")
-    assert images_in(tmp_path / "a") == ["é.jpg"]
-    try:
-        (tmp_path / "a" / os.fsdecode(b"\xe9.jpg")).touch()
-    except OSError:
-        pytest.skip("this file system takes no other names")
-    with pytest.raises(DataError, match=r"a' has the name b'\\xe9\.jpg', which is not UTF-8; rename it"):
-        images_in(tmp_path / "a")
