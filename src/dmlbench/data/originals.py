@@ -1,12 +1,4 @@
-"""Whether the images on disk are the published ones, judged by the headers of their files.
-
-Mirrors cut, rescale or re-encode images under the published names. Headers show this:
-
-- A box outside of its image was drawn on a larger one. If the image has the size of its box, it was cut to it; if it
-  has the shape of its box, it was cut and rescaled.
-- Images of many sources differ in size; if all have one size, or one short side, they were rescaled. So were those of a
-  set that was published in one size, if they have another.
-- Files of another format were re-encoded, as were JPEGs with subsampled colors where the published ones keep all.
+"""Whether the images on disk are the published ones: cut, rescaled and re-encoded ones show in the headers of files.
 
 Enlarged images, adapted boxes, and images re-encoded in the published way are not detected.
 """
@@ -75,6 +67,7 @@ def deviations(headers: Sequence[Header | None], originals: Originals, rows: Int
 def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) -> list[str]:
     """Deviations that sizes [n, 2] (width, height) reveal."""
     boxes = np.full((len(rows), 4), np.nan) if originals.boxes is None else originals.boxes[rows]
+    # A box outside of its image was drawn on a larger one: the image was cut, if it has the size or shape of its box.
     is_outside = np.any(boxes[:, 2:] > sizes + _ROUNDING, axis=1)  # false of NaN
     count, known = int(is_outside.sum()), int(np.isfinite(boxes).all(axis=1).sum())
     misfit = f"boxes of {originals.boxes_from} lie outside of {count:,} of {known:,}"
@@ -91,7 +84,7 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
         return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
     if _are_most(outside, shaped * np.max(outside / shaped, axis=1, keepdims=True)):
         return ["images cut to their boxes and rescaled"]
-    short = sizes.min(axis=1)
+    short = sizes.min(axis=1)  # images of many sources differ in size
     if len(sizes) >= _FEWEST_ALIKE and np.all(short == short[0]):
         return [f"images rescaled to a short side of {int(short[0])} pixels"]
     if originals.size:

@@ -1,19 +1,4 @@
-"""Samplers of training rows, whose order can be saved and resumed.
-
-=================================  ==============================  ===============================================
-sampler                            classes of a batch              images of a class
-=================================  ==============================  ===============================================
-``ClassBalancedBatchSampler``      without replacement             without replacement over the epoch
-``EqualClassBatchSampler``         each as often as the others     without, until all are used up; then again
-``SplitClassBatchSampler``         as many groups as images need   without, except those that fill the last group
-``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
-``IndependentClassBatchSampler``   without, within the batch       with replacement
-``RepeatingClassBatchSampler``     with replacement                with replacement
-``FullClassBatchSampler``          in fixed order, round by round  without, up to the size of the class
-``RandomClassBatchSampler``        a few; any number of images     with replacement
-``RandomBatchSampler``             ignored                         without replacement over the epoch
-=================================  ==============================  ===============================================
-"""
+"""Samplers of training rows, whose order can be saved and resumed."""
 
 import hashlib
 import logging

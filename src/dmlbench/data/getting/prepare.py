@@ -85,7 +85,6 @@ def prepare(
 
 
 def _is_partial(source: Source, folder: Path) -> bool:
-    """Whether some but not all of a packed data set's preferred archives are there."""
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]

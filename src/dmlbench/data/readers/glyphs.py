@@ -1,7 +1,6 @@
 """Two data sets that need no files: ``glyphs`` (letters in twelve faces) and ``glyphs_collage``.
 
-Pixels are computed in integers, so equal library versions give equal pixels on every machine. Each image has its own
-random stream, seeded by (seed, data set, class, image).
+Pixels are computed in integers, so equal library versions give equal pixels on every machine.
 """
 
 import dataclasses
