@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dmlbench.types import IntArray, Originals
 
@@ -22,12 +22,14 @@ _ROUNDING = 1.0  # pixels
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file: size before EXIF rotation, Pillow's format, and whether a JPEG subsamples colors."""
+    """Header of an image file: size before EXIF rotation, Pillow's format and mode, subsampled colors of a JPEG."""
 
     width: int
     height: int
     format: str
     coarse_colors: bool = False
+    mode: str = "RGB"
+    orientation: int = 1
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
@@ -36,7 +38,8 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
         with Image.open(path) as image:
             layers = getattr(image, "layer", [])  # of a JPEG: (id, horizontal and vertical sampling, table)
             coarse = len({tuple(layer[1:3]) for layer in layers}) > 1
-            return Header(image.width, image.height, image.format or "", coarse)
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            return Header(image.width, image.height, image.format or "", coarse, image.mode, orientation)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
 

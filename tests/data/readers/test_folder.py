@@ -145,9 +145,7 @@ def test_a_list_of_classes_at_fault_is_refused(
     with pytest.raises(DataError, match=message):
         folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
     (tmp_path / "list.csv").write_text("path,label,role\na/1.png,a,train\n")
-    with pytest.raises(
-        ConfigError, match=r"has roles from the list list\.csv with roles; remove"
-    ):
+    with pytest.raises(ConfigError, match=r"has roles from the list list\.csv with roles; remove"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
 
 

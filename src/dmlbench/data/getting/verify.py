@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ImageFile
 
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
-from dmlbench.data.originals import Header, deviations
+from dmlbench.data.originals import Header, deviations, read_header
 from dmlbench.data.readers.layouts import is_image
 from dmlbench.runtime import file_sha256
 from dmlbench.types import DataError, ImageTable
@@ -69,9 +69,6 @@ class Report:
 @dataclass(frozen=True)
 class _Seen:
     reason: str = ""
-    mode: str = "RGB"
-    is_rotated: bool = False
-    is_tiny: bool = False
     digest: str = ""
     header: Header | None = None
 
@@ -95,16 +92,21 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
     paths = table.paths.tolist()
+    headers = [one.header for one in seen]
+    readable = [header for header in headers if header is not None]
+    originals = table.originals
     return Report(
         looked_at=len(names),
         broken=tuple((path, one.reason) for path, one in zip(paths, seen, strict=True) if one.reason),
-        modes=dict(sorted(Counter(one.mode for one in seen if not one.reason and one.mode != "RGB").items())),
-        rotated=sum(one.is_rotated for one in seen),
-        tiny=tuple(path for path, one in zip(paths, seen, strict=True) if one.is_tiny),
+        modes=dict(sorted(Counter(header.mode for header in readable if header.mode != "RGB").items())),
+        rotated=sum(header.orientation in range(2, 9) for header in readable),
+        tiny=tuple(
+            path
+            for path, header in zip(paths, headers, strict=True)
+            if header is not None and min(header.width, header.height) < TINY_SIDE
+        ),
         duplicates=_duplicates(table, (one.digest for one in seen)),
-        deviations=()
-        if table.originals is None
-        else deviations([one.header for one in seen], table.originals, np.arange(len(seen))),
+        deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
         unlisted=tuple(unlisted(table)),
     )
 
@@ -129,14 +131,11 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
     try:
         read_image(name)
         digest = file_sha256(name) if with_digest else ""
-        with Image.open(name) as image:  # for what the conversion hides; reads the header only
-            mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
-            header = Header(*size, image.format or "")
     except DataError as error:
         return _Seen(reason=_reason(error, name), digest=digest)
     except OSError as error:
         return _Seen(reason=str(error.strerror or error), digest=digest)
-    return _Seen("", mode, orientation in range(2, 9), min(size) < TINY_SIDE, digest, header)
+    return _Seen("", digest, read_header(name))
 
 
 def _reason(error: DataError, name: str) -> str:
