@@ -249,9 +249,9 @@ def test_learned_certainties_get_gradients_of_the_distance_and_the_network_does_
 
 
 def test_bad_values_are_named():
-    with pytest.raises(ConfigError, match=r"top_k \(9\) must lie in 1 .. level_size \(8\)"):
+    with pytest.raises(ConfigError, match=r"top_k: got 9, expected 1 to head.level_size \(8\)"):
         AvslDistance(3, 8, top_k=9)
-    with pytest.raises(ConfigError, match=r"compares 3 levels .* returns 1; .*out_indices"):
+    with pytest.raises(ConfigError, match=r"num_levels: got 3, .* returns 1 .*out_indices"):
         AvslHead([64], level_size=8, top_k=2)
     with pytest.raises(ConfigError, match="momentum"):
         AvslDistance(3, 8, top_k=2, momentum=1.0)

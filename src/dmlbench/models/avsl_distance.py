@@ -1,4 +1,4 @@
-"""AVSL's distance between images: nodes of several levels, unreliable ones replaced by what lies below them.
+"""AVSL's distance as training, search and explanations use it.
 
 Letters: L levels, r nodes of each, Q and N images, P pairs of them.
 """
@@ -16,7 +16,7 @@ from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
 
 @dataclass(frozen=True)
 class Attribution:
-    """What the distance of each pair is made of; the levels ascend.
+    """Parts of the distance of each pair; levels ascend.
 
     Attributes:
         nodes: delta [P, L, r], squared differences.
@@ -34,30 +34,24 @@ class Attribution:
 
 
 class AvslDistance(AvslFormula):
-    """``AvslFormula`` with all that comparing images asks of it: in little memory, in parts, and taken apart."""
+    """``AvslFormula`` with searches in little memory, distances of single levels, and attributions."""
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]; in parts that need little memory where no graph is made.
-
-        Raises:
-            RunError: rows of another width, or no edges yet.
-        """
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]; in chunks where no graph is made."""
         if torch.is_grad_enabled():
             return super().compute_mat(query_emb, ref_emb)
         dtype = torch.promote_types(torch.promote_types(query_emb.dtype, ref_emb.dtype), self.alpha.dtype)
         return self.tiles(dtype=dtype, device=query_emb.device)(query_emb, ref_emb)
 
     def tiles(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> AvslTiles:
-        """Distances of this state for many calls, as a search makes them; see ``AvslTiles``."""
         return AvslTiles(self, dtype=dtype, device=device)
 
     def shortlist_rows(self, rows: Tensor) -> Tensor:
-        """Rows [N, r] whose Euclidean distance of unit vectors is a cheap stand-in: the top level's embeddings."""
+        """The top level's embeddings [N, r], whose Euclidean distance ranks candidates cheaply."""
         return self.levels(rows)[0][:, -1]
 
     def float32_error(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[float, float]:
-        """(relative, absolute): distances of float32 rows [Q, 2 L r] and [N, 2 L r] are right up to
-        ``relative * d + absolute``, whatever the order of summation (see ``avsl_rounding``)."""
+        """See ``avsl_rounding``."""
         return float32_error(self, query_emb, ref_emb)
 
     def attribute(self, query_emb: Tensor, ref_emb: Tensor) -> Attribution:
@@ -69,12 +63,10 @@ class AvslDistance(AvslFormula):
         nodes, certainty = self.nodes(query_emb, ref_emb)
         reliability = self.reliabilities(certainty)  # [P, L, r]
         edges = self.normalized_edges()
-        rectified, sensitivity = [nodes[..., 0, :]], torch.zeros_like(nodes)
-        for level in range(1, self.num_levels):
-            p, below = reliability[..., level, :], rectified[-1] @ edges[level - 1].T
-            rectified.append(p * nodes[..., level, :] + (1 - p) * below)
+        rectified = self.rectified(nodes, reliability, edges)
+        sensitivity = torch.zeros_like(nodes)
         if self.inference == "rectified":
-            left = torch.ones_like(nodes[..., 0, :])  # what is asked of a node from above
+            left = torch.ones_like(nodes[..., 0, :])  # weight that the levels above leave to a node
             for level in range(self.num_levels - 1, -1, -1):
                 p = reliability[..., level, :]
                 sensitivity[..., level, :] = left * p
@@ -87,7 +79,7 @@ class AvslDistance(AvslFormula):
         return Attribution(nodes, reliability, torch.stack(rectified, -2), sensitivity, distance)
 
     def level(self, index: int) -> LevelDistance:
-        """Squared Euclidean distance of one level's unit embeddings, 0 being the lowest, of the same rows."""
+        """Squared Euclidean distance of one level's unit embeddings, 0 being the lowest."""
         return LevelDistance(self, index)
 
     def of_detached_nodes(self) -> InferredDistance:

@@ -1,4 +1,4 @@
-"""The formula of AVSL's distance, and the parameters and edges in it, as losses train them.
+"""AVSL's distance: nodes of several levels, unreliable ones replaced by what the level below infers.
 
 Letters: L levels, r nodes of each, Q and N images, P pairs of them.
 """
@@ -22,18 +22,16 @@ class AvslFormula(BaseDistance):
     """Squared distance of the top level whose unreliable nodes are inferred from the level below, and so on.
 
     An image is one row of 2 L r numbers: unit embeddings e^1 .. e^L, then certainties c^1 .. c^L. With the nodes
-    delta^l = (e^l - e'^l)^2, the reliabilities p^l = sigmoid(gain (alpha^l c^l c'^l + beta^l)) and the edges W~^l, in
-    which every node keeps its top_k strongest edges to the level below, normalized to sum to 1:
+    delta^l = (e^l - e'^l)^2, the reliabilities p^l = sigmoid(gain (alpha^l c^l c'^l + beta^l)) and the edges W~^l, of
+    which every node keeps the top_k strongest to the level below, normalized to sum to 1:
 
         delta-hat^1 = delta^1,
         delta-hat^l = p^l delta^l + (1 - p^l) W~^l delta-hat^(l-1),    d = sum of delta-hat^L.
 
-    ``observe`` takes note of a training batch's edges: the first batch is copied, later ones enter with 1 - momentum.
-
     variant:
-        official: gain 10; edges below 0 are none.
+        official: gain 10; edges below 0 count as 0.
         paper: gain 1; edges as they are.
-    inference, what an ablation compares (paper, table 2):
+    inference (paper, table 2):
         rectified: d as above.
         reliable: sum of p^L delta^L, without edges ("+ M & R").
         top: sum of delta^L ("+ M").
@@ -63,21 +61,17 @@ class AvslFormula(BaseDistance):
             level_size: r.
             top_k: edges that a node keeps to the level below, in [1, r].
             momentum: share of the old edges in the new ones, in [0, 1); 0 takes each batch's alone.
-            inference: see the class.
-            variant: see the class.
-
-        Raises:
-            ConfigError: a value outside its range.
+            inference, variant: see the class.
         """
         super().__init__(normalize_embeddings=False, p=2, power=1)
         if num_levels < 2 or level_size < 1:
-            raise ConfigError(f"AVSL needs at least 2 levels of at least 1 node, not {num_levels} of {level_size}")
-        if not 1 <= top_k <= level_size:
             raise ConfigError(
-                f"top_k ({top_k}) must lie in 1 .. level_size ({level_size}), the edges that a node has; lower it"
+                f"head: got {num_levels} levels of {level_size} nodes, expected at least 2 levels of at least 1 node."
             )
+        if not 1 <= top_k <= level_size:
+            raise ConfigError(f"head.top_k: got {top_k}, expected 1 to head.level_size ({level_size}).")
         if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum ({momentum}) must lie in [0, 1): at 1 the edges would never change")
+            raise ConfigError(f"head.momentum: got {momentum}, expected a number in [0, 1).")
         check_choice("inference", inference, get_args(Inference))
         check_choice("variant", variant, get_args(Variant))
         self.num_levels = num_levels
@@ -89,13 +83,12 @@ class AvslFormula(BaseDistance):
         self.gain = 10.0 if variant == "official" else 1.0
         self.alpha = nn.Parameter(torch.ones(num_levels - 1, level_size))
         self.beta = nn.Parameter(torch.zeros(num_levels - 1, level_size))
-        # of node i of level l + 2 and node j of level l + 1: [l, i, j]
+        # [l, i, j]: node i of level l + 2, node j of level l + 1
         self.register_buffer("edges", torch.zeros(num_levels - 1, level_size, level_size))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     @property
     def row_size(self) -> int:
-        """Numbers of an image, 2 L r."""
         return 2 * self.num_levels * self.level_size
 
     @property
@@ -104,15 +97,11 @@ class AvslFormula(BaseDistance):
         return self.inference in ("rectified", "reliable")
 
     def levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings and certainties [N, L, r] of rows [N, 2 L r].
-
-        Raises:
-            RunError: rows of another width.
-        """
+        """Embeddings and certainties [N, L, r] of rows [N, 2 L r]."""
         if rows.shape[-1] != self.row_size:
             raise RunError(
-                f"rows of {rows.shape[-1]} numbers, but AVSL of {self.num_levels} levels of {self.level_size} nodes "
-                f"has rows of {self.row_size}; compare rows of one model"
+                f"rows of AVSL: got {rows.shape[-1]} numbers, expected {self.row_size} ({self.num_levels} levels of "
+                f"{self.level_size} nodes). Compare rows of one model."
             )
         parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
         return parts[..., 0, :, :], parts[..., 1, :, :]
@@ -122,10 +111,7 @@ class AvslFormula(BaseDistance):
         return torch.stack([embeddings, certainties], dim=-3).flatten(-3)
 
     def normalized_edges(self) -> Tensor:
-        """W~ [L - 1, r, r]: of each node to those of the level below, the top_k strongest, normalized by their sum.
-
-        Rows sum to 1; in the official variant a node without an edge above 0 has none.
-        """
+        """W~ [L - 1, r, r]; rows sum to 1 (official: a node without an edge above 0 has none)."""
         edges = self.edges.relu() if self.variant == "official" else self.edges
         # a stable sort: which of equal edges are kept must not depend on device and precision
         strongest, place = (x[..., : self.top_k] for x in edges.sort(dim=-1, descending=True, stable=True))
@@ -134,19 +120,18 @@ class AvslFormula(BaseDistance):
 
     @torch.no_grad()
     def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Let the edges follow a batch.
+        """Update the edges by a training batch: the first is copied, later ones enter with 1 - momentum.
 
         Args:
             maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
                 the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
 
         Returns:
-            How much the edges of each pair of levels changed, mean and maximum of |new - old|, [L - 1, 2]; 0 at the
-            first batch, before which there were none.
+            Mean and maximum of |new - old| edges, [L - 1, 2]; 0 at the first batch.
         """
         cast = [(low.to(self.edges.dtype), high.to(self.edges.dtype)) for low, high in maps]
         seen = torch.stack([torch.einsum("bis,bjs->ij", high, low) / len(high) for low, high in cast])
-        # without asking the device for the number, which would have to be waited for
+        # no host-device copy: reading the counter would wait for the device
         share = torch.where(self.updates == 0, 1.0, (1.0 - self.momentum) * torch.ones_like(self.edges[0, 0, 0]))
         old = self.edges.clone()
         self.edges.lerp_(seen, share)
@@ -155,22 +140,14 @@ class AvslFormula(BaseDistance):
         return torch.stack([change.mean((1, 2)), change.amax((1, 2))], 1)
 
     def require_edges(self) -> None:
-        """
-        Raises:
-            RunError: no batch has been observed, so that there is nothing to infer unreliable nodes from.
-        """
         if self.inference == "rectified" and not bool(self.updates > 0):
             raise RunError(
-                "AVSL has no edges yet: they come from training batches. Train it for a step or more, load a "
-                "checkpoint that has them, or set head.inference=reliable, top or concat"
+                "AVSL has no edges yet: training batches make them. Train for a step, load a checkpoint, or set "
+                "head.inference=reliable, top or concat."
             )
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r], by arrays [Q, N, r].
-
-        Raises:
-            RunError: rows of another width, or no edges yet.
-        """
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r], by arrays [Q, N, r]."""
         return self.compute(query_emb[:, None], ref_emb[None])
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
@@ -189,6 +166,14 @@ class AvslFormula(BaseDistance):
         above = torch.sigmoid(self.gain * (self.alpha * certainty[..., 1:, :] + self.beta))
         return torch.cat([torch.ones_like(above[..., :1, :]), above], dim=-2)
 
+    def rectified(self, nodes: Tensor, reliability: Tensor, edges: Tensor) -> list[Tensor]:
+        """delta-hat [.., r] of every level, ascending."""
+        levels = [nodes[..., 0, :]]
+        for level in range(1, self.num_levels):
+            p = reliability[..., level, :]
+            levels.append(p * nodes[..., level, :] + (1 - p) * (levels[-1] @ edges[level - 1].T))
+        return levels
+
     def compute(self, first: Tensor, second: Tensor, *, detach: bool = False) -> Tensor:
         """Distances of rows that broadcast against each other."""
         nodes, certainty = self.nodes(first, second, detach=detach)
@@ -199,14 +184,9 @@ class AvslFormula(BaseDistance):
         reliability = self.reliabilities(certainty)
         if self.inference == "reliable":
             return (reliability[..., -1, :] * nodes[..., -1, :]).sum(-1)
-        if self.updates.device.type == "cpu":  # elsewhere the answer would have to be waited for in every step
+        if self.updates.device.type == "cpu":  # elsewhere reading the counter would wait for the device in every step
             self.require_edges()
-        edges = self.normalized_edges()
-        rectified = nodes[..., 0, :]
-        for level in range(1, self.num_levels):
-            p = reliability[..., level, :]
-            rectified = p * nodes[..., level, :] + (1 - p) * (rectified @ edges[level - 1].T)
-        return rectified.sum(-1)
+        return self.rectified(nodes, reliability, self.normalized_edges())[-1].sum(-1)
 
     def extra_repr(self) -> str:
         names = ("num_levels", "level_size", "top_k", "momentum", "inference", "variant")

@@ -1,4 +1,4 @@
-"""AVSL's distance as losses and miners hold it: in parts, or lent, with parameters that stay the owner's."""
+"""AVSL's distance as losses and miners hold it, without registering the owner's parameters."""
 
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
@@ -8,53 +8,41 @@ from dmlbench.types import ConfigError
 
 
 class LevelDistance(BaseDistance):
-    """Squared Euclidean distance of one level's part of AVSL's rows; the owner's parameters stay the owner's."""
+    """Squared Euclidean distance of one level's part of AVSL's rows, 0 being the lowest."""
 
     def __init__(self, owner: AvslFormula, index: int) -> None:
-        """
-        Args:
-            owner: whose rows are compared.
-            index: level, 0 being the lowest.
-
-        Raises:
-            ConfigError: there is no such level.
-        """
         super().__init__(normalize_embeddings=False, p=2, power=1)
         if not 0 <= index < owner.num_levels:
-            raise ConfigError(f"level {index} is not one of 0 .. {owner.num_levels - 1}")
+            raise ConfigError(f"level: got {index}, expected 0 to {owner.num_levels - 1}.")
         self._owner = (owner,)  # in a tuple, which registers no parameters
         self._index = index
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
         x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
         squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
         return (squares - 2 * x @ y.T).clamp(min=0)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
         x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
         return (x - y).square().sum(1)
 
 
 class InferredDistance(BaseDistance):
-    """AVSL's distance of detached nodes, that trains the inference alone; its parameters stay the owner's."""
+    """AVSL's distance of detached nodes: gradients reach alpha, beta and certainties alone."""
 
     def __init__(self, owner: AvslFormula) -> None:
         super().__init__(normalize_embeddings=False, p=2, power=1)
         self._owner = (owner,)
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
         return self._owner[0].compute(query_emb[:, None], ref_emb[None], detach=True)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
         return self._owner[0].compute(query_emb, ref_emb, detach=True)
 
 
 class BorrowedDistance(BaseDistance):
-    """A model's distance in a loss or a miner, which must not count its parameters as their own."""
+    """A model's distance in a loss or a miner."""
 
     def __init__(self, owner: BaseDistance) -> None:
         super().__init__(
@@ -66,9 +54,7 @@ class BorrowedDistance(BaseDistance):
         self.owner = (owner,)
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
         return self.owner[0].compute_mat(query_emb, ref_emb)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
         return self.owner[0].pairwise_distance(query_emb, ref_emb)

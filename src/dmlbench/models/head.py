@@ -1,4 +1,4 @@
-"""What a head is, and what all models are to training, tests and applications."""
+"""The interfaces of heads and of models."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
@@ -20,7 +20,7 @@ class MetricModel(Protocol):
     Attributes:
         distance: what the losses train and the evaluation searches by.
         embedding_size: D.
-        explains_pairs: whether its distance can be taken apart (see ``avsl.AvslModel``).
+        explains_pairs: whether ``distance`` has attributions (see ``avsl.AvslModel``).
     """
 
     distance: BaseDistance
@@ -31,22 +31,22 @@ class MetricModel(Protocol):
         """Embeddings in float32 of RGB images, uint8 or floating point in [0, 1], and side outputs."""
 
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the pooling looks at: contributions and dominant prototypes, [B, H, W] each, or None (``Pooling``)."""
+        """Contributions and nearest prototypes of the pooling, [B, H, W] each, or None (see ``Pooling``)."""
 
     def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None:
-        """Take note of a training batch; ``step`` counts from 1. What is returned goes into the log."""
+        """Update state by a training batch, ``step`` counting from 1; the result is logged."""
 
     @property
     def observer(self) -> nn.Module:
-        """What ``observe`` changes."""
+        """The module that ``observe`` changes."""
 
     @property
     def started(self) -> bool:
-        """Whether the model works as it will to the end."""
+        """False while the model works provisionally (see ``Pooling``)."""
 
     @property
     def provides(self) -> tuple[str, ...]:
-        """Side outputs for regularizers that ``forward`` gives once the model has started."""
+        """Side outputs for regularizers, given once the model has started."""
 
     def parameter_groups(self) -> NamedGroups:
         """Every trainable parameter, under its full name, in exactly one group of the optimizer."""
@@ -64,20 +64,20 @@ class MetricModel(Protocol):
 class Head(nn.Module):
     """From a backbone's maps to embeddings and their distance; ``conf/head`` names subclasses.
 
-    The wiring gives a constructor those of these arguments that it has:
-        in_features: channels of what the pooling works on, mostly the last map.
-        in_channels: channels of every map that the backbone returns, low to high.
+    A constructor gets those of these arguments that it has:
+        in_features: channels of the pooling's input, mostly the last map.
+        in_channels: channels of every map, low to high.
         map_sizes: height and width of every map.
-        out_features: the dimensions that the pooling wants of a projection for the configured embedding.
+        out_features: dimensions that the pooling wants of a projection for the configured embedding.
 
     A head of several levels has ``num_levels`` among its arguments.
 
     Attributes:
-        pools: whether it pools by itself; else a pooling must be chosen, too.
+        pools: whether it pools without a ``Pooling``.
     """
 
     pools: ClassVar[bool] = False
 
     def make_distance(self) -> BaseDistance:
-        """A new distance of the embeddings: Euclidean and of unit vectors, unless a head has its own."""
+        """Euclidean distance of unit vectors, unless a head has its own."""
         return LpDistance(normalize_embeddings=True, p=2, power=1)

@@ -1,4 +1,4 @@
-"""Where timm's published weights come from: the caches of this machine, a server, or a message that says what to do."""
+"""timm's published weights: local caches, and whether the server answers."""
 
 import urllib.error
 import urllib.request
@@ -22,7 +22,7 @@ def missing_weights(name: str, config: Any, reason: str) -> ConfigError:
 
 
 def cached_file(hub_id: str | None, url: str | None) -> Path | None:
-    """The published weights, where an earlier run has left them in the caches that timm uses."""
+    """The published weights in the caches that timm uses."""
     if hub_id:
         from huggingface_hub import try_to_load_from_cache
 
@@ -48,7 +48,7 @@ def reachable(hub_id: str | None, url: str | None) -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PROBE_SECONDS).close()
     except urllib.error.HTTPError:
-        return True  # the server is there and refuses a HEAD of its front page
+        return True  # the server answers, but not to HEAD
     except OSError:
         return False
     return True
