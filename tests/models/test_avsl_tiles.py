@@ -13,7 +13,6 @@ from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_formula import Inference
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import RunError
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +76,6 @@ def test_any_number_of_rows(queries, gallery, inference):
         found = tiles(x, y)
         assert found.shape == (queries, gallery)
         assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (7, 300), (300, 7), (131, 67)])
-def test_chunks_cover_every_pair_once(queries, gallery):
-    seen = torch.zeros(queries, gallery)
-    for rows, columns in avsl_tiles._chunks(queries, gallery, pairs=16):
-        assert seen[rows, columns].numel() <= 16
-        seen[rows, columns] += 1
-    assert (seen == 1).all()
 
 
 def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
@@ -159,16 +149,6 @@ def test_threads_have_their_own_arrays():
     with ThreadPoolExecutor(4) as pool:
         for found, expected in zip(pool.map(lambda x: tiles(x, rows[0]), rows), alone, strict=True):
             assert torch.equal(found, expected)
-
-
-def test_torchs_own_threads_change_nothing_but_rounding():
-    distance = trained(level_size=64)
-    x, y = rows_of(distance, 9), rows_of(distance, 12, seed=1)
-    torch.set_num_threads(2)  # put back by the fixture
-    assert_allclose(distance.tiles()(x, y), all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
-    with single_threaded_torch(), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == 1
-    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -267,16 +247,3 @@ def test_arrays_are_few_and_do_not_grow_with_the_pairs():
         tiles(rows_of(distance, count), rows_of(distance, count, seed=1))
         assert sum(array.nbytes for array in vars(tiles._buffers).values()) == tiles.working_bytes
     assert AvslTiles(distance, buffer_bytes=1).working_bytes == tiles.working_bytes  # of 16 pairs, the least
-
-
-def test_what_cannot_be_compared_is_an_error():
-    distance = trained()
-    tiles, x = distance.tiles(), rows_of(distance, 3)
-    with pytest.raises(RunError, match="rows of 5 numbers"):
-        tiles(x[:, :5], x)
-    with pytest.raises(RunError, match="rows are on meta, but the tiles on cpu"):
-        tiles(x.to("meta"), x)
-    with pytest.raises(RunError, match="3 rows cannot be compared with 2"):
-        tiles.pairs(x, x[:2])
-    with pytest.raises(RunError, match="no edges yet"):
-        AvslDistance(2, 8, top_k=2).tiles()

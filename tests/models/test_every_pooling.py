@@ -16,6 +16,7 @@ from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.pooling.k_max import KMax
+from dmlbench.models.pooling.native import Native
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
 from dmlbench.models.pooling.prototypes import PrototypePooling
@@ -212,6 +213,7 @@ X = torch.rand(1, 3, 2, 2)
     ("build", "message"),
     [
         (lambda: KMax(21)(torch.zeros(1, 3, 4, 5), Projection(3, 4)), r"k \(21\).*20 pixels"),
+        (lambda: Native()(X, Projection(3, 4)), r"\(1, 3, 2, 2\).*such as gap"),
         (lambda: KMax(0), r"k \(0\)"),
         (lambda: Gem(per_channel=True), "num_channels"),
         (lambda: Gem(power=0), r"power \(0\) of gem"),

@@ -134,14 +134,6 @@ def test_gsp_equals_gap_when_transport_ratio_is_one() -> None:
     assert gradient.abs().sum() > 0
 
 
-def test_solvers_agree_on_the_embedding() -> None:
-    gsp, project = started_gsp()
-    x = batch(7)
-    exact = gsp(x, project).embedding
-    gsp.solver = "fixed_point"
-    assert torch.allclose(gsp(x, project).embedding, exact, atol=1e-5)
-
-
 @pytest.mark.parametrize(("case", "combine", "smoothing"), [("m0", None, 5.0), ("m1", "weighted_gmp", 0.5)])
 def test_gsp_with_projection_equals_the_official_module(golden_dir: Path, case, combine, smoothing: float) -> None:
     """yetigurbuz/generalized-sum-pooling b765b889, pytorch/gsp/embed_layer.py:140-184, pooling_method gap and gmp:

@@ -280,12 +280,6 @@ def test_only_the_official_simpool_depends_on_the_other_images_of_a_batch() -> N
         assert torch.allclose(together, pooling(x, project).embedding, atol=1e-9) is alone
 
 
-def test_simpool_weights_are_uniform_for_equal_pixels() -> None:
-    x = random_map(2, CHANNELS, 1, 1).expand(-1, -1, 3, 2)
-    weights = SimPool(CHANNELS).double()(x, projection_for(SimPool(CHANNELS))).side["weights"]
-    torch.testing.assert_close(weights, torch.full((2, 3, 2), 1 / 6, dtype=torch.float64))
-
-
 def test_weights_stay_finite_when_all_attention_goes_to_the_class_token() -> None:
     logits = torch.tensor([0.0, -1000.0, -1001.0]).view(1, 1, 1, 3)
     weights = mean_weights(logits, height=1, width=2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmlbench.models.transport import _fixed_point, _solve_logits, clip_norm, prototype_cost, transport_weights
+from dmlbench.models.transport import _solve_logits, clip_norm, prototype_cost, transport_weights
 
 LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
 # Recorded after 1,000 iterations, which autodiff takes seconds for.
@@ -223,34 +223,6 @@ def test_exact_solver_equals_ten_thousand_iterations(ratio: float, smoothing: fl
     assert (exact.weights - weights).abs().max() < 1e-12
     histogram = (torch.softmax(-smoothing * cost, dim=1) * weights[:, None]).sum(dim=2)
     assert (exact.histogram - histogram).abs().max() < 1e-12
-
-
-def transport_plan(cost, *, transport_ratio, smoothing, solver="exact", iterations=100):
-    """pi [B, m, n]: pi_ij = softmax_i(-epsilon c_ij) sigma_j / n, from the weights sigma_j / (n transport_ratio)."""
-    if solver == "fixed_point" and transport_ratio < 1:
-        return _fixed_point(cost, transport_ratio=transport_ratio, smoothing=smoothing, iterations=iterations)[1]
-    weights = transport_weights(cost, transport_ratio=transport_ratio, smoothing=smoothing).weights
-    return torch.softmax(-smoothing * cost, dim=1) * (transport_ratio * weights)[:, None, :]
-
-
-@pytest.mark.parametrize("solver", ["exact", "fixed_point"])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_plan_has_the_sums_of_weights_and_histogram_and_their_gradients(solver: Any, ratio: float) -> None:
-    cost = torch.rand(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(8)).requires_grad_()
-    arguments: dict[str, Any] = {"transport_ratio": ratio, "smoothing": 5.0, "solver": solver}
-    plan = transport_plan(cost, **arguments)
-    weights, histogram = transport_weights(cost, **arguments)
-    assert torch.allclose(plan.sum(dim=1) / ratio, weights, atol=1e-9)
-    assert torch.allclose(plan.sum(dim=2) / ratio, histogram, atol=1e-12)
-    direction = torch.randn(2, 3, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    actual = torch.autograd.grad((plan * direction).sum() / ratio, cost)[0]
-    expected = torch.autograd.grad((histogram * direction[:, :, 0]).sum(), cost)[0]
-    assert torch.allclose(actual, expected, atol=1e-9)
-
-
-def test_gradient_of_the_plan_equals_finite_differences() -> None:
-    cost = torch.rand(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda c: transport_plan(c, transport_ratio=0.3, smoothing=5.0), (cost,))
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 10.0, 100.0])

@@ -179,15 +179,6 @@ def test_values_and_gradients_equal_a_naive_loop(name: str, height: int, width: 
 # What the poolings are ----------------------------------------------------------------------------------------------
 
 
-def test_transported_and_residual_weights_are_two_shares_of_one_mass() -> None:
-    gsp, project = make("gsp")
-    background, _ = make("gsp_residual")
-    x = torch.rand(2, 8, 3, 4, generator=torch.Generator().manual_seed(5))
-    moved, left = gsp(x, project).side["weights"], background(x, project).side["weights"]
-    assert torch.allclose(left.sum(dim=(1, 2)), torch.ones(2), atol=1e-6)
-    assert torch.allclose(0.3 * moved + 0.7 * left, torch.full((2, 3, 4), 1 / 12), atol=1e-7)
-
-
 def test_gmp_gsp_is_the_sum_of_both_before_and_after_its_start() -> None:
     both, project = Gsp(6, 5, memory_rows=10, combine="gmp"), Projection(8, 6)
     x = torch.rand(10, 8, 3, 4, generator=torch.Generator().manual_seed(6))
@@ -240,14 +231,6 @@ def test_balanced_plan_meets_both_marginals(smoothing: float) -> None:
     plan = balanced_plan(cost, smoothing=smoothing, iterations=2000)
     assert torch.allclose(plan.sum(dim=1), torch.full((2, 9), 1 / 9), atol=1e-6)
     assert torch.allclose(plan.sum(dim=2), torch.full((2, 4), 1 / 4), atol=1e-3)
-
-
-def test_parts_of_netvlad_are_unit_vectors_and_of_the_papers_variant_the_whole() -> None:
-    x = torch.rand(2, 8, 3, 4, generator=torch.Generator().manual_seed(10))
-    pooling, project = make("netvlad")
-    assert torch.allclose(pooling(x, project).embedding.view(2, 3, 2).norm(dim=2), torch.ones(2, 3), atol=1e-5)
-    pooling, project = make("netvlad_paper")
-    assert torch.allclose(pooling(x, project).embedding.norm(dim=1), torch.ones(2), atol=1e-5)
 
 
 def test_sliced_wasserstein_of_as_many_points_as_pixels_sorts_the_pixels() -> None:
