@@ -9,8 +9,7 @@ import torch
 from numpy.testing import assert_allclose
 
 from dmlbench.models import avsl_tiles
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.avsl_formula import Inference
+from dmlbench.models.avsl_distance import AvslDistance, Inference
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.avsl_formula import Inference, Variant
+from dmlbench.models.avsl_distance import AvslDistance, Inference, Variant
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import LevelsHead, LevelsModel
 from dmlbench.models.pooling.base import Pooling
@@ -63,7 +62,7 @@ class AvslHead(LevelsHead):
         Args:
             in_channels: C of every level, low to high.
             num_levels, level_size: L, r.
-            top_k, momentum, inference, variant: see ``AvslFormula``.
+            top_k, momentum, inference, variant: see ``AvslDistance``.
             map_sizes: height and width of every level's map; needed by ``reliability=learned``.
         """
         super().__init__()

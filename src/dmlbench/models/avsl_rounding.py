@@ -4,18 +4,21 @@ Letters: L levels, r nodes of each, k edges of a node, u = 2^-24.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dmlbench.models.avsl_formula import AvslFormula
+if TYPE_CHECKING:
+    from dmlbench.models.avsl_distance import AvslDistance
+
 
 _ROUNDING = 2.0**-24
 _SIGMOID_ROUNDINGS = 16  # of the value 1: several times what libraries, and fast exponentials of kernels, promise
 
 
 @torch.no_grad()
-def float32_error(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> tuple[float, float]:
+def float32_error(distance: "AvslDistance", queries: Tensor, gallery: Tensor) -> tuple[float, float]:
     """(relative, absolute): a float32 distance d of rows of the two sets is right up to ``relative * d + absolute``.
 
     It holds for every order of summation. With S^l >= the sum of a pair's nodes of level l, that is (largest length of

@@ -8,13 +8,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import RunError
+
+if TYPE_CHECKING:
+    from dmlbench.models.avsl_distance import AvslDistance
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ _MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another
 
 
 class AvslTiles:
-    """Distances of one state of an ``AvslFormula``, which later training does not change.
+    """Distances of one state of an ``AvslDistance``, which later training does not change.
 
     A chunk of a x b pairs takes three arrays [P, r] per thread, which are reused. From below,
 
@@ -40,7 +42,7 @@ class AvslTiles:
 
     def __init__(
         self,
-        distance: AvslFormula,
+        distance: "AvslDistance",
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.diml import cells_of
-from dmlbench.models.head import Head, MetricModel, NamedGroups
+from dmlbench.models.head import Head
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, ModelOutput
+
+NamedGroups = dict[str, list[tuple[str, nn.Parameter]]]
 
 
 def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
@@ -26,8 +28,17 @@ def features_of(x: Tensor) -> dict[str, Tensor]:
     return {"features": x.mean(dim=(2, 3), dtype=dtype), "features_max": x.amax(dim=(2, 3)).to(dtype)}
 
 
-class _Model(nn.Module):
-    """The parts shared by all models."""
+class MetricModel(nn.Module):
+    """Images [B, 3, H, W], RGB, uint8 or floating point in [0, 1], to embeddings [B, D] that ``distance`` compares.
+
+    ``forward`` returns float32 and changes no state but batch norm's statistics; in training, ``observe`` is called
+    between the forward pass and the loss.
+
+    Attributes:
+        distance: of training and evaluation.
+        embedding_size: D.
+        explains_pairs: whether ``distance`` has attributions (see ``avsl.AvslModel``).
+    """
 
     explains_pairs: ClassVar[bool] = False
 
@@ -38,30 +49,32 @@ class _Model(nn.Module):
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Contributions and nearest prototypes of the pooling, [B, H, W] each, or None (see ``Pooling``)."""
         return None, None
 
     def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None:
+        """Update state by a training batch, ``step`` counting from 1; the result is logged."""
         if self.pooling is not None:
             self.pooling.observe(Pooled(output.embedding, output.side), step=step)
         return None
 
     @property
     def observer(self) -> nn.Module:
+        """The module that ``observe`` changes."""
         return nn.Identity() if self.pooling is None else self.pooling
 
     @property
     def started(self) -> bool:
+        """False while the model works provisionally (see ``Pooling``)."""
         return self.pooling is None or self.pooling.started
 
     @property
     def provides(self) -> tuple[str, ...]:
-        """The pooling's, and ``features_of`` the last map; the latter in training mode only."""
+        """Side outputs of the pooling, and in training ``features_of`` the last map."""
         return (*(() if self.pooling is None else self.pooling.provides), "features", "features_max")
 
-    def _sides(self, x: Tensor) -> dict[str, Tensor]:
-        return features_of(x) if self.training else {}
-
     def parameter_groups(self) -> NamedGroups:
+        """Every trainable parameter, under its full name, in exactly one group of the optimizer."""
         groups: NamedGroups = {"backbone": [], "pooling": [], "head": [], "distance": []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -69,8 +82,11 @@ class _Model(nn.Module):
                 groups[owner if owner in groups else "head"].append((name, parameter))
         return groups
 
+    def _sides(self, x: Tensor) -> dict[str, Tensor]:
+        return features_of(x) if self.training else {}
 
-class PooledModel(_Model):
+
+class PooledModel(MetricModel):
     """The last map, pooled and projected."""
 
     pooling: Pooling
@@ -153,7 +169,7 @@ class LevelsHead(Head):
         return LevelsModel(backbone, pooling, self)
 
 
-class LevelsModel(_Model):
+class LevelsModel(MetricModel):
     """All maps of the backbone, pooled by a head."""
 
     def __init__(self, backbone: Backbone, pooling: Pooling | None, head: LevelsHead) -> None:

@@ -71,6 +71,3 @@ class Projection(Head):
 
     def check_embedding_size(self, size: int) -> None:
         """Raise ConfigError if the head cannot make embeddings of this size."""
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layer_norm={self.layer_norm}"
