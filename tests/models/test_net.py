@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning.distances import CosineSimilarity
 from torch import Tensor
 
 from dmlbench.models.net import PooledModel
@@ -41,8 +40,6 @@ def test_default_distance_is_euclidean_between_normalized_embeddings() -> None:
     rows = torch.randn(4, 6)
     unit = F.normalize(rows)
     assert torch.allclose(model.distance(rows), torch.cdist(unit, unit), atol=1e-3)
-    cosine = CosineSimilarity()
-    assert PooledModel(ResNet20(), Gap(), Projection(64, 6), distance=cosine).distance is cosine
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:

@@ -111,19 +111,16 @@ class AvslDistance(BaseDistance):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     @property
-    def row_size(self) -> int:
-        return 2 * self.num_levels * self.level_size
-
-    @property
     def infers(self) -> bool:
         """Whether alpha and beta, hence the certainties, take part."""
         return self.inference in ("rectified", "reliable")
 
     def levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings and certainties [N, L, r] of rows [N, 2 L r]."""
-        if rows.shape[-1] != self.row_size:
+        size = 2 * self.num_levels * self.level_size
+        if rows.shape[-1] != size:
             raise RunError(
-                f"rows of AVSL: got {rows.shape[-1]} numbers, expected {self.row_size} ({self.num_levels} levels of "
+                f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size} ({self.num_levels} levels of "
                 f"{self.level_size} nodes). Compare rows of one model."
             )
         parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))

@@ -2,13 +2,13 @@
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmlbench.models.timm_weights import cached_file, missing_weights, reachable
 from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice
@@ -235,12 +235,9 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if config is None or not (config.hf_hub_id or config.url or config.file):
             raise ConfigError(f"timm publishes no weights for '{name}'; give weights_file=<path> or pretrained=false")
         url = config.url if isinstance(config.url, str) else None
-        cached = cached_file(config.hf_hub_id, url)
-        if cached is not None:
-            # By path: a name would ask the network for a newer version first, and wait where there is none.
+        cached = _cached_file(config.hf_hub_id, url)
+        if cached is not None:  # by path: a name would ask the server for a newer version first
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
-        elif not reachable(config.hf_hub_id, url):
-            raise missing_weights(name, config, "there is no cached copy and no connection to the server")
     try:
         try:
             return timm.create_model(name, dynamic_img_size=True, **options)
@@ -252,7 +249,32 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if not pretrained:
             raise
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
-        raise missing_weights(name, config, str(error) or type(error).__name__) from error
+        raise _missing_weights(name, config, str(error) or type(error).__name__) from error
+
+
+def _missing_weights(name: str, config: Any, reason: str) -> ConfigError:
+    hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
+    sources = " or ".join(filter(None, (hub, str(config.url or ""))))
+    return ConfigError(
+        f"pretrained weights of '{name}': {reason}. Download {sources} on a connected machine and set "
+        "weights_file=<path>, or set pretrained=false."
+    )
+
+
+def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
+    """The published weights in the caches that timm uses."""
+    if hub_id:
+        from huggingface_hub import try_to_load_from_cache
+
+        for filename in ("model.safetensors", "pytorch_model.bin"):
+            found = try_to_load_from_cache(hub_id, filename)
+            if isinstance(found, str):
+                return Path(found)
+    if url:
+        path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
+        if path.is_file():
+            return path
+    return None
 
 
 def _stage_channels(model: Any, name: str, out_indices: Sequence[int]) -> list[int]:

@@ -91,9 +91,7 @@ class PooledModel(MetricModel):
 
     pooling: Pooling
 
-    def __init__(
-        self, backbone: Backbone, pooling: Pooling, projection: Projection, *, distance: BaseDistance | None = None
-    ) -> None:
+    def __init__(self, backbone: Backbone, pooling: Pooling, projection: Projection) -> None:
         super().__init__()
         channels = pooled_channels(backbone, pooling)
         if projection.in_features != channels:
@@ -105,7 +103,7 @@ class PooledModel(MetricModel):
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection
-        self.distance = distance if distance is not None else projection.make_distance()
+        self.distance = projection.make_distance()
         self.embedding_size = pooling.output_width(projection.out_features)
         projection.check_embedding_size(self.embedding_size)
 
@@ -191,6 +189,7 @@ class LevelsModel(MetricModel):
         return ModelOutput(output.embedding.to(torch.float32), output.side | self._sides(maps[-1]))
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Maps of all levels, low to high."""
         maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
         return maps
 

@@ -20,12 +20,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Unwraps ``state_dict``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint.
     """
     path = Path(path)
-    if what := not_a_file(path):
-        raise ConfigError(f"weights file '{path}' is {what}, not a file; correct weights_file")
     if not path.is_file():
         raise ConfigError(
-            f"weights file '{path}' is not there; place it at this path, correct weights_file, "
-            "or ask for random weights (weights_file=null, pretrained=false)"
+            f"weights file '{path}' is {not_a_file(path) or 'not there'}. Correct weights_file, or set "
+            "weights_file=null and pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":
