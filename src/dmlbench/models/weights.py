@@ -21,9 +21,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.is_file():
+        found = not_a_file(path)
+        what = f"{found}, not a file" if found else "not there"
         raise ConfigError(
-            f"weights file '{path}' is {not_a_file(path) or 'not there'}. Correct weights_file, or set "
-            "weights_file=null and pretrained=false."
+            f"weights file '{path}' is {what}. Correct weights_file, or set weights_file=null and pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":
