@@ -133,13 +133,6 @@ def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):
             assert (found == found[:, :1]).all()
 
 
-def test_equal_vectors_are_next_to_0_apart_where_no_pair_is_formed():
-    distance = trained(inference="top").float()
-    x = rows_of(distance, 20).float()
-    found = distance.tiles()(x, x)
-    assert (found.diagonal() >= 0).all() and (found.diagonal() < 1e-6).all()
-
-
 def test_threads_have_their_own_arrays():
     distance = trained()
     rows = [rows_of(distance, 20, seed=seed) for seed in range(8)]

@@ -84,15 +84,6 @@ def test_forward_in_evaluation_changes_no_state() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_embedding_is_float32_under_autocast() -> None:
-    model = build(Gsp(6, 4, memory_rows=8)).to(memory_format=torch.channels_last)
-    model.observe(model(images()), step=1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(images())
-    assert output.embedding.dtype == output.side["histogram"].dtype == torch.float32
-    output.embedding.sum().backward()
-
-
 def test_channels_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"takes 32 channels.*64"):
         PooledModel(ResNet20(), Gap(), Projection(32, 6))

@@ -23,17 +23,14 @@ from dmlbench.models.pooling.spatial import (
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
-# Of Keras, which the GSP study's code leaves at its defaults.
+# Keras' defaults, which the GSP study's code keeps.
 _BATCH_NORM_EPSILON = 1e-3
-_BATCH_NORM_MOMENTUM = 0.01  # Keras' 0.99 counts the old value
+_BATCH_NORM_MOMENTUM = 0.01  # 0.99 in Keras, which weighs the old value
 _ROW_FILTERS = 4  # outputs per row of a covariance matrix (GSoP)
 
 
 class _BatchNorm(nn.BatchNorm2d):
-    """Batch norm that also takes a single value per channel in training, where torch refuses.
-
-    That value is its own mean, so the limit is the bias; there is no variance to note, and the running statistics stay.
-    """
+    """Batch norm that gives the bias, its limit, for a single value per channel in training, where torch raises."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features, eps=_BATCH_NORM_EPSILON, momentum=_BATCH_NORM_MOMENTUM)
@@ -68,12 +65,11 @@ class Gsop(Pooling):
     second moments: c from Z Z' [A, A] between channels, s from Z'Z [n, n] between the n = H W pixels.
 
     ``official``, the code of the GSP study, neither centers nor averages: it divides by n^2 and D^2. ``paper`` uses
-    covariances, centered and divided by n and A, has no relu before the one between pixels, and averages maps of
-    another size to ``map_size`` (and the attention back), where ``official`` is bound to its map. Like the study, both
-    end in average pooling, without the residual connection of a block that more blocks follow.
+    covariances, centered and divided by n and A, has no relu before the one between pixels, and resizes maps to
+    ``map_size`` (and the attention back). Like the study, both end in average pooling, without a residual connection.
 
-    In training the batch norms normalize by the batch and change their running statistics in ``forward``, as those of
-    the backbone do. All in float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+    ``forward`` changes the batch norms' running statistics in training. In float32. Side outputs: "weights"
+    [B, H, W], s_j / sum_j s_j.
 
     Source: Gao et al., Global Second-order Pooling Convolutional Networks, CVPR 2019 (fusion by maximum);
     ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -164,8 +160,8 @@ class Solar(Pooling):
     He-normal, as the authors' code does (tonyngjichun/SOLAR); ``official``, the code of the GSP study, starts all
     Glorot uniform. The paper's second-order loss is not part of a pooling.
 
-    Convolutions follow autocast; norms, softmax and sums are float32. In training the batch norms normalize by the
-    batch and change their running statistics in ``forward``, as those of the backbone do.
+    Convolutions follow autocast; norms, softmax and sums are float32. ``forward`` changes the batch norms' running
+    statistics in training.
 
     Side outputs: "weights" [B, H, W], mean_j A_ji: the attention to pixel i.
 
