@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from dmlbench import build
 from dmlbench.data.image_table import make_table
 from dmlbench.losses.objective import Objective
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.optim import frozen

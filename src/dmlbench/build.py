@@ -32,8 +32,8 @@ from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.models.head import Head, MetricModel
-from dmlbench.models.net import make_model, pooled_channels
+from dmlbench.models.head import Head
+from dmlbench.models.net import MetricModel, make_model, pooled_channels
 from dmlbench.schemas import TrainConfig
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger

@@ -20,7 +20,7 @@ from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.experiment import Experiment, make_experiment
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
     atomic_write,

@@ -35,8 +35,7 @@ from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.concatenated_levels import ConcatenatedLevels
 from dmlbench.models.diml import DimlDistance
-from dmlbench.models.head import MetricModel
-from dmlbench.models.net import PooledModel
+from dmlbench.models.net import MetricModel, PooledModel
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.projection import Projection

@@ -19,7 +19,7 @@ from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup, make_setup
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint

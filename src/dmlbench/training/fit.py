@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import random_state, restore_random_state
 from dmlbench.training.deferred_metrics import BatchValues
 from dmlbench.types import Batch, ConfigError, ModelOutput

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 
 
 class MomentumEncoder:
