@@ -280,13 +280,3 @@ def test_bad_settings_are_refused() -> None:
     memory.observe(torch.ones(4, 6), torch.arange(4), step=1)
     with pytest.raises(ValueError, match="must observe a batch"):
         memory(torch.ones(3, 6), torch.arange(3))
-
-
-def test_a_step_does_not_wait_for_the_device() -> None:
-    """On the meta device a value that the host would have to read is an error."""
-    memory = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=0).to("meta")
-    for step in range(1, 6):
-        x = torch.ones(4, 6, device="meta", requires_grad=True)
-        y = torch.zeros(4, dtype=torch.long, device="meta")
-        memory.observe(x, y, step=step)
-        memory(x, y).backward()

@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmlbench.device_copies import on_host, with_host_copy
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 logger = logging.getLogger(__name__)
 
 Halves = tuple[Tensor, Tensor]
-"""Rows of the first and of the second half, ascending."""
+"""Rows of the first and of the second half, ascending, on the CPU."""
 
 HalvesBy = Literal["random", "alternate"]
 
@@ -75,7 +74,7 @@ class ClassSplits(nn.Module):
         if self.training:
             self._draws += 1
             self.draws.fill_(self._draws)
-        classes, class_of = np.unique(on_host(labels).numpy(), return_inverse=True)
+        classes, class_of = np.unique(labels.cpu().numpy(), return_inverse=True)
         if len(classes) < 2:
             if not self._has_warned:
                 logger.warning(
@@ -85,13 +84,8 @@ class ClassSplits(nn.Module):
                 )
             self._has_warned = True
             return []
-        return [
-            (
-                with_host_copy(torch.from_numpy(first), labels.device),
-                with_host_copy(torch.from_numpy(second), labels.device),
-            )
-            for first, second in (self._split(class_of, len(classes), rng) for _ in range(self.num_splits))
-        ]
+        splits = (self._split(class_of, len(classes), rng) for _ in range(self.num_splits))
+        return [(torch.from_numpy(first), torch.from_numpy(second)) for first, second in splits]
 
     def _split(self, class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         """Rows of two halves, given each row's class in [0, num_classes) and at least two classes."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dmlbench.device_copies import taken
+from dmlbench.device_copies import to_device
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
@@ -32,10 +32,11 @@ def cross_batch_loss(
     Source: Gürbüz & Alatan, Generalizable Embeddings with Cross-batch Metric Learning, equations 2.8 and 2.10. The text
     below 2.9 has the ridge epsilon for each half, which is taken here; 2.9 itself prints epsilon / 2.
     """
-    first, second = halves
+    labels = labels.cpu()
+    first, second = (to_device(half, pooled.device) for half in halves)
     made_first = ridge_predict(histogram[second], pooled[second], histogram[first], ridge=ridge)
     made_second = ridge_predict(histogram[first], pooled[first], histogram[second], ridge=ridge)
-    return dml_loss(made_first, taken(labels, first)) + dml_loss(made_second, taken(labels, second))
+    return dml_loss(made_first, labels[halves[0]]) + dml_loss(made_second, labels[halves[1]])
 
 
 class CrossBatchRegularizer(Regularizer):
@@ -47,6 +48,7 @@ class CrossBatchRegularizer(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
         """

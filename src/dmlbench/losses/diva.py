@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance
 from dmlbench.losses.whole_batch import WholeBatchLoss
@@ -63,6 +63,7 @@ class Diva(WholeBatchLoss):
     """
 
     compares: ClassVar[str] = "draws triplets of its own for each part of the embedding"
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     Raises:
         ConfigError: no class has two images, or there are fewer than two classes (three for "across_classes").
     """
-    known = on_host(labels)
+    known, device = labels.cpu(), rows.device
     classes, counts = known.unique(return_counts=True)
     if len(classes) < 2 or counts.max() < 2:
         raise ConfigError(
@@ -143,11 +144,11 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
         chosen = classes[torch.randint(len(classes), (len(known),))]
         same = known[None, :] == chosen[:, None]  # [B, B]
         three = (torch.rand(3, *same.shape).masked_fill_(~same, -1)).argmax(2)
-        anchor, positive, negative = (to_device(x, rows.device) for x in three)
+        anchor, positive, negative = (to_device(x, device) for x in three)
         return anchor, positive, negative
     if kind == "permuted":
         known = known[torch.randperm(len(known))]
-    different = to_device(known[:, None] != known[None, :], rows.device)
+    different = to_device(known[:, None] != known, device)
     negative = drawn_by_distance(rows.detach(), different)
     if kind == "across_classes":
         if len(classes) < 3:
@@ -155,12 +156,13 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
                 f"shared=across_classes compares images of three classes, and the batch has {len(classes)}; raise "
                 "sampler.classes_per_batch to 3 at least"
             )
-        third = different & (labels[None, :] != labels[negative][:, None])
-        positive = torch.rand(third.shape, device=rows.device).masked_fill_(~third, -1).argmax(1)
-        return torch.arange(len(known), device=rows.device), positive, negative
-    same = (known[:, None] == known[None, :]).fill_diagonal_(False)
+        labels = to_device(labels, device)
+        third = different & (labels != labels[negative][:, None])
+        positive = torch.rand(third.shape, device=device).masked_fill_(~third, -1).argmax(1)
+        return torch.arange(len(known), device=device), positive, negative
+    same = (known[:, None] == known).fill_diagonal_(False)
     anchor, positive = (
-        to_device(x, rows.device)
+        to_device(x, device)
         for x in (same.any(1).nonzero()[:, 0], torch.rand(same.shape).masked_fill_(~same, -1).argmax(1))
     )
     return anchor, positive[anchor], negative[anchor]

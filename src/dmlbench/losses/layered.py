@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -41,6 +42,7 @@ class LayeredLoss(nn.Module):
     """
 
     compares_levels: ClassVar[bool] = True
+    labels_on_host: ClassVar[bool] = True  # as losses and miners may want them
     made_for_each_level: ClassVar[tuple[str, ...]] = ("loss", "miner")
 
     def __init__(
@@ -80,10 +82,13 @@ class LayeredLoss(nn.Module):
             labels: [B].
             indices_tuple: pairs or triplets for every term alike, or None.
         """
+        batch_labels = BatchLabels.of(labels, embeddings.device)
         total = embeddings.new_zeros(())
         for n, (weight, loss) in enumerate(zip([*self.level_weights, self.final_weight], self.losses, strict=False)):
-            chosen = self.miners[n](embeddings, labels) if self.miners and indices_tuple is None else indices_tuple
-            total = total + weight * loss(embeddings, labels, chosen)
+            chosen = indices_tuple
+            if self.miners and chosen is None:
+                chosen = self.miners[n](embeddings, batch_labels.wanted_by(self.miners[n]))
+            total = total + weight * loss(embeddings, batch_labels.wanted_by(loss), chosen)
         return total
 
 
@@ -100,6 +105,7 @@ class LayeredProxyAnchor(WholeBatchLoss):
 
     compares_levels: ClassVar[bool] = True
     has_proxies: ClassVar[bool] = True
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -150,12 +156,13 @@ class LayeredProxyAnchor(WholeBatchLoss):
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Of rows [B, 2 L r]."""
         (distance,) = self._distance
-        classes = torch.arange(len(self.proxies), device=labels.device)
+        device = embeddings.device
+        classes = torch.arange(len(self.proxies), device=device)
         if len(classes) > self.max_classes:
-            classes = to_device(on_host(labels).unique(), labels.device)
+            classes = to_device(labels.cpu().unique(), device)
         unit, certainties = distance.levels(embeddings)  # [B, L, r]
         proxies = F.normalize(self.proxies[classes], dim=-1)  # [K, L, r]
-        same = labels[:, None] == classes  # [B, K]
+        same = to_device(labels, device)[:, None] == classes  # [B, K]
         total = embeddings.new_zeros(())
         for level, weight in enumerate(self.level_weights):
             squared = 2 - 2 * unit[:, level] @ proxies[:, level].T

@@ -1,11 +1,13 @@
 """The margin loss as the ooDML study's code computes it."""
 
+from typing import ClassVar
+
 import torch
 from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triplets, get_all_triplets_indices
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
 from dmlbench.types import ConfigError
 
 
@@ -22,6 +24,8 @@ class MarginOodml(nn.Module):
     Source: Wu et al. 2017; Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
     criteria/margin.py.
     """
+
+    labels_on_host: ClassVar[bool] = True  # the number of all triplets decides shapes
 
     def __init__(
         self, num_classes: int, *, margin: float = 0.2, beta: float = 0.6, learn_beta: bool = True, nu: float = 0.0
@@ -61,8 +65,10 @@ class MarginOodml(nn.Module):
             ref_emb: [R, D] what anchors are compared with, or None for the batch itself.
             ref_labels: [R].
         """
-        if indices_tuple is None and ref_labels is None:  # their number decides shapes, so they are listed on the host
-            indices_tuple = tuple(to_device(x, labels.device) for x in get_all_triplets_indices(on_host(labels)))
+        device = embeddings.device
+        if indices_tuple is None and ref_labels is None:
+            indices_tuple = tuple(to_device(x, device) for x in get_all_triplets_indices(labels.cpu()))
+        labels = to_device(labels, device)
         anchor, positive, negative = convert_to_triplets(indices_tuple, labels, ref_labels, t_per_anchor="all")
         rows = normalize(embeddings)
         others = rows if ref_emb is None else normalize(ref_emb)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, check_choice
@@ -57,6 +57,7 @@ class Metrix(nn.Module):
     and mixup/.
     """
 
+    labels_on_host: ClassVar[bool] = True
     seed: Tensor
     draws: Tensor
 
@@ -129,7 +130,7 @@ class Metrix(nn.Module):
             labels: [B].
             indices_tuple: a miner's pairs or triplets, or None for all pairs.
         """
-        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        value: Tensor = self.loss(embeddings, to_device(labels, embeddings.device), indices_tuple)
         if not self.training:
             return value
         rng = generator("metrix", self._seed, self._draws)
@@ -161,10 +162,12 @@ class Metrix(nn.Module):
         """
         if indices_tuple is not None and self.variant == "official":
             raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
+        on_cpu = labels.cpu().numpy()
+        labels = to_device(labels, embeddings.device)
         unit = normalize(embeddings)
         gram = unit @ unit.T  # [B, B]
         classes, s = labels, gram  # of anchors: [A], [A, B]
-        known = on_cpu = on_host(labels).numpy()
+        known = on_cpu
         if isinstance(self.loss, ProxyAnchor):
             proxies = self.loss.proxies
             known = np.unique(on_cpu) if pairs == "positive_negative" else np.arange(len(proxies))

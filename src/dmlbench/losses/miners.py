@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
-from pytorch_metric_learning.distances import BaseDistance
-from pytorch_metric_learning.miners import BaseMiner
+from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.types import ConfigError, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -74,14 +74,14 @@ def distance_weighted_triplets(
     Returns:
         Anchors, positives and negatives [T], T at most B.
     """
-    known = on_host(labels)
-    same = known[:, None] == known[None, :]
+    labels, device = labels.cpu(), embeddings.device
+    same = labels[:, None] == labels
     different = ~same
     same = same.fill_diagonal_(False)
-    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], labels.device)
+    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], device)
     rows = normalize(embeddings.detach())
-    negatives = drawn_by_distance(rows, to_device(different, rows.device), cutoff=cutoff, generator=generator)
-    positives = drawn_evenly(to_device(same, rows.device), generator)
+    negatives = drawn_by_distance(rows, to_device(different, device), cutoff=cutoff, generator=generator)
+    positives = drawn_evenly(to_device(same, device), generator)
     return anchors, positives[anchors], negatives[anchors]
 
 
@@ -96,6 +96,8 @@ class DistanceWeighted(nn.Module):
     Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c, batchminer/distance.py, where the cutoff
     at 1.4 is commented out.
     """
+
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(self, *, cutoff: float = 0.5) -> None:
         """
@@ -131,6 +133,8 @@ class SwitchedNegatives(nn.Module):
     batchminer/rho_distance.py.
     """
 
+    labels_on_host: ClassVar[bool] = True  # as the miner may want them
+
     def __init__(
         self,
         miner: Callable[[Tensor, Tensor], Triplets],
@@ -164,7 +168,8 @@ class SwitchedNegatives(nn.Module):
         Raises:
             ConfigError: the miner gives pairs.
         """
-        mined = self.miner(embeddings, labels)
+        batch_labels = BatchLabels.of(labels, embeddings.device)
+        mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
         if len(mined) != 3:
             raise ConfigError(
                 f"{type(self.miner).__name__} gives pairs, not triplets; switch the negatives of a miner of triplets, "
@@ -173,7 +178,8 @@ class SwitchedNegatives(nn.Module):
         anchor, positive, negative = mined
         if not len(anchor):
             return mined
-        same = labels[anchor][:, None] == labels[None, :]  # [T, B]
+        labels = batch_labels.on_device
+        same = labels[anchor][:, None] == labels  # [T, B]
         same &= torch.arange(len(labels), device=labels.device) != anchor[:, None]
         drawn = drawn_evenly(same)  # a triplet has a positive, so no row is empty
         switched = torch.rand(len(anchor), device=anchor.device) < self.switch_probability
@@ -182,7 +188,7 @@ class SwitchedNegatives(nn.Module):
         return anchor, positive, torch.where(switched, drawn, negative)
 
 
-class RandomPositiveHardestNegative(BaseMiner):
+class RandomPositiveHardestNegative(nn.Module):
     """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
 
     Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
@@ -191,6 +197,8 @@ class RandomPositiveHardestNegative(BaseMiner):
     Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
     (core/selectors/hard_selector.py).
     """
+
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
         """
@@ -201,18 +209,20 @@ class RandomPositiveHardestNegative(BaseMiner):
         Raises:
             ConfigError: a negative cutoff.
         """
-        super().__init__(distance=distance)
+        super().__init__()
         if not 0 <= cutoff < math.inf:
             raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
         self.cutoff = cutoff
+        self.distance = LpDistance() if distance is None else distance
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+    @torch.no_grad()
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
         """Of a batch [B, D] with itself, labels [B]; none where all images are of one class."""
-        _, class_of, sizes = on_host(labels).unique(return_inverse=True, return_counts=True)
+        _, class_of, sizes = labels.cpu().unique(return_inverse=True, return_counts=True)
         has_both = (sizes[class_of] > 1) & (len(sizes) > 1)
-        anchors = to_device(has_both.nonzero()[:, 0], labels.device)
-        distances = self.distance(embeddings, ref_emb)  # [B, B]
-        same = labels[:, None] == ref_labels
+        labels, anchors = (to_device(x, embeddings.device) for x in (labels, has_both.nonzero()[:, 0]))
+        distances = self.distance(embeddings)  # [B, B]
+        same = labels[:, None] == labels
         floor = distances.masked_fill(~same, -torch.inf).amax().clamp(max=self.cutoff)
         negatives = distances.clamp(min=floor).masked_fill(same, torch.inf).argmin(1)
         return anchors, drawn_evenly(same.fill_diagonal_(False))[anchors], negatives[anchors]

@@ -10,6 +10,7 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
@@ -103,7 +104,7 @@ class Objective(nn.Module):
 
         Args:
             output: embeddings [B, D] and side outputs of a batch.
-            labels: [B] classes in [0, num_classes), which ``check_labels`` looks at, once for all of a run.
+            labels: [B] classes in [0, num_classes), on the host; ``check_labels`` looks at those of a run once.
             step: number of this step, from 1.
 
         Raises:
@@ -111,17 +112,16 @@ class Objective(nn.Module):
         """
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
-            return self._parts(output, labels, step)
+            return self._parts(output, BatchLabels.of(labels, output.embedding.device), step)
         # Distances near zero and sums over thousands of pairs do not survive bf16.
         with torch.autocast(device, enabled=False):
-            return self._parts(output, labels, step)
+            return self._parts(output, BatchLabels.of(labels, output.embedding.device), step)
 
-    def _parts(self, output: ModelOutput, labels: Tensor, step: int) -> dict[str, Tensor]:
+    def _parts(self, output: ModelOutput, labels: BatchLabels, step: int) -> dict[str, Tensor]:
         embeddings, loss = output.embedding.float(), self.loss
         if isinstance(loss, CrossBatchMemory) and self.training:
-            loss.observe(embeddings, labels, step=step)
-        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        dml = loss(embeddings, labels, indices_tuple)
+            loss.observe(embeddings, labels.on_device, step=step)
+        dml = self._with_miner(loss, embeddings, labels)
         if not self.regularizers:
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
@@ -129,7 +129,8 @@ class Objective(nn.Module):
         for name, module in self.regularizers.items():
             regularizer = cast("Regularizer", module)
             if all(side in output.side for side in regularizer.requires):
-                parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
+                given = ModelOutput(embeddings, output.side)
+                parts[name] = regularizer(given, labels.wanted_by(regularizer), self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
                 share -= regularizer.weight if self.mixing == "convex" else 0.0
         self._note(tuple(name for name in parts if name != "dml"), step)
@@ -137,8 +138,11 @@ class Objective(nn.Module):
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss with its miner, without a memory or mixtures, on embeddings that did not come from the model."""
-        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        value: Tensor = plain_loss(self.loss)(embeddings, labels, indices_tuple)
+        return self._with_miner(plain_loss(self.loss), embeddings, BatchLabels.of(labels, embeddings.device))
+
+    def _with_miner(self, loss: nn.Module, embeddings: Tensor, labels: BatchLabels) -> Tensor:
+        indices_tuple = None if self.miner is None else self.miner(embeddings, labels.wanted_by(self.miner))
+        value: Tensor = loss(embeddings, labels.wanted_by(loss), indices_tuple)
         return value
 
     def check_labels(self, labels: Tensor | IntArray) -> None:

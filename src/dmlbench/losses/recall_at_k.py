@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -31,6 +31,7 @@ class RecallAtKSurrogate(WholeBatchLoss):
     """
 
     compares: ClassVar[str] = "ranks the whole batch"
+    labels_on_host: ClassVar[bool] = True  # how many pairs there are decides shapes
 
     def __init__(
         self,
@@ -66,9 +67,8 @@ class RecallAtKSurrogate(WholeBatchLoss):
         batch = len(labels)
         rows = normalize(embeddings)
         s = rows @ rows.T  # [B, B]
-        known = on_host(labels)  # how many pairs there are decides shapes
-        same = known[:, None] == known[None, :]
-        same.fill_diagonal_(False)
+        labels = labels.cpu()
+        same = (labels[:, None] == labels).fill_diagonal_(False)
         query, positive = (to_device(x, s.device) for x in torch.where(same))  # [P] each
         at = torch.arange(len(query), device=s.device)
         above = torch.sigmoid((s[query] - s[query, positive, None]) / self.rank_temperature)  # [P, B]

@@ -52,6 +52,7 @@ class RecursiveRegularizer(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+    labels_on_host: ClassVar[bool] = True  # as ``dml_loss`` wants them
     gram: Tensor
     cross: Tensor
 

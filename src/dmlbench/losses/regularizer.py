@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dmlbench.types import ConfigError, ModelOutput
 
 DmlLoss = Callable[[Tensor, Tensor], Tensor]
-"""The configured metric learning loss of embeddings [B, D] and labels [B], a scalar."""
+"""The configured metric learning loss of embeddings [N, D] and labels [N] on the host, a scalar."""
 
 
 class Regularizer(nn.Module):
@@ -41,7 +41,7 @@ class Regularizer(nn.Module):
         """
         Args:
             output: embeddings [B, D] in float32 and side outputs, which include every required one.
-            labels: [B] classes.
+            labels: [B] classes; on the host for a class that declares ``labels_on_host = True``, else on the device.
             dml_loss: the configured loss, for regularizers that apply it to embeddings of their own.
         """
         raise NotImplementedError

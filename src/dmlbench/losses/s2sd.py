@@ -47,6 +47,7 @@ class SimilaritySelfDistillation(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("features", "features_max")
+    labels_on_host: ClassVar[bool] = True  # as objectives want them
 
     def __init__(
         self,

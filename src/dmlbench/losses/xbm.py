@@ -1,11 +1,12 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["paper", "gsp"]
@@ -41,6 +42,7 @@ class CrossBatchMemory(nn.Module):
     GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
     """
 
+    labels_on_host: ClassVar[bool] = True  # as the loss may want them
     rows: Tensor
     labels: Tensor
     pointer: Tensor
@@ -113,7 +115,7 @@ class CrossBatchMemory(nn.Module):
 
         Args:
             embeddings: [B, D] that the loss is about to be taken of.
-            labels: [B].
+            labels: [B], on the device.
             step: number of this training step, from 1.
 
         Raises:
@@ -152,7 +154,8 @@ class CrossBatchMemory(nn.Module):
         Raises:
             ValueError: the memory takes part but has not observed this batch (a defect of the caller).
         """
-        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        wanted = BatchLabels.of(labels, embeddings.device).wanted_by(self.loss)
+        value: Tensor = self.loss(embeddings, wanted, indices_tuple)
         if not self.training or not self.is_active:
             return value
         return value + self.weight * self.memory_part(embeddings, labels)
@@ -162,20 +165,25 @@ class CrossBatchMemory(nn.Module):
         own = self._own
         if own is None or len(own) != len(embeddings):
             raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
+        batch_labels = BatchLabels.of(labels, own.device)
         rows, memory_labels = self.rows[: self._filled], self.labels[: self._filled]  # [F, D], [F]
         if self.memory_miner is not None:
-            pairs = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
+            pairs = _without_own(
+                self.memory_miner(embeddings, batch_labels.wanted_by(self.memory_miner), rows, memory_labels), own
+            )
         else:
             positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
             # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
-            torch.eq(labels[:, None].int(), memory_labels[None, :].int(), out=positive)
+            torch.eq(batch_labels.on_device[:, None].int(), memory_labels[None, :].int(), out=positive)
             positive = positive.view(torch.bool)
             negative = ~positive
             positive[torch.arange(len(own), device=own.device), own] = False
             if self.normalize_rows and isinstance(self.loss, TakesMasks):
                 return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
             pairs = (*torch.where(positive), *torch.where(negative))
-        value: Tensor = self.loss(embeddings, labels, pairs, ref_emb=rows, ref_labels=memory_labels)
+        value: Tensor = self.loss(
+            embeddings, batch_labels.wanted_by(self.loss), pairs, ref_emb=rows, ref_labels=memory_labels
+        )
         return value
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmlbench.device_copies import to_device
 from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import check_ridge, ridge_predict
@@ -45,7 +46,7 @@ def zero_shot_loss(
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4 (whose
     "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
     """
-    first, second = halves
+    labels, first, second = (to_device(x, histogram.device) for x in (labels, *halves))
     targets = label_embeddings[labels]  # [B, D]
     in_first = ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge)
     in_second = ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge)
@@ -72,6 +73,7 @@ class ZeroShotRegularizer(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram",)
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
