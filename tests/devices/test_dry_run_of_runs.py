@@ -56,10 +56,8 @@ MOVED = "queries and gallery are moved there, a tile at a time"
 STAY: Mapping[str, str] = {
     "deferred_metrics.py read: _to_copy to the host": READING,
     "embed.py embed: _to_copy to the host": EMBEDDING,
-    "class_splits.py _read_state: _local_scalar_dense": LOADED,
+    "counters.py _read_counts: _local_scalar_dense": LOADED,
     "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
-    "xbm.py _read_position: _local_scalar_dense": LOADED,
-    "part_regularizers.py _read_filled: _local_scalar_dense": LOADED,
     "sets.py ids_of: _to_copy to the host": CHECKED,
     "sets.py labels_of: _to_copy to the host": CHECKED,
     "sets.py check_finite: _local_scalar_dense": CHECKED,

@@ -40,7 +40,8 @@ def similarity_of(values: dict[str, Tensor], meta: dict[str, float], **arguments
         meta["alpha"], values["embeddings"].shape[1], queue_size=len(values["queue"]), temperature=meta["temperature"],
         **arguments,
     ).double()  # fmt: skip
-    made.queue, made._filled = values["queue"], len(values["queue"])
+    made.queue = values["queue"]
+    made.set_count("filled", len(made.queue))
     return made
 
 
@@ -177,7 +178,7 @@ def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -
     values = []
     for step in range(3):
         values.append(module(ModelOutput(rows[0, :3], {"keys": rows[step, :3]}), labels, no_loss))
-        assert int(module.filled) == module._filled == min(3 * (step + 1), 5)
+        assert int(module.filled) == module.count_of("filled") == min(3 * (step + 1), 5)
     assert float(values[0]) == 0  # there is nothing to be told from
     assert float(values[1]) > 0
     latest = torch.cat([unit_parts(rows[step, :3])["self_similarity"] for step in range(3)])[-5:]
@@ -188,13 +189,14 @@ def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -
     assert torch.equal(module.queue, before)
     again = SelfSimilarity(1.0, 8, queue_size=5)
     again.load_state_dict(module.state_dict())
-    assert again._filled == 5
+    assert again.count_of("filled") == 5
 
 
 def test_opposite_and_equal_vectors_have_finite_weights() -> None:
     assert log_inverse_density(torch.tensor([0.5, 2.0]), 128).isfinite().all()
     module = SelfSimilarity(1.0, 8, queue_size=4)
-    module.queue, module._filled = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]]), 4
+    module.queue = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+    module.set_count("filled", 4)
     rows = torch.tensor([[1.0, 0], [0, 1]]).repeat(1, 4).requires_grad_()
     value = module(ModelOutput(rows, {"keys": -rows.detach()}), torch.arange(2), no_loss)
     assert torch.autograd.grad(value, rows)[0].isfinite().all()
@@ -210,7 +212,8 @@ def test_one_near_key_leaves_the_shares_of_others_as_they_are_in_float32(shares:
     found = []
     for dtype in (torch.float32, torch.float64):
         module = SelfSimilarity(1.0, 4 * part, queue_size=300, shares=shares).to(dtype)
-        module.queue, module._filled = queue.to(dtype), 300
+        module.queue = queue.to(dtype)
+        module.set_count("filled", 300)
         output = ModelOutput(rows.to(dtype).requires_grad_(), {"keys": keys.to(dtype)})
         value = module(output, torch.arange(batch), no_loss)
         found.append((value, torch.autograd.grad(value, output.embedding)[0]))

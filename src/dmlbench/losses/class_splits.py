@@ -5,9 +5,9 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dmlbench.runtime import generator
+from dmlbench.losses.counters import SeededDraws
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ Halves = tuple[Tensor, Tensor]
 HalvesBy = Literal["random", "alternate"]
 
 
-class ClassSplits(nn.Module):
+class ClassSplits(SeededDraws):
     """Split batches by class.
 
     ``halves: random`` shuffles the classes of a batch and cuts this sequence where the parts come nearest to equal
@@ -28,23 +28,13 @@ class ClassSplits(nn.Module):
 
     ``halves: alternate`` sorts the classes of a batch and puts every other class into the first half. Batches that hold
     all classes always have the same halves.
-
-    Draws depend on a seed and a counter of batches, both buffers: a resumed run draws what would have
-    come. The seed is drawn as initial weights are, from torch's generator when the module is made, so that it follows
-    the run's seed. In evaluation mode the counter stands still.
     """
-
-    seed: Tensor
-    draws: Tensor
 
     def __init__(self, num_splits: int = 1, halves: HalvesBy = "random") -> None:
         """
         Args:
             num_splits: splits per batch, at least 1; 1 with ``halves: alternate``.
             halves: "random" or "alternate".
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         check_choice("halves", halves, get_args(HalvesBy))
@@ -57,11 +47,6 @@ class ClassSplits(nn.Module):
             )
         self.num_splits = num_splits
         self.halves: HalvesBy = halves
-        self.register_buffer("seed", torch.randint(2**62, ()))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
-        self._seed, self._draws = int(self.seed), 0
-        self.register_load_state_dict_post_hook(_read_state)
         self._has_warned = False
 
     def forward(self, labels: Tensor) -> list[Halves]:
@@ -70,10 +55,7 @@ class ClassSplits(nn.Module):
         Args:
             labels: [B] integers.
         """
-        rng = generator("class splits", self._seed, self._draws)
-        if self.training:
-            self._draws += 1
-            self.draws.fill_(self._draws)
+        rng = self.next_generator("class splits")
         classes, class_of = np.unique(labels.cpu().numpy(), return_inverse=True)
         if len(classes) < 2:
             if not self._has_warned:
@@ -96,7 +78,3 @@ class ClassSplits(nn.Module):
         imbalance = np.abs(2 * np.cumsum(sizes)[:-1] - len(class_of))
         in_first = np.isin(class_of, order[: int(imbalance.argmin()) + 1])
         return np.flatnonzero(in_first), np.flatnonzero(~in_first)
-
-
-def _read_state(module: ClassSplits, _: object) -> None:
-    module._seed, module._draws = int(module.seed), int(module.draws)

@@ -33,9 +33,6 @@ class ContrastiveC1(nn.Module):
             neg_margin: m in [-1, 1).
             tolerance: t in [0, 1); keeps an image from being paired with itself where pairs are not told by index.
             subtract_margins: whether the terms are continuous.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if not -1 <= neg_margin < 1:

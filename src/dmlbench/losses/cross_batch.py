@@ -56,9 +56,6 @@ class CrossBatchRegularizer(Regularizer):
             weight: lambda (paper: 0.01).
             ridge: epsilon > 0 (paper: 0.05).
             num_splits: splits a batch (paper: 1).
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
         check_ridge(ridge)

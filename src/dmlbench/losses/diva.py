@@ -25,11 +25,7 @@ def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
 
 
 def check_parts(embedding_size: int) -> int:
-    """Dimensions of a part.
-
-    Raises:
-        ConfigError: embeddings of that size cannot be cut into four parts of one size.
-    """
+    """Dimensions of a part."""
     if embedding_size < 1 or embedding_size % len(PARTS):
         raise ConfigError(
             f"DiVA cuts embeddings into {len(PARTS)} parts of one size, and embedding_size ({embedding_size}) is not a "
@@ -88,9 +84,6 @@ class Diva(WholeBatchLoss):
             shared: triplets of the shared part.
             intra: triplets of the intra part.
             margin, beta, learn_beta, nu: as of ``MarginOodml``.
-
-        Raises:
-            ConfigError: a value is out of its range, or embeddings are not four parts of one size.
         """
         super().__init__()
         check_parts(embedding_size)
@@ -109,10 +102,6 @@ class Diva(WholeBatchLoss):
         )
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """
-        Raises:
-            ConfigError: no class of the batch has two images, or it has fewer classes than triplets need.
-        """
         parts = unit_parts(embeddings)
         return torch.stack(
             [
@@ -129,9 +118,6 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
         kind: "labels", "permuted", "across_classes" or "within_class".
         rows: [B, D] unit vectors.
         labels: [B].
-
-    Raises:
-        ConfigError: no class has two images, or there are fewer than two classes (three for "across_classes").
     """
     known, device = labels.cpu(), rows.device
     classes, counts = known.unique(return_counts=True)

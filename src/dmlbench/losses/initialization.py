@@ -20,9 +20,6 @@ def init_class_vectors(vectors: Tensor, init: str, init_std: float | None = None
             +-1 / sqrt(D), the default of ``torch.nn.Linear`` (a = sqrt(5)); ``normal``: N(0, init_std^2).
         init_std: above 0 for ``normal``, null for the others.
         class_dim: 0 or 1.
-
-    Raises:
-        ConfigError: an unknown ``init``, or an ``init_std`` that it does not take.
     """
     num_classes, size = vectors.shape[class_dim], vectors.shape[class_dim - 1]
     if init not in SCHEMES:

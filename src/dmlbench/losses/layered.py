@@ -62,9 +62,6 @@ class LayeredLoss(nn.Module):
             final_weight: of the inferred distance's term.
             miner: ``miner(distance=...)`` makes a miner, one for each term by its own distance; None takes what the
                 loss makes of no choice.
-
-        Raises:
-            ConfigError: weights that do not fit.
         """
         super().__init__()
         self.level_weights = checked_weights(level_weights, final_weight, distance)
@@ -131,9 +128,6 @@ class LayeredProxyAnchor(WholeBatchLoss):
             level_weights: one for each level, low to high.
             final_weight: of the inferred distance's term, which is absent where nothing is inferred.
             max_classes: up to which every proxy is compared with.
-
-        Raises:
-            ConfigError: a value out of its range, or weights that do not fit.
         """
         super().__init__()
         if num_classes < 2:
@@ -200,10 +194,6 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
 
 
 def checked_weights(level_weights: Sequence[float], final_weight: float, distance: LeveledDistance) -> list[float]:
-    """
-    Raises:
-        ConfigError: not one weight for each level, a negative one, or all of them 0.
-    """
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
         raise ConfigError(

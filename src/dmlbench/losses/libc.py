@@ -61,9 +61,6 @@ class Libc(WholeBatchLoss):
             backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
             refined_weight: of the part that sees the batch, likewise.
             init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if num_layers < 1 or num_heads < 1 or embedding_size % num_heads:

@@ -37,9 +37,6 @@ class MarginOodml(nn.Module):
             beta: where the boundaries start, above 0.
             learn_beta: whether they are trained (as the group "loss").
             nu: weight of the boundaries' size, at least 0.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if margin < 0 or nu < 0 or not beta > 0:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.counters import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
-from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 Pairs = Literal["positive_negative", "anchor_negative"]
@@ -24,7 +24,7 @@ Variant = Literal["paper", "official"]
 BoolArray = NDArray[np.bool_]
 
 
-class Metrix(nn.Module):
+class Metrix(SeededDraws):
     """Add to a loss of positives and negatives the same loss of mixed embeddings with interpolated labels.
 
     total = loss(batch) + weight * mixed(batch). A loss that gives an anchor a the value
@@ -40,8 +40,7 @@ class Metrix(nn.Module):
 
     Embeddings alone are mixed, the paper's Metrix/embed: a loss sees neither images nor features, which the paper mixes
     as well. In evaluation mode, and for regularizers, the value is that of the wrapped loss. Pairs that a miner has not
-    chosen are not mixed. Draws depend on a seed, drawn from torch's generator when the module is made, and on a counter
-    of training steps, both buffers: a resumed run draws what would have come.
+    chosen are not mixed.
 
     variant:
         paper: every positive of an anchor is mixed with its negatives, and every anchor with its own.
@@ -58,8 +57,6 @@ class Metrix(nn.Module):
     """
 
     labels_on_host: ClassVar[bool] = True
-    seed: Tensor
-    draws: Tensor
 
     def __init__(
         self,
@@ -79,9 +76,6 @@ class Metrix(nn.Module):
             pairs: what is mixed, each as likely.
             num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
             variant: which pairs are mixed.
-
-        Raises:
-            ConfigError: a value is out of its range, or the loss is none of these.
         """
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
@@ -117,11 +111,6 @@ class Metrix(nn.Module):
         self.pairs = tuple(pairs)
         self.num_hard_negatives = num_hard_negatives
         self.variant = variant
-        self.register_buffer("seed", torch.randint(2**62, ()))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
-        self._seed, self._draws = int(self.seed), 0
-        self.register_load_state_dict_post_hook(_read_state)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
         """
@@ -133,9 +122,7 @@ class Metrix(nn.Module):
         value: Tensor = self.loss(embeddings, to_device(labels, embeddings.device), indices_tuple)
         if not self.training:
             return value
-        rng = generator("metrix", self._seed, self._draws)
-        self._draws += 1
-        self.draws.fill_(self._draws)
+        rng = self.next_generator("metrix")
         pairs = self.pairs[int(rng.integers(len(self.pairs)))]
         share = float(rng.beta(self.alpha, self.alpha))
         return value + self.weight * self.mixed_part(embeddings, labels, pairs, share, indices_tuple)
@@ -156,9 +143,6 @@ class Metrix(nn.Module):
             pairs: what is mixed.
             share: lambda in [0, 1], of the first embedding.
             indices_tuple: a miner's pairs or triplets, or None.
-
-        Raises:
-            ConfigError: a miner has chosen pairs, of which the official variant knows nothing.
         """
         if indices_tuple is not None and self.variant == "official":
             raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
@@ -224,16 +208,8 @@ OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
 """Of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch."""
 
 
-def _read_state(module: Metrix, _: object) -> None:
-    module._seed, module._draws = int(module.seed), int(module.draws)
-
-
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
-    """What a distance of unit vectors makes of their cosines.
-
-    Raises:
-        ConfigError: it is no function of the cosine.
-    """
+    """What a distance of unit vectors makes of their cosines."""
     if type(distance) is CosineSimilarity:
         return s if distance.power == 1 else s**distance.power
     if type(distance) is LpDistance and distance.normalize_embeddings and distance.p == 2:

@@ -103,9 +103,6 @@ class DistanceWeighted(nn.Module):
         """
         Args:
             cutoff: smaller distances count as this one, in (0, 2).
-
-        Raises:
-            ConfigError: the cutoff is out of its range.
         """
         super().__init__()
         if not 0 < cutoff < 2:
@@ -147,9 +144,6 @@ class SwitchedNegatives(nn.Module):
             miner: of triplets.
             switch_probability: rho, in [0, 1].
             variant: positives of switched triplets.
-
-        Raises:
-            ConfigError: rho is no probability; an unknown variant.
         """
         super().__init__()
         if not 0 <= switch_probability <= 1:
@@ -164,9 +158,6 @@ class SwitchedNegatives(nn.Module):
         Args:
             embeddings: [B, D].
             labels: [B].
-
-        Raises:
-            ConfigError: the miner gives pairs.
         """
         batch_labels = BatchLabels.of(labels, embeddings.device)
         mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
@@ -205,9 +196,6 @@ class RandomPositiveHardestNegative(nn.Module):
         Args:
             cutoff: upper limit of the floor, at least 0, in units of the distance.
             distance: None is the Euclidean distance of unit vectors.
-
-        Raises:
-            ConfigError: a negative cutoff.
         """
         super().__init__()
         if not 0 <= cutoff < math.inf:

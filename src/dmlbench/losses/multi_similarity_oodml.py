@@ -36,9 +36,6 @@ class MultiSimilarityOodml(WholeBatchLoss):
             beta: above 0, scale of negatives.
             base: lambda, the cosine that both are compared with.
             epsilon: at least 0, margin of the choice of pairs.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         for name, value in (("alpha", alpha), ("beta", beta)):

@@ -51,10 +51,6 @@ class Objective(nn.Module):
             regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
                 their own as the group "loss".
             mixing: how they are joined with the loss.
-
-        Raises:
-            ConfigError: an unknown mixing, weights that leave nothing to the loss, a name that cannot be used, or a
-                miner for a loss with proxies.
         """
         super().__init__()
         check_choice("mixing", mixing, get_args(Mixing))
@@ -106,9 +102,6 @@ class Objective(nn.Module):
             output: embeddings [B, D] and side outputs of a batch.
             labels: [B] classes in [0, num_classes), on the host; ``check_labels`` looks at those of a run once.
             step: number of this step, from 1.
-
-        Raises:
-            ConfigError: the batch is larger than the memory of the loss.
         """
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
@@ -150,9 +143,6 @@ class Objective(nn.Module):
 
         Args:
             labels: [N] of all images that will come.
-
-        Raises:
-            ConfigError: a label is outside of the classes of one of them.
         """
         low, high = (int(x) for x in (labels.min(), labels.max()))
         known = [("loss", type(self.loss).__name__, _num_classes(self.loss))]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.counters import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
@@ -37,9 +38,6 @@ class PartDecorrelation(Regularizer):
             weight: of the sum (code: 1500 on CUB, 100 on Cars196, 150 on SOP, with a ResNet50).
             embedding_size: D, of all four parts together.
             hidden_size: width of the regressors' hidden layers (code: 512).
-
-        Raises:
-            ConfigError: an argument outside its range, or embeddings are not four parts of one size.
         """
         super().__init__(weight)
         if hidden_size < 1:
@@ -60,7 +58,7 @@ class PartDecorrelation(Regularizer):
         return -torch.stack([each.mean() for each in squares]).sum()
 
 
-class SelfSimilarity(Regularizer):
+class SelfSimilarity(Regularizer, Counters):
     """Tell each image, by one part of its embedding, from earlier images: the key of its second view is the positive.
 
     With unit queries q (of the batch), keys k (of second views, by a copy of the network that follows it) and a queue
@@ -83,7 +81,6 @@ class SelfSimilarity(Regularizer):
 
     requires: ClassVar[tuple[str, ...]] = ("keys",)
     queue: Tensor
-    filled: Tensor
 
     def __init__(
         self,
@@ -108,9 +105,6 @@ class SelfSimilarity(Regularizer):
             farthest: keys farther than this have weight 0 but for the smallest number, in (0, 2] (code: 1.4).
             shares: of what weights are shares. "of_batch" is what the public codes' experiments computed, "of_queue"
                 what the first one's README calls fixed.
-
-        Raises:
-            ConfigError: an argument outside its range, or embeddings are not four parts of one size.
         """
         super().__init__(weight)
         check_choice("shares", shares, get_args(Shares))
@@ -130,20 +124,18 @@ class SelfSimilarity(Regularizer):
         self.farthest = farthest
         self.shares = shares
         self.register_buffer("queue", torch.zeros(queue_size, check_parts(embedding_size)))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
-        self._filled = 0  # the same on the host, so that no step waits for the device
-        self.register_load_state_dict_post_hook(_read_filled)
+        self.register_count("filled")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         queries = unit_parts(output.embedding)["self_similarity"]
         keys = unit_parts(output.side["keys"].detach().to(queries.dtype))["self_similarity"]
-        earlier = self.queue[len(self.queue) - self._filled :].to(queries.dtype)  # [F, D / 4]
+        filled = self.count_of("filled")
+        earlier = self.queue[len(self.queue) - filled :].to(queries.dtype)  # [F, D / 4]
         negative = queries @ earlier.T  # [B, F]
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), self._weights(negative.detach()) * negative], dim=1)
         if self.training:
             self.queue = torch.cat([self.queue, keys.to(self.queue.dtype)])[-len(self.queue) :]
-            self._filled = min(self._filled + len(keys), len(self.queue))
-            self.filled.fill_(self._filled)
+            self.set_count("filled", min(filled + len(keys), len(self.queue)))
         return cross_entropy(logits / self.temperature, torch.zeros_like(labels))
 
     def _weights(self, cosines: Tensor) -> Tensor:
@@ -156,7 +148,3 @@ class SelfSimilarity(Regularizer):
         largest = weights.max() if self.shares == "of_batch" else weights.amax(1, keepdim=True)
         weights = (weights - largest).masked_fill(distances > self.farthest, _LOG_SMALLEST).clamp(min=_LOG_SMALLEST)
         return weights.softmax(0 if self.shares == "of_batch" else 1)
-
-
-def _read_filled(module: SelfSimilarity, _: object) -> None:
-    module._filled = int(module.filled)

@@ -55,9 +55,6 @@ class ProxyAnchor(WholeBatchLoss):
             margin: in [0, 1), distance of both kinds of cosines from 0.
             positive_mean: what the first sum is a mean over, ``classes`` or ``images``.
             init, init_std: initial proxies, see ``init_class_vectors``.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if num_classes < 2:

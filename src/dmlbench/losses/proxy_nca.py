@@ -42,9 +42,6 @@ class ProxyNca(WholeBatchLoss):
             softmax_scale: 1 / temperature, above 0.
             assignment_probability: whether the right class is in the sum.
             proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if num_classes < 2:

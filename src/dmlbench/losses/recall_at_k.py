@@ -47,9 +47,6 @@ class RecallAtKSurrogate(WholeBatchLoss):
             k_temperatures: T_k, one for every k, above 0.
             rank_temperature: of the ranks' sigmoids, above 0.
             count_query: whether the query itself counts in its ranks.
-
-        Raises:
-            ConfigError: a number is out of its range, or there is not one temperature for every k.
         """
         super().__init__()
         if not k or min(k) < 1:

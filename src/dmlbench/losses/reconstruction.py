@@ -74,9 +74,6 @@ class RecursiveRegularizer(Regularizer):
             forgetting: alpha in (0, 1] (the paper gives no value).
             ridge: beta > 0 (the paper gives no value).
             penalty: "reconstruction" or "dml".
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
         if num_prototypes < 1 or embedding_size < 1:
@@ -95,10 +92,6 @@ class RecursiveRegularizer(Regularizer):
         self.register_buffer("cross", torch.zeros(num_prototypes, embedding_size, dtype=torch.float64))  # Q
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        """
-        Raises:
-            ConfigError: the side outputs have other widths than this was made for.
-        """
         histogram, pooled = (output.side[name].to(output.embedding.dtype) for name in self.requires)
         if (histogram.shape[1], pooled.shape[1]) != self.cross.shape:
             raise ConfigError(

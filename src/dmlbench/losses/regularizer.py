@@ -28,10 +28,6 @@ class Regularizer(nn.Module):
     key_momentum: float | None = None
 
     def __init__(self, weight: float) -> None:
-        """
-        Raises:
-            ConfigError: the weight is not above 0.
-        """
         super().__init__()
         if not weight > 0:
             raise ConfigError(f"a regularizer's weight ({weight}) must be above 0; leave it out instead")

@@ -7,10 +7,6 @@ from dmlbench.types import ConfigError
 
 
 def check_ridge(ridge: float) -> None:
-    """
-    Raises:
-        ConfigError: the ridge is not above 0, so that a batch need not have a unique fit.
-    """
     if not ridge > 0:
         raise ConfigError(f"ridge ({ridge}) must be above 0, a batch alone determines no fit; the papers use 0.05")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput
@@ -73,9 +73,6 @@ class SimilaritySelfDistillation(Regularizer):
             feature_delay: batches before features teach.
             temperature: T > 0.
             max_pooling: features are average plus maximum of the map, not the average alone.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
         if feature_size < 1 or not sizes or min(sizes) < 1:

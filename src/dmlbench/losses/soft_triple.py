@@ -50,9 +50,6 @@ class SoftTriple(WholeBatchLoss):
             tau: weight of the part that merges centers, at least 0.
             init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
                 +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         check_choice("init", init, get_args(Init))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -51,9 +51,6 @@ class UniformPrior(Regularizer):
                 128).
             hidden_size: width of D's two hidden layers (code: 100; SOP: 50).
             discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).
-
-        Raises:
-            ConfigError: an argument outside its range, or chunks that features cannot be cut into.
         """
         super().__init__(weight)
         sizes = {"feature_size": feature_size, "chunk_size": chunk_size, "hidden_size": hidden_size}

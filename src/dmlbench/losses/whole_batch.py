@@ -22,9 +22,6 @@ class WholeBatchLoss(nn.Module):
             embeddings: [B, D].
             labels: [B], in [0, num_classes) for a loss that knows the classes.
             indices_tuple: None.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
         """
         if indices_tuple is not None:
             raise ConfigError(f"{type(self).__name__} {self.compares} and takes no pairs of a miner; set miner=null")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.counters import Counters
 from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["paper", "gsp"]
@@ -20,7 +21,7 @@ class TakesMasks(Protocol):
     def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor: ...
 
 
-class CrossBatchMemory(nn.Module):
+class CrossBatchMemory(Counters):
     """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
 
     total = loss(batch, batch) + weight * loss(batch, memory). The batch is in the memory when the loss is taken, an
@@ -45,8 +46,6 @@ class CrossBatchMemory(nn.Module):
     labels_on_host: ClassVar[bool] = True  # as the loss may want them
     rows: Tensor
     labels: Tensor
-    pointer: Tensor
-    filled: Tensor
 
     def __init__(
         self,
@@ -74,9 +73,6 @@ class CrossBatchMemory(nn.Module):
             normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
             memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
                 for all pairs. Losses of triplets want one where the memory is large.
-
-        Raises:
-            ConfigError: a number is out of its range, or the loss compares with something else than references.
         """
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
@@ -97,17 +93,15 @@ class CrossBatchMemory(nn.Module):
         self.normalize_rows = normalize_rows
         self.register_buffer("rows", torch.zeros(memory_size, embedding_size))
         self.register_buffer("labels", torch.zeros(memory_size, dtype=torch.long))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
-        # Copies on the host, so that no step waits for the device to say where the memory stands.
-        self._pointer = self._filled = 0
+        self.register_count("pointer")
+        self.register_count("filled")
         self._own: Tensor | None = None  # [B] slots of the batch that was observed last
-        self.register_load_state_dict_post_hook(_read_position)
+        self.register_load_state_dict_post_hook(_forget_batch)
 
     @property
     def is_active(self) -> bool:
         """Whether the memory takes part."""
-        return self._filled == self.memory_size if self.variant == "gsp" else self._filled > 0
+        return self.count_of("filled") >= (self.memory_size if self.variant == "gsp" else 1)
 
     @torch.no_grad()
     def observe(self, embeddings: Tensor, labels: Tensor, *, step: int) -> None:
@@ -117,9 +111,6 @@ class CrossBatchMemory(nn.Module):
             embeddings: [B, D] that the loss is about to be taken of.
             labels: [B], on the device.
             step: number of this training step, from 1.
-
-        Raises:
-            ConfigError: the batch is larger than the memory.
         """
         batch = len(embeddings)
         if batch > self.memory_size:
@@ -129,20 +120,20 @@ class CrossBatchMemory(nn.Module):
             )
         if step <= self.start_step:
             return
-        start, end = self._pointer, self._pointer + batch
+        start, filled = self.count_of("pointer"), self.count_of("filled")
+        end = start + batch
         if self.placement == "official" and end > self.memory_size:
             start, end = self.memory_size - batch, 0
-            self._filled = self.memory_size
+            filled = self.memory_size
         else:
-            self._filled = max(self._filled, min(end, self.memory_size))
+            filled = max(filled, min(end, self.memory_size))
             if self.placement == "ring":
                 end %= self.memory_size
         self._own = (start + torch.arange(batch, device=embeddings.device)) % self.memory_size
         self.rows[self._own] = (normalize(embeddings) if self.normalize_rows else embeddings).to(self.rows.dtype)
         self.labels[self._own] = labels
-        self._pointer = end
-        self.pointer.fill_(self._pointer)
-        self.filled.fill_(self._filled)
+        self.set_count("pointer", end)
+        self.set_count("filled", filled)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
         """
@@ -150,9 +141,6 @@ class CrossBatchMemory(nn.Module):
             embeddings: [B, D], those that were observed last.
             labels: [B].
             indices_tuple: pairs or triplets of a miner within the batch, or None.
-
-        Raises:
-            ValueError: the memory takes part but has not observed this batch (a defect of the caller).
         """
         wanted = BatchLabels.of(labels, embeddings.device).wanted_by(self.loss)
         value: Tensor = self.loss(embeddings, wanted, indices_tuple)
@@ -166,7 +154,8 @@ class CrossBatchMemory(nn.Module):
         if own is None or len(own) != len(embeddings):
             raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
         batch_labels = BatchLabels.of(labels, own.device)
-        rows, memory_labels = self.rows[: self._filled], self.labels[: self._filled]  # [F, D], [F]
+        filled = self.count_of("filled")
+        rows, memory_labels = self.rows[:filled], self.labels[:filled]  # [F, D], [F]
         if self.memory_miner is not None:
             pairs = _without_own(
                 self.memory_miner(embeddings, batch_labels.wanted_by(self.memory_miner), rows, memory_labels), own
@@ -187,8 +176,7 @@ class CrossBatchMemory(nn.Module):
         return value
 
 
-def _read_position(module: CrossBatchMemory, _: object) -> None:
-    module._pointer, module._filled = int(module.pointer), int(module.filled)
+def _forget_batch(module: CrossBatchMemory, _: object) -> None:
     module._own = None
 
 

@@ -97,9 +97,6 @@ class ZeroShotRegularizer(Regularizer):
             num_splits: splits a batch (paper: 1).
             halves: "random" or "alternate", see ``ClassSplits``.
             reduction: "batch" or "halves", see ``zero_shot_loss``.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
         if num_classes < 1 or embedding_size < 1:

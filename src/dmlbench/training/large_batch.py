@@ -55,9 +55,6 @@ def accumulate_gradients(
     Returns:
         Of every batch the parts of the objective and what ``observe`` returned, on the device, whatever they are.
 
-    Raises:
-        ConfigError: a side output of a batch in parts does not have one row per image.
-
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.
     """

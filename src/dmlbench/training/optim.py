@@ -81,10 +81,6 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
         groups: parameters by group, with their names.
         settings: learning rates and weight decay.
         modules: own all parameters; their normalization layers are found among their submodules.
-
-    Raises:
-        ConfigError: a setting names a group that does not exist; nothing is trainable.
-        ValueError: a parameter is in two groups (a defect of the model).
     """
     for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
         for name in names:
@@ -151,10 +147,6 @@ def frozen(
 
 
 def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
-    """
-    Raises:
-        ConfigError: with these groups frozen, no parameter would be trained.
-    """
     with frozen(groups, model, objective):
         if not any(p.requires_grad for module in (model, objective) for p in module.parameters()):
             raise ConfigError(
@@ -177,9 +169,6 @@ class WarmupCosine:
         total_steps: T > W, in optimizer steps; 0 for a model that is not trained.
         start_factor: a in (0, 1].
         final_factor: b in [0, 1].
-
-    Raises:
-        ConfigError: a value outside its range.
 
     Source: Goyal et al. 2017, section 2.2 (gradual warm-up); Loshchilov & Hutter 2017, equation 5 (cosine).
     """
@@ -221,10 +210,6 @@ class HarmonicPlateau(ReduceLROnPlateau):
 
 
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
-    """
-    Raises:
-        ConfigError: a schedule waits for a plateau of falling scores, while the monitored score is maximized.
-    """
     if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
         raise ConfigError(
             f"schedule.mode ({schedule.mode}) lowers the rate while the monitored score rises, for it is maximized; "
@@ -263,9 +248,6 @@ def clip_gradients(
 @contextlib.contextmanager
 def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
     """Within, L2 decay is in the gradients already and not the optimizer's; of the form "plain" nothing changes.
-
-    Raises:
-        ConfigError: the optimizer's decay is no part of the gradient.
     """
     if form == "plain":
         yield
