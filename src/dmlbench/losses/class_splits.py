@@ -31,11 +31,6 @@ class ClassSplits(SeededDraws):
     """
 
     def __init__(self, num_splits: int = 1, halves: HalvesBy = "random") -> None:
-        """
-        Args:
-            num_splits: splits per batch, at least 1; 1 with ``halves: alternate``.
-            halves: "random" or "alternate".
-        """
         super().__init__()
         check_choice("halves", halves, get_args(HalvesBy))
         if num_splits < 1:
@@ -50,11 +45,7 @@ class ClassSplits(SeededDraws):
         self._has_warned = False
 
     def forward(self, labels: Tensor) -> list[Halves]:
-        """``num_splits`` pairs of halves; none for a batch of fewer than two classes.
-
-        Args:
-            labels: [B] integers.
-        """
+        """``num_splits`` pairs of halves; none for a batch of fewer than two classes."""
         rng = self.next_generator("class splits")
         classes, class_of = np.unique(labels.cpu().numpy(), return_inverse=True)
         if len(classes) < 2:

@@ -53,8 +53,6 @@ class ContrastiveC1(nn.Module):
     ) -> Tensor:
         """
         Args:
-            embeddings: [B, D].
-            labels: [B].
             indices_tuple: a miner's pairs (4 lists) or triplets (3 lists, each giving a positive and a negative pair),
                 or None for all pairs.
             ref_emb: [R, D] what the batch is compared with, or None for the batch itself.

@@ -22,12 +22,8 @@ def cross_batch_loss(
         L = dml_loss({V_2 z_i}, i in b_1) + dml_loss({V_1 z_i}, i in b_2)
 
     Args:
-        histogram: z [B, m].
-        pooled: y [B, D].
-        labels: [B] classes.
         halves: b_1 and b_2, rows of the batch.
         dml_loss: of embeddings [N, D] and labels [N].
-        ridge: > 0.
 
     Source: Gürbüz & Alatan, Generalizable Embeddings with Cross-batch Metric Learning, equations 2.8 and 2.10. The text
     below 2.9 has the ridge epsilon for each half, which is taken here; 2.9 itself prints epsilon / 2.
@@ -51,12 +47,6 @@ class CrossBatchRegularizer(Regularizer):
     labels_on_host: ClassVar[bool] = True
 
     def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
-        """
-        Args:
-            weight: lambda (paper: 0.01).
-            ridge: epsilon > 0 (paper: 0.05).
-            num_splits: splits a batch (paper: 1).
-        """
         super().__init__(weight)
         check_ridge(ridge)
         self.ridge = ridge

@@ -77,13 +77,7 @@ class Diva(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: classes of the training set, one boundary each, in each of three parts.
             embedding_size: D, of all four parts together.
-            shared_weight: of the shared part's loss, at least 0.
-            intra_weight: of the intra part's loss, at least 0.
-            shared: triplets of the shared part.
-            intra: triplets of the intra part.
-            margin, beta, learn_beta, nu: as of ``MarginOodml``.
         """
         super().__init__()
         check_parts(embedding_size)
@@ -116,8 +110,6 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
 
     Args:
         kind: "labels", "permuted", "across_classes" or "within_class".
-        rows: [B, D] unit vectors.
-        labels: [B].
     """
     known, device = labels.cpu(), rows.device
     classes, counts = known.unique(return_counts=True)

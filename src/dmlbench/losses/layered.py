@@ -56,10 +56,6 @@ class LayeredLoss(nn.Module):
     ) -> None:
         """
         Args:
-            loss: ``loss(distance=...)`` makes a loss.
-            distance: of the model.
-            level_weights: one for each level, low to high.
-            final_weight: of the inferred distance's term.
             miner: ``miner(distance=...)`` makes a miner, one for each term by its own distance; None takes what the
                 loss makes of no choice.
         """
@@ -76,7 +72,6 @@ class LayeredLoss(nn.Module):
         """
         Args:
             embeddings: rows [B, 2 L r].
-            labels: [B].
             indices_tuple: pairs or triplets for every term alike, or None.
         """
         batch_labels = BatchLabels.of(labels, embeddings.device)
@@ -120,14 +115,7 @@ class LayeredProxyAnchor(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C, at least 2.
-            distance: of the model.
-            alpha: how much the hardest images outweigh the others.
             pos_margin, neg_margin: squared distances that levels pull positives below and push negatives beyond.
-            final_pos_margin, final_neg_margin: the same for the inferred distance.
-            level_weights: one for each level, low to high.
-            final_weight: of the inferred distance's term, which is absent where nothing is inferred.
-            max_classes: up to which every proxy is compared with.
         """
         super().__init__()
         if num_classes < 2:
@@ -181,7 +169,6 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
     Args:
         distances: [B, K].
         same: [B, K], whether image b is of the proxy's class.
-        alpha: scale.
         margins: (pos_margin, neg_margin).
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 14.

@@ -50,14 +50,6 @@ class Libc(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C.
-            embedding_size: D.
-            num_layers: L, at least 1.
-            num_heads: of attention, a divisor of D.
-            concatenate_layers: classes are told from [H_1, ..., H_L] instead of H_L.
-            dropout: in [0, 1).
-            temperature: of both cross entropies, above 0.
-            label_smoothing: in [0, 1), share of the label that is spread over all classes.
             backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
             refined_weight: of the part that sees the batch, likewise.
             init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.

@@ -32,8 +32,6 @@ class MarginOodml(nn.Module):
     ) -> None:
         """
         Args:
-            num_classes: classes of the training set, one boundary each.
-            margin: half the width of the band around the boundary, at least 0.
             beta: where the boundaries start, above 0.
             learn_beta: whether they are trained (as the group "loss").
             nu: weight of the boundaries' size, at least 0.
@@ -56,7 +54,6 @@ class MarginOodml(nn.Module):
     ) -> Tensor:
         """
         Args:
-            embeddings: [B, D].
             labels: [B] in [0, num_classes).
             indices_tuple: triplets or pairs of a miner, or None for all triplets.
             ref_emb: [R, D] what anchors are compared with, or None for the batch itself.

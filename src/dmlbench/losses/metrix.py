@@ -71,11 +71,8 @@ class Metrix(SeededDraws):
         """
         Args:
             loss: PML's ContrastiveLoss or MultiSimilarityLoss, by cosines or distances of unit vectors, or ProxyAnchor.
-            weight: of the mixed part (the paper's w), above 0.
             alpha: of the Beta distribution, above 0; 1 is uniform, more prefers equal shares.
-            pairs: what is mixed, each as likely.
             num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
-            variant: which pairs are mixed.
         """
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
@@ -115,8 +112,6 @@ class Metrix(SeededDraws):
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
         """
         Args:
-            embeddings: [B, D].
-            labels: [B].
             indices_tuple: a miner's pairs or triplets, or None for all pairs.
         """
         value: Tensor = self.loss(embeddings, to_device(labels, embeddings.device), indices_tuple)
@@ -138,9 +133,6 @@ class Metrix(SeededDraws):
         """The loss of mixtures, without its weight.
 
         Args:
-            embeddings: [B, D].
-            labels: [B].
-            pairs: what is mixed.
             share: lambda in [0, 1], of the first embedding.
             indices_tuple: a miner's pairs or triplets, or None.
         """
@@ -189,7 +181,6 @@ class Metrix(SeededDraws):
 
         Args:
             same: [A, B], whether a row is a positive of an anchor.
-            pairs: what is mixed.
         """
         if pairs == "anchor_negative":
             num_positives = same.sum(1, keepdims=True)

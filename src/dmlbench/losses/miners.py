@@ -24,7 +24,6 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
 
     Args:
         distances: of any shape.
-        size: dimensions of the space.
 
     Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4.
     """
@@ -66,7 +65,6 @@ def distance_weighted_triplets(
     An image without another one of its class in the batch, or without one of another class, has no triplet.
 
     Args:
-        embeddings: [B, D], not normalized.
         labels: [B].
         cutoff: smaller distances count as this one.
         generator: on the device of the rows; None is torch's own.
@@ -139,12 +137,6 @@ class SwitchedNegatives(nn.Module):
         switch_probability: float = 0.4,
         variant: Variant = "official",
     ) -> None:
-        """
-        Args:
-            miner: of triplets.
-            switch_probability: rho, in [0, 1].
-            variant: positives of switched triplets.
-        """
         super().__init__()
         if not 0 <= switch_probability <= 1:
             raise ConfigError(f"switch_probability: got {switch_probability}, expected a probability in [0, 1].")
@@ -156,7 +148,6 @@ class SwitchedNegatives(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
         """
         Args:
-            embeddings: [B, D].
             labels: [B].
         """
         batch_labels = BatchLabels.of(labels, embeddings.device)

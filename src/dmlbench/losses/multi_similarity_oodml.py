@@ -32,8 +32,6 @@ class MultiSimilarityOodml(WholeBatchLoss):
     def __init__(self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1) -> None:
         """
         Args:
-            alpha: above 0, scale of positives.
-            beta: above 0, scale of negatives.
             base: lambda, the cosine that both are compared with.
             epsilon: at least 0, margin of the choice of pairs.
         """

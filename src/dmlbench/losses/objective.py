@@ -46,7 +46,6 @@ class Objective(nn.Module):
     ) -> None:
         """
         Args:
-            loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
             miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
             regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
                 their own as the group "loss".

@@ -36,8 +36,6 @@ class PartDecorrelation(Regularizer):
         """
         Args:
             weight: of the sum (code: 1500 on CUB, 100 on Cars196, 150 on SOP, with a ResNet50).
-            embedding_size: D, of all four parts together.
-            hidden_size: width of the regressors' hidden layers (code: 512).
         """
         super().__init__(weight)
         if hidden_size < 1:
@@ -97,10 +95,7 @@ class SelfSimilarity(Regularizer, Counters):
         """
         Args:
             weight: of the value (code: 0.3 on CUB, 0.15 on Cars196, 0.2 on SOP, with a ResNet50).
-            embedding_size: D, of all four parts together.
-            queue_size: keys that are kept (code: 30 batches, 70 on SOP).
             key_momentum: in [0, 1], of the copy of the network (code: 0.9).
-            temperature: T > 0 (code: 0.01).
             nearest: distances below count as this one, in (0, 2] (code: 0.5).
             farthest: keys farther than this have weight 0 but for the smallest number, in (0, 2] (code: 1.4).
             shares: of what weights are shares. "of_batch" is what the public codes' experiments computed, "of_queue"

@@ -49,12 +49,9 @@ class ProxyAnchor(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C, classes of the training set; at least 2.
-            embedding_size: D.
             alpha: above 0, how much the hardest images outweigh the others.
             margin: in [0, 1), distance of both kinds of cosines from 0.
             positive_mean: what the first sum is a mean over, ``classes`` or ``images``.
-            init, init_std: initial proxies, see ``init_class_vectors``.
         """
         super().__init__()
         if num_classes < 2:
@@ -107,7 +104,6 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float, by_class: bool
         logits: [B] alpha s_by.
         labels: [B].
         offset: alpha margin.
-        by_class: a mean over classes, not over images.
 
     Returns:
         A scalar and [B].

@@ -37,8 +37,6 @@ class ProxyNca(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: classes of the training set; at least 2.
-            embedding_size: D.
             softmax_scale: 1 / temperature, above 0.
             assignment_probability: whether the right class is in the sum.
             proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
@@ -65,7 +63,6 @@ def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, count_right:
 
     Args:
         products, inverse: [B, C] and [C], of ``loss_of_cosines``.
-        labels: [B] in [0, C).
         count_right: whether the sum holds the right class y.
     """
     right = (torch.arange(len(labels), device=labels.device), labels)

@@ -43,9 +43,7 @@ class RecallAtKSurrogate(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            k: the k's, at least 1.
             k_temperatures: T_k, one for every k, above 0.
-            rank_temperature: of the ranks' sigmoids, above 0.
             count_query: whether the query itself counts in its ranks.
         """
         super().__init__()

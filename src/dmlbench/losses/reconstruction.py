@@ -68,12 +68,9 @@ class RecursiveRegularizer(Regularizer):
     ) -> None:
         """
         Args:
-            weight: lambda.
-            num_prototypes: m, of the pooling.
             embedding_size: D, of the pooling's side output "pooled".
             forgetting: alpha in (0, 1] (the paper gives no value).
             ridge: beta > 0 (the paper gives no value).
-            penalty: "reconstruction" or "dml".
         """
         super().__init__(weight)
         if num_prototypes < 1 or embedding_size < 1:

@@ -24,7 +24,6 @@ def ridge_predict(inputs: Tensor, targets: Tensor, queries: Tensor, *, ridge: fl
         inputs: [N, m], N > 0.
         targets: [N, D].
         queries: [M, m].
-        ridge: > 0.
 
     Returns:
         [M, D] in the type of ``targets``.
@@ -47,7 +46,6 @@ def solve_gram(gram: Tensor, right: Tensor, *, ridge: float) -> Tensor:
     Args:
         gram: [n, n], symmetric and positive semidefinite.
         right: [n, k].
-        ridge: > 0.
     """
     regularized = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     # The variant that raises would wait for a GPU, and would hide a NaN of the network behind an error about matrices.

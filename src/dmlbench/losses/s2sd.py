@@ -18,11 +18,6 @@ def similarity_distillation(rows: Tensor, teacher: Tensor, *, temperature: float
 
         T² mean_i KL(softmax_j(t_i' t_j / T) || softmax_j(s_i' s_j / T)),    s, t unit rows; j = i is included
 
-    Args:
-        rows: s [B, D].
-        teacher: t [B, E].
-        temperature: T > 0.
-
     Source: Roth et al., S2SD, ICML 2021, section 3 (there without the mean over the batch); the mean as in the
     authors' code.
     """
@@ -65,14 +60,9 @@ class SimilaritySelfDistillation(Regularizer):
         """
         Args:
             weight: share of the further heads' losses in the objective (paper: 0.5).
-            feature_size: C, width of the side outputs "features" and "features_max".
             make_objective: of an embedding size makes loss and miner for a head.
-            sizes: of the heads' hidden layers and embeddings.
             distillation_weight: g, at least 0.
-            feature_weight: g_f, at least 0; with 0 features do not teach.
             feature_delay: batches before features teach.
-            temperature: T > 0.
-            max_pooling: features are average plus maximum of the map, not the average alone.
         """
         super().__init__(weight)
         if feature_size < 1 or not sizes or min(sizes) < 1:

@@ -41,13 +41,7 @@ class SoftTriple(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C.
-            embedding_size: D.
-            centers_per_class: K, at least 1.
-            la: scale of the logits (lambda), above 0.
-            gamma: temperature of the choice among a class's centers, above 0.
             margin: what the right class must be ahead (delta), at least 0.
-            tau: weight of the part that merges centers, at least 0.
             init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
                 +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
         """

@@ -46,10 +46,8 @@ class UniformPrior(Regularizer):
         """
         Args:
             weight: share of the regularizer in the objective (code: 0.2; SOP: 0.02).
-            feature_size: C, width of the side output "features".
             chunk_size: entries that D sees at once, a divisor of ``feature_size``; fewer features are one chunk (code:
                 128).
-            hidden_size: width of D's two hidden layers (code: 100; SOP: 50).
             discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).
         """
         super().__init__(weight)

@@ -17,12 +17,6 @@ class WholeBatchLoss(nn.Module):
     compares: ClassVar[str] = "compares images with proxies"
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B], in [0, num_classes) for a loss that knows the classes.
-            indices_tuple: None.
-        """
         if indices_tuple is not None:
             raise ConfigError(f"{type(self).__name__} {self.compares} and takes no pairs of a miner; set miner=null")
         return self.of_batch(embeddings, labels)

@@ -64,12 +64,8 @@ class CrossBatchMemory(Counters):
         Args:
             loss: any loss ``loss(embeddings, labels, indices_tuple, ref_emb=..., ref_labels=...)``; PML's losses of
                 pairs and triplets are. Its ``indices_tuple``, from the objective's miner, concerns the batch alone.
-            embedding_size: D.
             memory_size: rows of the memory, at least a batch.
-            weight: of the memory's part, above 0.
             start_step: steps before anything is stored, so that embeddings have settled ("slow drift").
-            variant: when the memory takes part.
-            placement: where a batch is stored.
             normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
             memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
                 for all pairs. Losses of triplets want one where the memory is large.

@@ -38,8 +38,6 @@ def zero_shot_loss(
         histogram: z [B, m].
         labels: y [B] in [0, C).
         label_embeddings: v [C, D].
-        halves: b_1 and b_2, rows of the batch; they may be of different size and need not cover it.
-        ridge: > 0.
         softmax_scale: > 0.
         reduction: "batch" (algorithm 4 and the authors' code) or "halves" (equation 4.4).
 
@@ -89,13 +87,7 @@ class ZeroShotRegularizer(Regularizer):
     ) -> None:
         """
         Args:
-            weight: lambda (paper: 0.1).
-            num_classes: C, number of training classes.
-            embedding_size: D of the label embeddings.
-            ridge: epsilon > 0 (paper: 0.05).
             softmax_scale: factor on the similarities, > 0 (code: 9.5; the paper prints none, which is 1).
-            num_splits: splits a batch (paper: 1).
-            halves: "random" or "alternate", see ``ClassSplits``.
             reduction: "batch" or "halves", see ``zero_shot_loss``.
         """
         super().__init__(weight)

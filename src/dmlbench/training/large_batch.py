@@ -43,13 +43,9 @@ def accumulate_gradients(
     Args:
         model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for
             the log, or None.
-        objective: ``objective(output, labels, step=...) -> {"loss": scalar, <part>: scalar, ...}``.
-        next_batch: gives the next batch, on the device.
-        step: number of the optimizer step under way, from 1.
         forward: the model in the precision and memory format of the training.
         keys: embeds second views, for the objective alone; None where it wants none. It changes nothing and draws no
             random numbers.
-        accumulate: batches, at least 1.
         forward_batch: images per forward pass, at least 1; None takes a batch at once.
 
     Returns:

@@ -92,11 +92,6 @@ class TensorBoardLogger:
     """Curves, pictures and scores as TensorBoard events in the run directory (extra ``tensorboard``).
 
     Each start of an interrupted run adds a file of events, and says in it from which step on the earlier ones are void.
-
-    Args:
-        run_dir: run directory; events go into its folder ``tensorboard``.
-        run_id: not used.
-        configuration: shown as a text.
     """
 
     def __init__(self, *, run_dir: Path, run_id: str, configuration: str) -> None:
@@ -160,11 +155,7 @@ class WandbLogger:
     and the checkpoints beside them are what fails.
 
     Args:
-        run_dir: run directory; its path names run and group, and W&B's files go into its folder ``wandb``.
-        run_id: of the run, the same at each start.
-        configuration: of the run, as YAML.
         mode: "offline" needs no account or network, "online" sends.
-        project: project name.
     """
 
     def __init__(

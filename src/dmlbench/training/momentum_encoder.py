@@ -21,11 +21,6 @@ class MomentumEncoder:
     """
 
     def __init__(self, model: MetricModel, momentum: float) -> None:
-        """
-        Args:
-            model: that is followed.
-            momentum: in [0, 1].
-        """
         assert isinstance(model, nn.Module)
         self._model = model
         self._momentum = momentum

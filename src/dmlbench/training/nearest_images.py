@@ -30,12 +30,6 @@ def nearest_images(
 ) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
     """The same few queries whenever the sets are of the same images, and what is nearest to them.
 
-    Args:
-        queries: on the CPU.
-        gallery: on the CPU; None: the queries are searched among themselves.
-        distance: None is that of unit vectors.
-        tile_bytes: bound of the search's memory.
-
     Returns:
         Table rows of the queries [Q], of their nearest images [Q, k], and whether these are of the query's class
         [Q, k]; Q and k are ``NUM_QUERIES`` and ``NUM_NEAREST``, or what there is.
@@ -56,7 +50,6 @@ def draw_nearest(
     """One line a query, which has a blue frame; images of its class have a whole green one, others a dashed red one.
 
     Args:
-        query, nearest, is_right: of ``nearest_images``.
         images: from table rows [B] to images [B, H, W, 3].
     """
     rows = np.column_stack([query, nearest])

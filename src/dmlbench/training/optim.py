@@ -27,9 +27,6 @@ class OptimizerSettings:
     """How parameters are updated.
 
     Attributes:
-        optimizer: ``optimizer(parameter_groups) -> torch.optim.Optimizer`` with everything but rates and decay bound.
-        lr: base learning rate, > 0.
-        weight_decay: decay as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
         decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
         decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
         without_decay: groups of which nothing decays.
@@ -78,7 +75,6 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
 
     Args:
-        groups: parameters by group, with their names.
         settings: learning rates and weight decay.
         modules: own all parameters; their normalization layers are found among their submodules.
     """
@@ -122,11 +118,6 @@ def frozen(
     Frozen parts of the model are in evaluation mode meanwhile, so that running statistics of batch norm stand still;
     with ``training`` they keep their mode.
     The objective stays in training mode: a cross-batch memory fills although the loss's parameters rest.
-
-    Args:
-        groups: of ``GROUPS``; "head" is all of the model but its backbone, pooling and distance.
-        model: its modules ``backbone``, ``pooling`` and ``distance`` are groups of those names.
-        objective: whose parameters are the groups "loss" and "regularizer".
     """
     modules = [m for name, m in model.named_children() if (name if name in GROUPS else "head") in groups]
     modes = [(module, module.training) for module in modules]
@@ -247,8 +238,7 @@ def clip_gradients(
 
 @contextlib.contextmanager
 def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
-    """Within, L2 decay is in the gradients already and not the optimizer's; of the form "plain" nothing changes.
-    """
+    """Within, L2 decay is in the gradients already and not the optimizer's; of the form "plain" nothing changes."""
     if form == "plain":
         yield
         return

@@ -39,9 +39,6 @@ def plan_of(
 
     Args:
         history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
-        first_rate: that rate when it began.
-        best_step: step of the best validation score.
-        steps_per_epoch: of this training.
     """
     changes: list[tuple[float, float]] = []
     rate = first_rate
