@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.counters import SeededDraws
 from dmlbench.types import ConfigError, IntArray, check_choice
 
@@ -21,20 +22,14 @@ HalvesBy = Literal["random", "alternate"]
 class ClassSplits(SeededDraws):
     """Split batches by class.
 
-    ``halves: random`` shuffles the classes of a batch and cuts this sequence where the parts come nearest to equal
-    numbers of images; each part has at least one class. So a class-balanced batch with an even number of classes is
-    halved exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Several splits of
-    one batch are independent draws: of few classes they may repeat.
-
-    ``halves: alternate`` sorts the classes of a batch and puts every other class into the first half. Batches that hold
-    all classes always have the same halves.
+    ``halves: random`` shuffles the classes of a batch and cuts this order where the halves are nearest to equal numbers
+    of images. ``halves: alternate`` sorts the classes and puts every other one into the first half.
     """
 
     def __init__(self, num_splits: int = 1, halves: HalvesBy = "random") -> None:
         super().__init__()
         check_choice("halves", halves, get_args(HalvesBy))
-        if num_splits < 1:
-            raise ConfigError(f"num_splits ({num_splits}) must be at least 1; the papers split each batch once")
+        check_at_least(1, num_splits=num_splits)
         if halves == "alternate" and num_splits > 1:
             raise ConfigError(
                 f"num_splits: got {num_splits}, expected 1 with halves=alternate, whose splits are all the same. "

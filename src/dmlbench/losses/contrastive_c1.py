@@ -7,6 +7,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.checks import check_share
 from dmlbench.types import ConfigError
 
 COLUMNS = 4096  # references at a time on a CPU, so that they and their cosines stay in its cache from pass to pass
@@ -36,9 +37,8 @@ class ContrastiveC1(nn.Module):
         """
         super().__init__()
         if not -1 <= neg_margin < 1:
-            raise ConfigError(f"neg_margin ({neg_margin}) is compared with cosines: choose it from [-1, 1), e.g. 0.5")
-        if not 0 <= tolerance < 1:
-            raise ConfigError(f"tolerance ({tolerance}) must be in [0, 1), e.g. 1e-5")
+            raise ConfigError(f"neg_margin: got {neg_margin}, expected a cosine in [-1, 1).")
+        check_share(tolerance=tolerance)
         self.neg_margin = neg_margin
         self.tolerance = tolerance
         self.subtract_margins = subtract_margins

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_positive
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import check_ridge, ridge_predict
+from dmlbench.losses.ridge import ridge_predict
 from dmlbench.types import ModelOutput
 
 
@@ -21,9 +22,7 @@ def cross_batch_loss(
         V_k = argmin_V sum_{i in b_k} |V z_i - y_i|^2 + ridge |V|^2
         L = dml_loss({V_2 z_i}, i in b_1) + dml_loss({V_1 z_i}, i in b_2)
 
-    Args:
-        halves: b_1 and b_2, rows of the batch.
-        dml_loss: of embeddings [N, D] and labels [N].
+    for histograms z [B, m] and pooled embeddings y [B, D].
 
     Source: Gürbüz & Alatan, Generalizable Embeddings with Cross-batch Metric Learning, equations 2.8 and 2.10. The text
     below 2.9 has the ridge epsilon for each half, which is taken here; 2.9 itself prints epsilon / 2.
@@ -38,9 +37,7 @@ def cross_batch_loss(
 class CrossBatchRegularizer(Regularizer):
     """Mean of ``cross_batch_loss`` over random class-disjoint halves of the batch, 0 for a batch of one class.
 
-    Losses of pairs need two classes on each side to see a negative: take batches of four classes at least.
-
-    Source: as of ``cross_batch_loss``; settings of its section 3.1.
+    Losses of pairs need two classes in each half: take batches of at least four classes.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
@@ -48,7 +45,7 @@ class CrossBatchRegularizer(Regularizer):
 
     def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
         super().__init__(weight)
-        check_ridge(ridge)
+        check_positive(ridge=ridge)
         self.ridge = ridge
         self.splits = ClassSplits(num_splits)
 

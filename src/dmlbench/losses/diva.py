@@ -1,4 +1,4 @@
-"""DiVA: parts of an embedding learn from triplets of their own, and what the parts of an embedding are."""
+"""DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance
 from dmlbench.losses.whole_batch import WholeBatchLoss
@@ -28,30 +29,27 @@ def check_parts(embedding_size: int) -> int:
     """Dimensions of a part."""
     if embedding_size < 1 or embedding_size % len(PARTS):
         raise ConfigError(
-            f"DiVA cuts embeddings into {len(PARTS)} parts of one size, and embedding_size ({embedding_size}) is not a "
-            f"multiple of {len(PARTS)}; set head.out_features to one"
+            f"embedding_size: got {embedding_size}, expected a multiple of DiVA's {len(PARTS)} parts. "
+            "Set head.out_features to one."
         )
     return embedding_size // len(PARTS)
 
 
 class Diva(WholeBatchLoss):
-    """Margin losses of three parts of the embedding, each with boundaries and triplets of its own.
+    """Margin losses of three parts of the embedding, each with its own boundaries and triplets.
 
         margin(discriminative) + shared_weight * margin(shared) + intra_weight * margin(intra)
 
-    with margin as of ``MarginOodml``. Triplets of the parts:
-        discriminative: for each image that has one another image of its class, and an image of another class, drawn
-            with the weight 1 / q(d) of its distance d (``log_inverse_density``; d counts as 0.5 at least).
-        shared, intra: "permuted" draws in the same way after the labels have been permuted over the batch;
-            "across_classes" for each image a negative as above and a positive of a third class, so that nothing
-            separates classes; "within_class" as many triplets as images, each of three images, repeated or not, of a
-            class that is drawn evenly.
-    The boundary of a triplet is that of its anchor's true class. Nothing is learned here of the fourth part,
-    self_similarity, which is the regularizers', like the decorrelation of parts (``part_regularizers``).
+    with margin as of ``MarginOodml`` and the boundary that of the anchor's true class. Triplets:
+        discriminative: as of ``miners.distance_weighted_triplets``.
+        permuted: the same after the labels have been permuted over the batch.
+        across_classes: for each image a negative as above and a positive of a third class, so that nothing separates
+            classes.
+        within_class: as many triplets as images, each of three images, repeated or not, of a class drawn evenly.
 
     The paper describes "across_classes" and "within_class"; its code's command lines have "permuted" and
-    "within_class", the ooDML study's code "permuted" for both. What depends on labels alone is drawn from torch's
-    generator of the CPU, the rest from the device's.
+    "within_class", the ooDML study's code "permuted" for both. The fourth part, self_similarity, and the decorrelation
+    of parts are regularizers (``part_regularizers``).
 
     Source: Milbich et al., DiVA: Diverse Visual Feature Aggregation for Deep Metric Learning, ECCV 2020;
     Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, diva_main.py, batchminer/;
@@ -83,8 +81,7 @@ class Diva(WholeBatchLoss):
         check_parts(embedding_size)
         check_choice("shared", shared, get_args(Shared))
         check_choice("intra", intra, get_args(Intra))
-        if not (shared_weight >= 0 and intra_weight >= 0):
-            raise ConfigError(f"shared_weight ({shared_weight}) and intra_weight ({intra_weight}) must be at least 0")
+        check_at_least(0, shared_weight=shared_weight, intra_weight=intra_weight)
         self.num_classes = num_classes
         self.weights = {"discriminative": 1.0, "shared": shared_weight, "intra": intra_weight}
         self.kinds = {"discriminative": "labels", "shared": shared, "intra": intra}
@@ -106,11 +103,7 @@ class Diva(WholeBatchLoss):
 
 
 def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
-    """Anchors, positives and negatives [T] of a batch; see ``Diva`` for the kinds, "labels" are the discriminative.
-
-    Args:
-        kind: "labels", "permuted", "across_classes" or "within_class".
-    """
+    """Draw anchors, positives and negatives [T]; see ``Diva`` for the kinds, "labels" are the discriminative."""
     known, device = labels.cpu(), rows.device
     classes, counts = known.unique(return_counts=True)
     if len(classes) < 2 or counts.max() < 2:

@@ -1,4 +1,4 @@
-"""AVSL's objective: one loss for every level's distance, and one for the distance that is inferred from all levels.
+"""Losses of AVSL's distances: one for every level, and one for the distance inferred from all levels.
 
 Letters: B images, L levels, r nodes of each, C classes, K of them compared with.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dmlbench.device_copies import to_device
 from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -35,8 +36,8 @@ class LeveledDistance(Protocol):
 class LayeredLoss(nn.Module):
     """loss = sum over levels of level_weights[l] L(d^l) + final_weight L(d), d with its nodes detached.
 
-    Every term is a loss of its own, with parameters of its own where it has any; any loss of pytorch-metric-learning
-    that takes a ``distance`` will do. The last term trains what infers d and is absent where nothing is inferred.
+    Every term has its own loss, any of PML's that takes a ``distance``. The last term trains what infers d and is
+    absent where nothing is inferred.
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 10.
     """
@@ -85,11 +86,11 @@ class LayeredLoss(nn.Module):
 
 
 class LayeredProxyAnchor(WholeBatchLoss):
-    """ProxyAnchor on AVSL's distances: level by level to proxies of the level, and on the distance inferred from all.
+    """ProxyAnchor on AVSL's distances: of each level to proxies of the level, and on the distance inferred from all.
 
-    A class has one proxy at each level. In the inferred distance, a proxy's certainty is one number per level, the mean
-    over the batch's images and nodes. With more than ``max_classes`` classes, only the proxies of the batch's classes
-    are compared with: those of all of SOP would need 4 GB per level.
+    In the inferred distance, a proxy's certainty is one number per level, the mean over the batch's images and nodes.
+    With more than ``max_classes`` classes, only the proxies of the batch's classes are compared with: those of all of
+    SOP would need 4 GB per level.
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eqs. 10 and 14, sections 4.2 and 5;
     zbr17/AVSL fd2686e4, collectors/avsl_collector.py, examples/samples_avsl.sh.
@@ -118,12 +119,9 @@ class LayeredProxyAnchor(WholeBatchLoss):
             pos_margin, neg_margin: squared distances that levels pull positives below and push negatives beyond.
         """
         super().__init__()
-        if num_classes < 2:
-            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy repels images of other classes")
-        if not 0 < alpha < math.inf:
-            raise ConfigError(f"alpha ({alpha}) must be above 0 and finite, e.g. 16")
-        if max_classes < 1:
-            raise ConfigError(f"max_classes ({max_classes}) must be at least 1")
+        check_at_least(2, num_classes=num_classes)
+        check_positive(alpha=alpha)
+        check_at_least(1, max_classes=max_classes)
         self.alpha = alpha
         self.margins = (pos_margin, neg_margin)
         self.final_margins = (final_pos_margin, final_neg_margin)
@@ -184,12 +182,11 @@ def checked_weights(level_weights: Sequence[float], final_weight: float, distanc
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
         raise ConfigError(
-            f"level_weights {weights} must be one number for each of the {distance.num_levels} levels; set "
-            f"loss.level_weights={[1.0] * distance.num_levels} or others"
+            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels."
         )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
-            f"level_weights {weights} and final_weight ({final_weight}) must not be negative, and a level must count: "
-            "the inferred distance trains no embedding"
+            f"level_weights and final_weight: got {weights} and {final_weight}, expected at least 0 and a positive "
+            "level: the inferred distance trains no embedding."
         )
     return weights

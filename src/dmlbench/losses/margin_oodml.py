@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
 from dmlbench.device_copies import to_device
-from dmlbench.types import ConfigError
+from dmlbench.losses.checks import check_at_least, check_positive
 
 
 class MarginOodml(nn.Module):
@@ -37,8 +37,8 @@ class MarginOodml(nn.Module):
             nu: weight of the boundaries' size, at least 0.
         """
         super().__init__()
-        if margin < 0 or nu < 0 or not beta > 0:
-            raise ConfigError(f"margin ({margin}) and nu ({nu}) must be at least 0, and beta ({beta}) above 0")
+        check_at_least(0, margin=margin, nu=nu)
+        check_positive(beta=beta)
         self.margin = margin
         self.nu = nu
         self.num_classes = num_classes

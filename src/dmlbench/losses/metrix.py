@@ -1,4 +1,4 @@
-"""Metrix: anchors also see mixtures of two embeddings, whose labels are mixed by the same factor."""
+"""Metrix: mixtures of two embeddings, with labels interpolated by the same factor."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.types import ConfigError, IntArray, check_choice
@@ -25,7 +26,7 @@ BoolArray = NDArray[np.bool_]
 
 
 class Metrix(SeededDraws):
-    """Add to a loss of positives and negatives the same loss of mixed embeddings with interpolated labels.
+    """Add to a loss of pairs the same loss of mixed embeddings with interpolated labels.
 
     total = loss(batch) + weight * mixed(batch). A loss that gives an anchor a the value
     S+(sum over its positives of r+(s)) + S-(sum over its negatives of r-(s)), s their cosine with a, gives mixtures
@@ -34,22 +35,18 @@ class Metrix(SeededDraws):
         S+(sum over v of lambda r+(s_av)) + S-(sum over v of (1 - lambda) r-(s_av)),
 
     reduced over the anchors as the loss itself is. x is a positive of a, or a itself; which of ``pairs``, and lambda of
-    Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. At lambda = 1 a mixture is its first
-    embedding: the positive part of the loss, with each positive as often as its anchor has negatives, which a mean over
-    pairs does not change in a balanced batch.
-
-    Embeddings alone are mixed, the paper's Metrix/embed: a loss sees neither images nor features, which the paper mixes
-    as well. In evaluation mode, and for regularizers, the value is that of the wrapped loss. Pairs that a miner has not
-    chosen are not mixed.
+    Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. Embeddings are mixed (the paper's
+    Metrix/embed), not images or features, and only pairs that a miner has chosen. In evaluation mode, and for
+    regularizers, the value is that of the wrapped loss.
 
     variant:
         paper: every positive of an anchor is mixed with its negatives, and every anchor with its own.
-        official: as the public code of the contrastive loss does. Each positive pair mixes the anchor's first positive
-            in the batch, and only an anchor without positives is mixed with its negatives: none in a balanced batch,
-            where the code fails and the mixed part is 0 here. (Its weights are 0.4 for positives, 0.3 for anchors.)
+        official: as the public code of the contrastive loss. Each positive pair mixes the anchor's first positive in
+            the batch, and only an anchor without positives is mixed with its negatives: none in a balanced batch, where
+            the code fails and the mixed part is 0 here. (Its weights are 0.4 for positives, 0.3 for anchors.)
 
-    Limits: a mixture of opposite vectors has no direction and the cosine 0. The public code of multi-similarity is not
-    followed: it looks mixtures up by rows of the batch, leaves negatives unmixed and weights plain sums by lambda.
+    A mixture of opposite vectors has the cosine 0. The public code of multi-similarity is not followed: it looks
+    mixtures up by rows of the batch, leaves negatives unmixed and weights plain sums by lambda.
 
     Source: Venkataramanan et al., It Takes Two to Tango: Mixup for Deep Metric Learning, ICLR 2022, its generic loss as
     the authors' slides and poster have it; billpsomas/Metrix_ICLR22 7ce730ca and billpsomas/metrix b6797035, train.py
@@ -80,12 +77,9 @@ class Metrix(SeededDraws):
             check_choice("pairs", each, get_args(Pairs))
         if not pairs:
             raise ConfigError(f"pairs is empty; choose some of {', '.join(get_args(Pairs))}")
-        if not 0 < weight < math.inf:
-            raise ConfigError(f"weight ({weight}) of the mixed part must be above 0; use the plain loss instead")
-        if not 0 < alpha < math.inf:
-            raise ConfigError(f"alpha ({alpha}) of the Beta distribution must be above 0 and finite, e.g. 2")
-        if num_hard_negatives is not None and num_hard_negatives < 1:
-            raise ConfigError(f"num_hard_negatives ({num_hard_negatives}) must be at least 1, or null for all")
+        check_positive(weight=weight, alpha=alpha)
+        if num_hard_negatives is not None:
+            check_at_least(1, num_hard_negatives=num_hard_negatives)
         if type(loss) not in _OF_MIXTURES:
             known = ", ".join(each.__name__ for each in _OF_MIXTURES)
             raise ConfigError(

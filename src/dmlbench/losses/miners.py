@@ -1,6 +1,5 @@
-"""Which images of a batch are compared, where pytorch-metric-learning has no miner for it."""
+"""Miners that pytorch-metric-learning (PML) lacks."""
 
-import math
 from collections.abc import Callable
 from typing import ClassVar, Literal, get_args
 
@@ -11,6 +10,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
 from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least
 from dmlbench.types import ConfigError, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -22,9 +22,6 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
 
         q(d) ~ d^(size - 2) (1 - d^2 / 4)^((size - 3) / 2)
 
-    Args:
-        distances: of any shape.
-
     Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4.
     """
     rest = (1 - distances.square() / 4).clamp(min=torch.finfo(distances.dtype).tiny)  # opposite points are 2 apart
@@ -35,8 +32,6 @@ def drawn_by_distance(
     rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
 ) -> Tensor:
     """[B]: for each row one of those allowed, drawn with the weight 1 / q(d) of its distance d.
-
-    Each row has its own draw in the log domain, so no row underflows, whatever the other rows are.
 
     Args:
         rows: [B, D] unit vectors, without gradient.
@@ -60,17 +55,9 @@ def drawn_evenly(allowed: Tensor, generator: torch.Generator | None = None) -> T
 def distance_weighted_triplets(
     embeddings: Tensor, labels: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
 ) -> Triplets:
-    """One triplet for each image: an even draw from its class, and a negative by ``drawn_by_distance``.
+    """Draw a triplet for each image: a positive evenly from its class, and a negative by ``drawn_by_distance``.
 
-    An image without another one of its class in the batch, or without one of another class, has no triplet.
-
-    Args:
-        labels: [B].
-        cutoff: smaller distances count as this one.
-        generator: on the device of the rows; None is torch's own.
-
-    Returns:
-        Anchors, positives and negatives [T], T at most B.
+    Images without a positive or without a negative in the batch have no triplet.
     """
     labels, device = labels.cpu(), embeddings.device
     same = labels[:, None] == labels
@@ -86,9 +73,8 @@ def distance_weighted_triplets(
 class DistanceWeighted(nn.Module):
     """One triplet per image, its negative drawn with the weight 1 / q(d) of its distance (``log_inverse_density``).
 
-    pytorch-metric-learning's miner of these weights differs: it leaves out negatives farther than 1.4, it subtracts
-    the maximum of the whole matrix, so that most rows underflow in 512 dimensions and their images have no triplet, and
-    it draws a triplet for each positive.
+    PML's miner differs: it leaves out negatives farther than 1.4, draws a triplet for each positive, and subtracts the
+    maximum of the whole matrix, so that most rows underflow in 512 dimensions and have no triplet.
 
     Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4;
     Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c, batchminer/distance.py, where the cutoff
@@ -114,12 +100,11 @@ class DistanceWeighted(nn.Module):
 class SwitchedNegatives(nn.Module):
     """Rho-regularization: with probability rho, a triplet pushes away another image of the anchor's class.
 
-    Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
-    class in the batch, without the anchor. What is the positive of such a triplet?
+    This counteracts the collapse of classes to points. The image is drawn evenly from the class in the batch, without
+    the anchor. The positive of such a triplet:
 
     - ``official``: the anchor itself, so that the triplet only pushes (positives.append(i) in the public code).
-    - ``paper``: the positive that the miner drew. With two images a class it is the very image that is pushed away, and
-      pull and push cancel.
+    - ``paper``: the positive that the miner drew. With two images a class, pull and push cancel.
 
     "R-Margin" is the margin loss with distance-weighted triplets treated so.
 
@@ -174,7 +159,7 @@ class RandomPositiveHardestNegative(nn.Module):
     """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
 
     Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
-    equally near ones is taken. So the cutoff keeps images that lie almost on the anchor from being preferred.
+    equally near ones is taken. None where all images are of one class.
 
     Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
     (core/selectors/hard_selector.py).
@@ -189,8 +174,7 @@ class RandomPositiveHardestNegative(nn.Module):
             distance: None is the Euclidean distance of unit vectors.
         """
         super().__init__()
-        if not 0 <= cutoff < math.inf:
-            raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
+        check_at_least(0, cutoff=cutoff)
         self.cutoff = cutoff
         self.distance = LpDistance() if distance is None else distance
 

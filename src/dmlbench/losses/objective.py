@@ -1,4 +1,4 @@
-"""The objective of a training step: a metric learning loss, its miner, and the regularizers mixed with it."""
+"""The objective of a training step: a loss, its miner, and regularizers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -23,17 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Objective(nn.Module):
-    """Run a loss with the contract of pytorch-metric-learning (PML) on a model's output, in float32.
+    """Run a PML loss and regularizers on a model's output, in float32.
 
-    The contract: ``loss(embeddings [B, D], labels [B], indices_tuple=None) -> scalar``; any PML loss fulfils it.
-
-    With regularizers r_i of weights w_i the whole is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
-    ("add"). A regularizer whose side outputs are not there yet (a pooling's prototypes have not started) is left out,
-    its weight too.
+    With regularizers r_i of weights w_i the value is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
+    ("add"). A regularizer whose side outputs are absent (a pooling's prototypes have not started) is left out, its
+    weight too.
 
     Attributes:
-        key_momentum: of the copy of the network by which the training loop makes the side output "keys", embeddings
-            [B, D] of second views of the images; None where no regularizer requires it.
+        key_momentum: of the momentum encoder that makes the side output "keys"; None where no regularizer requires it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DiVA's regularizers: parts of an embedding are decorrelated, and one part learns to tell images from each other."""
+"""Regularizers of DiVA: decorrelation of parts, and self-similarity against a queue of keys."""
 
 import math
 from typing import ClassVar, Literal, get_args
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
@@ -38,8 +39,7 @@ class PartDecorrelation(Regularizer):
             weight: of the sum (code: 1500 on CUB, 100 on Cars196, 150 on SOP, with a ResNet50).
         """
         super().__init__(weight)
-        if hidden_size < 1:
-            raise ConfigError(f"hidden_size ({hidden_size}) of the regressors must be at least 1")
+        check_at_least(1, hidden_size=hidden_size)
         size = check_parts(embedding_size)
         self.regressors = nn.ModuleDict(
             {
@@ -59,19 +59,16 @@ class PartDecorrelation(Regularizer):
 class SelfSimilarity(Regularizer, Counters):
     """Tell each image, by one part of its embedding, from earlier images: the key of its second view is the positive.
 
-    With unit queries q (of the batch), keys k (of second views, by a copy of the network that follows it) and a queue
-    of earlier keys m, the value is
+    With unit queries q (of the batch), keys k (of second views, by the momentum encoder) and a queue of earlier keys m:
 
         mean_i -log (exp(q_i k_i / T) / (exp(q_i k_i / T) + sum_j exp(w_ij q_i m_j / T)))
 
     Weights w are constant shares of v_ij = 1 / q(d_ij) (``log_inverse_density``, d from ``nearest`` on, 0 beyond
     ``farthest``): of a column's sum, over the batch, or of a row's, over the queue.
 
-    The queue is empty at first and grows with each batch, after the loss is taken, until it is full; then the oldest
-    keys leave. The public code fills it before the first step with embeddings of as many training batches by the
-    network as it starts; from the step on in which the queue is full here, after ``queue_size`` images, both hold keys
-    of the same kind. The code shuffles images before keys are made, which would matter to batch norms that normalize
-    by the batch; keys are made in evaluation mode, there as here.
+    The queue is empty at first, grows with each batch after the loss is taken, and then loses its oldest keys. The
+    public code fills it before the first step with embeddings by the initial network; once the queue is full, both hold
+    keys of the same kind. The code shuffles images before keys are made, which changes nothing in evaluation mode.
 
     Source: Milbich et al., DiVA, ECCV 2020; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049,
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.
@@ -103,16 +100,12 @@ class SelfSimilarity(Regularizer, Counters):
         """
         super().__init__(weight)
         check_choice("shares", shares, get_args(Shares))
-        if queue_size < 1 or not temperature > 0:
-            raise ConfigError(
-                f"queue_size ({queue_size}) of the self-similarity must be at least 1, temperature ({temperature}) "
-                "above 0"
-            )
-        if not 0 <= key_momentum <= 1 or not (0 < nearest <= 2 and 0 < farthest <= 2):
-            raise ConfigError(
-                f"key_momentum ({key_momentum}) of the self-similarity must be in [0, 1], nearest ({nearest}) and "
-                f"farthest ({farthest}) in (0, 2]"
-            )
+        check_at_least(1, queue_size=queue_size)
+        check_positive(temperature=temperature)
+        if not 0 <= key_momentum <= 1:
+            raise ConfigError(f"key_momentum: got {key_momentum}, expected a number in [0, 1].")
+        if not (0 < nearest <= 2 and 0 < farthest <= 2):
+            raise ConfigError(f"nearest and farthest: got {nearest} and {farthest}, expected distances in (0, 2].")
         self.key_momentum = key_momentum
         self.temperature = temperature
         self.nearest = nearest

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
 
 
 class ProxyNca(WholeBatchLoss):
@@ -42,10 +42,8 @@ class ProxyNca(WholeBatchLoss):
             proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
         """
         super().__init__()
-        if num_classes < 2:
-            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy is compared with the others")
-        if not (softmax_scale > 0 and proxy_std > 0):
-            raise ConfigError(f"softmax_scale ({softmax_scale}) and proxy_std ({proxy_std}) must be above 0")
+        check_at_least(2, num_classes=num_classes)
+        check_positive(softmax_scale=softmax_scale, proxy_std=proxy_std)
         self.num_classes = num_classes
         self.softmax_scale = softmax_scale
         self.assignment_probability = assignment_probability

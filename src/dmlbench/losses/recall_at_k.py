@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -20,11 +21,9 @@ class RecallAtKSurrogate(WholeBatchLoss):
     recall_k(q) = min(k, sum over P of sigmoid((k - rank(q, x)) / T_k)) / min(k, |P|)
     loss = mean over q of (1 - mean over k of recall_k(q)).
 
-    In the public code z may be the query itself, which lifts every rank by about one; the paper's set of images to
-    search does not hold the query: ``count_query`` chooses. A k above the batch counts as the batch. Queries without
-    positives are left out; where there are only such, the loss is 0 with a gradient of 0.
-
-    Left out: SiMix, the mixing of similarities of the same paper, and its batches of 4,000 by two passes.
+    In the public code z may be the query itself (``count_query``), which lifts every rank by about one; in the paper it
+    is not. A k above the batch counts as the batch. Queries without positives are left out; without any other the loss
+    is 0. SiMix, the paper's mixing of similarities, and its batches of 4,000 by two passes are left out.
 
     Source: Patel, Tolias and Matas 2022, "Recall@k surrogate loss with large batches and similarity mixup"; code
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
@@ -47,12 +46,10 @@ class RecallAtKSurrogate(WholeBatchLoss):
             count_query: whether the query itself counts in its ranks.
         """
         super().__init__()
-        if not k or min(k) < 1:
-            raise ConfigError(f"k ({list(k)}) must name one or more numbers of at least 1, e.g. [1, 2, 4, 8, 16]")
-        if len(k_temperatures) != len(k) or min(k_temperatures) <= 0:
-            raise ConfigError(f"k_temperatures ({list(k_temperatures)}) must give each of the {len(k)} k one above 0")
-        if not rank_temperature > 0:
-            raise ConfigError(f"rank_temperature ({rank_temperature}) must be above 0, e.g. 0.01")
+        check_at_least(1, k=min(k, default=0))
+        check_positive(rank_temperature=rank_temperature, k_temperatures=min(k_temperatures, default=0))
+        if len(k_temperatures) != len(k):
+            raise ConfigError(f"k_temperatures: got {list(k_temperatures)}, expected one for each of the {len(k)} k.")
         self.k = tuple(k)
         self.k_temperatures = tuple(k_temperatures)
         self.rank_temperature = rank_temperature

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ModelOutput
 
 
 def similarity_distillation(rows: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
@@ -65,13 +66,11 @@ class SimilaritySelfDistillation(Regularizer):
             feature_delay: batches before features teach.
         """
         super().__init__(weight)
-        if feature_size < 1 or not sizes or min(sizes) < 1:
-            raise ConfigError(f"S2SD needs sizes of heads ({list(sizes)}) and features ({feature_size}) of at least 1")
-        if min(distillation_weight, feature_weight, feature_delay) < 0 or not temperature > 0:
-            raise ConfigError(
-                f"distillation_weight ({distillation_weight}), feature_weight ({feature_weight}) and feature_delay "
-                f"({feature_delay}) of S2SD must be at least 0, and temperature ({temperature}) above 0"
-            )
+        check_at_least(1, feature_size=feature_size, sizes=min(sizes, default=0))
+        check_at_least(
+            0, distillation_weight=distillation_weight, feature_weight=feature_weight, feature_delay=feature_delay
+        )
+        check_positive(temperature=temperature)
         self.distillation_weight = distillation_weight
         self.feature_weight = feature_weight
         self.feature_delay = feature_delay

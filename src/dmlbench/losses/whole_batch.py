@@ -1,4 +1,4 @@
-"""What losses share that compare a whole batch with proxies or with itself, whatever a miner would choose."""
+"""Losses that compare a whole batch with proxies or with itself, without pairs of a miner."""
 
 from typing import ClassVar
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import Counters
 from dmlbench.types import ConfigError, check_choice
 
@@ -24,20 +25,17 @@ class TakesMasks(Protocol):
 class CrossBatchMemory(Counters):
     """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
 
-    total = loss(batch, batch) + weight * loss(batch, memory). The batch is in the memory when the loss is taken, an
-    image is not paired with its own row (by index), and the memory is detached.
-
-    ``observe`` fills the memory and is called once per training step before the loss; the loss itself changes nothing.
-    In evaluation mode, and until the memory takes part, the value is that of the wrapped loss alone.
+    total = loss(batch, batch) + weight * loss(batch, memory). The memory is detached and holds the batch; an image is
+    not paired with its own row. ``observe`` fills the memory, once per training step before the loss. In evaluation
+    mode, and until the memory takes part, the value is that of the wrapped loss.
 
     variant, when the memory takes part (s the step, from 1):
         paper: from s = start_step + 1 on, with what has been stored by then.
         gsp: as soon as it is full, hence from s = start_step + memory_size / B on.
     placement, where a batch is stored:
         ring: over the oldest rows, wrapping around the end (PML, GSP; the queue that the paper describes).
-        official: as the paper's code does; a batch that no longer fits behind the last one is written over the last B
-            rows and the next one begins at row 0. Hence even where B divides memory_size one slot is written twice a
-            round, and its first batch is lost early.
+        official: as the paper's code; a batch that no longer fits behind the last one overwrites the last B rows and
+            the next one begins at row 0. One slot is written twice a round, and its first batch is lost early.
 
     Source: Wang et al. 2020, algorithm 1; msight-tech/research-xbm 223ecdc2, modeling/xbm.py and engine/trainer.py;
     GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
@@ -73,11 +71,9 @@ class CrossBatchMemory(Counters):
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
         check_choice("placement", placement, get_args(Placement))
-        for name, number, least in (("memory_size", memory_size, 1), ("start_step", start_step, 0)):
-            if number < least:
-                raise ConfigError(f"{name} ({number}) of the cross-batch memory must be at least {least}")
-        if not weight > 0:
-            raise ConfigError(f"weight ({weight}) of the memory's part must be above 0; use the plain loss instead")
+        check_at_least(1, memory_size=memory_size)
+        check_at_least(0, start_step=start_step)
+        check_positive(weight=weight)
         _require_references(loss, embedding_size)
         self.loss = loss
         self.memory_miner = memory_miner
