@@ -10,14 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.losses import diva
-from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.diva import PARTS, Diva, drawn_triplets, unit_parts
-from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import log_inverse_density
-from dmlbench.losses.objective import Objective
 from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
-from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ModelOutput
 
 PUBLIC = dict(zip(PARTS, ("discriminative", "shared", "selfsimilarity", "intra"), strict=True))
 OF_TRIPLETS = ("discriminative", "shared", "intra")
@@ -235,57 +231,3 @@ def test_the_loss_normalizes_each_part_by_itself() -> None:
     gradient = torch.autograd.grad(loss(rows.requires_grad_(), labels), rows)[0].unflatten(1, (4, 3)).abs().sum((0, 2))
     assert gradient[PARTS.index("self_similarity")] == 0
     assert (gradient[[0, 1, 3]] > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("labels", "arguments", "message"),
-    [
-        ([0, 1, 2, 3], {}, r"batch of 4 has 4 classes of at most 1; raise sampler.images_per_class"),
-        ([0, 0, 0, 0], {}, r"has 1 classes of at most 4; .* sampler.classes_per_batch"),
-        ([0, 0, 1, 1], {"shared": "across_classes"}, r"three classes, and the batch has 2; raise .*classes_per_batch"),
-    ],
-)
-def test_batches_without_triplets_are_refused(labels, arguments, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Diva(4, 8, **arguments)(torch.randn(4, 8), torch.tensor(labels))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Diva(4, 10), r"embedding_size \(10\) is not a multiple of 4; set head.out_features"),
-        (lambda: PartDecorrelation(1.0, 6), r"embedding_size \(6\)"),
-        (lambda: SelfSimilarity(1.0, 6), r"embedding_size \(6\)"),
-        (lambda: Diva(4, 8, intra_weight=-1), r"intra_weight \(-1\)"),
-        (lambda: Diva(4, 8, shared="third"), "shared 'third'"),
-        (lambda: Diva(4, 8, margin=-1), r"margin \(-1\)"),
-        (lambda: PartDecorrelation(1.0, 8, hidden_size=0), r"hidden_size \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, queue_size=0), r"queue_size \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, temperature=0), r"temperature \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, key_momentum=1.1), r"key_momentum \(1.1\)"),
-        (lambda: SelfSimilarity(1.0, 8, farthest=2.5), r"farthest \(2.5\)"),
-        (lambda: SelfSimilarity(1.0, 8, shares="none"), "shares 'none'"),
-    ],
-)
-def test_values_out_of_range_are_refused(make, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_what_does_not_compose_says_so() -> None:
-    with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
-        CrossBatchMemory(Diva(4, 8), 8, 16)
-    with pytest.raises(ConfigError, match="Diva has no mixed labels here"):
-        Metrix(Diva(4, 8))
-    with pytest.raises(ConfigError, match=r"draws triplets of its own .* set miner=null"):
-        Diva(4, 8)(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]), (torch.tensor([0]),) * 3)
-    two = {"a": SelfSimilarity(0.1, 8), "b": SelfSimilarity(0.1, 8, key_momentum=0.99)}
-    with pytest.raises(ConfigError, match=r"different momenta \(a: 0.9, b: 0.99\)"):
-        Objective(Diva(4, 8), regularizers=two)
-
-
-def test_an_objective_says_whether_it_wants_keys() -> None:
-    assert Objective(ContrastiveC1()).key_momentum is None
-    assert Objective(Diva(4, 8), regularizers={"d": PartDecorrelation(0.1, 8)}).key_momentum is None
-    wants = Objective(Diva(4, 8), regularizers={"s": SelfSimilarity(0.1, 8, key_momentum=0.0)})
-    assert wants.key_momentum == 0.0

@@ -12,7 +12,6 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.types import ConfigError
 
 L, R = 3, 6
 
@@ -143,16 +142,3 @@ def test_what_infers_nothing_has_no_final_part():
     loss(rows, labels).backward()
     assert loss.final_weight == 0
     assert distance.alpha.grad is None
-
-
-def test_bad_weights_are_named():
-    distance, *_ = sample()
-    with pytest.raises(ConfigError, match="one number for each of the 3 levels"):
-        LayeredProxyAnchor(4, distance, level_weights=(1.0, 1.0))
-    with pytest.raises(ConfigError, match="a level must count"):
-        LayeredProxyAnchor(4, distance, level_weights=(0.0, 0.0, 0.0))
-    with pytest.raises(ConfigError, match="num_classes"):
-        LayeredProxyAnchor(1, distance)
-    with pytest.raises(ConfigError, match="miner=null"):
-        _, rows, labels = sample()
-        LayeredProxyAnchor(4, distance)(rows, labels, (labels,))

@@ -13,7 +13,6 @@ from torch.nn.functional import normalize
 
 from dmlbench import build
 from dmlbench.config import compose
-from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.metrix import Metrix, Pairs
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.proxy_anchor import ProxyAnchor
@@ -278,31 +277,3 @@ def test_one_image_of_a_class_is_enough_for_proxies_alone() -> None:
     build.check_values(compose("train", [*alone, "loss@loss.loss=proxy_anchor"]))
     with pytest.raises(ConfigError, match=r"sampler.images_per_class \(1\) must be at least 2"):
         build.check_values(compose("train", alone))
-
-
-def test_bad_settings_are_refused() -> None:
-    loss = losses.ContrastiveLoss()
-    for settings, message in (
-        ({"variant": "papr"}, "variant 'papr' is unknown; did you mean 'paper'"),
-        ({"pairs": ["anchor"]}, "pairs 'anchor' is unknown; did you mean 'anchor_negative'"),
-        ({"pairs": []}, "pairs is empty"),
-        ({"weight": 0.0}, r"weight \(0.0\) .* must be above 0"),
-        ({"alpha": 0.0}, r"alpha \(0.0\) .* must be above 0"),
-        ({"num_hard_negatives": 0}, r"num_hard_negatives \(0\) must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Metrix(loss, **settings)
-    for other in (ContrastiveC1(), losses.TripletMarginLoss(), Metrix(loss)):
-        with pytest.raises(ConfigError, match=r"has no mixed labels here; wrap one of .*ProxyAnchor"):
-            Metrix(other)
-    for other in (losses.MultiSimilarityLoss(), ProxyAnchor(2, 3)):
-        with pytest.raises(ConfigError, match="set variant=paper"):
-            Metrix(other, variant="official")
-    for distance in (distances.LpDistance(p=1), distances.LpDistance(normalize_embeddings=False)):
-        with pytest.raises(ConfigError, match="do not tell LpDistance of the wrapped loss"):
-            Metrix(losses.ContrastiveLoss(distance=distance))
-    with pytest.raises(ConfigError, match="PerAnchorReducer"):
-        Metrix(losses.ContrastiveLoss(reducer=reducers.PerAnchorReducer()))
-    x, y = batch()
-    with pytest.raises(ConfigError, match="set miner=null"):
-        Metrix(loss, variant="official")(x, y, miners.MultiSimilarityMiner()(x, y))

@@ -211,23 +211,6 @@ def test_memory_has_no_gradient_and_gradcheck_holds() -> None:
     assert torch.autograd.gradcheck(lambda x: memory(x, y), (x,))
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        losses.ProxyAnchorLoss(3, 6),
-        losses.ProxyNCALoss(3, 6),
-        losses.NormalizedSoftmaxLoss(3, 6),
-        losses.ArcFaceLoss(3, 6),
-        losses.FastAPLoss(),
-        torch.nn.CrossEntropyLoss(),
-    ],
-    ids=lambda loss: type(loss).__name__,
-)
-def test_a_loss_without_references_is_refused(loss) -> None:
-    with pytest.raises(ConfigError, match=r"cannot compare a batch with a memory .* such as contrastive_c1"):
-        CrossBatchMemory(loss, 6, 10)
-
-
 PAIRS = {
     "contrastive",
     "contrastive_c1",
@@ -259,24 +242,3 @@ def test_every_loss_of_pairs_can_be_wrapped_and_no_other_one(option: str) -> Non
     else:
         with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
             build.component(cfg.loss)
-
-
-def test_bad_settings_are_refused() -> None:
-    loss = ContrastiveC1()
-    for settings, message in (
-        ({"variant": "papr"}, "variant 'papr' is unknown; did you mean 'paper'"),
-        ({"placement": "rng"}, "placement 'rng' is unknown; did you mean 'ring'"),
-        ({"weight": 0.0}, "weight .* must be above 0"),
-        ({"start_step": -1}, "start_step .* at least 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            CrossBatchMemory(loss, 6, 10, **settings)
-    with pytest.raises(ConfigError, match=r"memory_size \(0\)"):
-        CrossBatchMemory(loss, 6, 0)
-    memory = CrossBatchMemory(loss, 6, 3, start_step=100)
-    with pytest.raises(ConfigError, match=r"memory_size \(3\) .* smaller than the batch \(4\)"):
-        memory.observe(torch.ones(4, 6), torch.arange(4), step=1)
-    memory = CrossBatchMemory(loss, 6, 10, start_step=0)
-    memory.observe(torch.ones(4, 6), torch.arange(4), step=1)
-    with pytest.raises(ValueError, match="must observe a batch"):
-        memory(torch.ones(3, 6), torch.arange(3))
