@@ -11,7 +11,6 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.borrowed_distances import BorrowedDistance
 
 L, R = 3, 6
 
@@ -109,21 +108,6 @@ def test_losses_of_pairs_run_on_every_level_and_on_the_whole(make):
     value.backward()
     assert distance.alpha.grad.abs().sum() > 0
     assert not any(name.endswith(("alpha", "edges")) and "distance" in name for name in loss.state_dict())
-
-
-def test_a_loss_as_it_is_trains_nodes_and_inference_through_the_whole_distance():
-    distance, rows, labels = sample()
-    loss = losses.ContrastiveLoss(neg_margin=1.5, distance=BorrowedDistance(distance))
-    value = loss(rows, labels)
-    matrix = distance(rows, rows)
-    same = labels[:, None] == labels
-    others = ~same
-    same.fill_diagonal_(False)
-    expected = matrix[same].mean() + (1.5 - matrix[others]).relu()[matrix[others] < 1.5].mean()
-    assert_allclose(float(value.detach()), float(expected.detach()), rtol=1e-12)
-    value.backward()
-    assert rows.grad.abs().sum() > 0 and distance.alpha.grad.abs().sum() > 0
-    assert not list(loss.parameters())
 
 
 def test_each_term_mines_by_its_own_distance():

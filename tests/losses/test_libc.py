@@ -113,7 +113,7 @@ def test_the_first_weights_are_drawn_as_the_public_code_draws_them() -> None:
     assert refined.item() == pytest.approx(math.log(50), abs=0.05)
 
 
-def test_only_the_backbone_part_sees_lengths_and_only_the_refined_part_sees_the_batch() -> None:
+def test_backbone_part_alone_sees_lengths_and_refined_part_alone_the_batch() -> None:
     x, longer, other = batch_of(), batch_of(), batch_of()
     longer[0] *= 3
     other[-1] = -other[-1]
@@ -127,19 +127,6 @@ def test_only_the_backbone_part_sees_lengths_and_only_the_refined_part_sees_the_
             inputs = batch.clone().requires_grad_()
             gradients.append(torch.autograd.grad(loss(inputs, LABELS), inputs)[0][0])
         assert torch.allclose(*gradients) == bool(backbone)
-
-
-def test_dropout_is_repeated_by_the_generators_state_and_rests_in_evaluation() -> None:
-    loss, x = loss_of(dropout=0.1), batch_of()
-    torch.nn.init.normal_(loss.refined_classifier.weight)
-    state = torch.get_rng_state()
-    first, second = loss(x, LABELS), loss(x, LABELS)
-    torch.set_rng_state(state)
-    assert torch.equal(loss(x, LABELS), first)
-    assert not torch.equal(first, second)
-    quiet = loss_of()
-    quiet.load_state_dict(loss.state_dict())
-    assert torch.equal(loss.eval()(x, LABELS), quiet(x, LABELS))
 
 
 def test_a_part_of_weight_0_is_not_computed() -> None:

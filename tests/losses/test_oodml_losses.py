@@ -107,11 +107,3 @@ def test_he_normal_is_torch_s_kaiming_normal_over_classes() -> None:
     torch.manual_seed(3)
     nn.init.kaiming_normal_(theirs, mode="fan_out")
     assert torch.equal(vectors, theirs)
-
-
-def test_arcface_takes_a_scheme_or_a_function_of_its_own() -> None:
-    torch.manual_seed(0)
-    uniform = ArcFace(98, 512, init="kaiming_uniform_a5", init_std=None)
-    assert uniform.W.abs().max().item() == pytest.approx(512**-0.5, rel=1e-3)
-    assert ArcFace(98, 512).W.std().item() == pytest.approx(1, rel=0.01)
-    assert not ArcFace(3, 4, weight_init_func=nn.init.zeros_).W.any()

@@ -62,18 +62,6 @@ def test_equals_the_papers_code(recorded) -> None:
     assert filled == recorded["official_memory_rows"].tolist()
 
 
-def test_memory_part_equals_pml(recorded) -> None:
-    memory = CrossBatchMemory(losses.ContrastiveLoss(0, 0.5), 128, 10, start_step=0, placement="ring").double()
-    for i, (x, y) in enumerate(zip(recorded["embeddings"], recorded["labels"], strict=True)):
-        x = torch.tensor(x).requires_grad_()
-        y = torch.tensor(y)
-        memory.observe(x, y, step=i + 1)
-        value = memory.memory_part(x, y)
-        value.backward()
-        np.testing.assert_allclose(value.item(), recorded["pml_loss"][i], rtol=1e-8)
-        np.testing.assert_allclose(x.grad.numpy(), recorded["pml_grad"][i], rtol=1e-7, atol=1e-12)
-
-
 def test_equals_the_gsp_framework(recorded_gsp) -> None:
     memory = CrossBatchMemory(
         ContrastiveC1(subtract_margins=True), 6, 12, start_step=2, variant="gsp", placement="ring"
@@ -182,7 +170,7 @@ def test_resumes_exactly() -> None:
     assert {"rows", "labels", "pointer", "filled"} == set(whole.state_dict())
 
 
-def test_objective_fills_the_memory_once_a_step_and_keeps_it_from_evaluation_and_regularizers() -> None:
+def test_objective_fills_the_memory_once_a_step_and_for_training_alone() -> None:
     embeddings, labels = (torch.tensor(x) for x in batches())
     objective = Objective(CrossBatchMemory(ContrastiveC1(), 6, 8, start_step=1))
     memory = objective.loss
