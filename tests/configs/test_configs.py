@@ -292,7 +292,7 @@ MISTAKES = [
     (["pooling=gsp", "pooling.transport_ratio=2"], "transport_ratio"),
     (["fit.keep=all"], "fit.keep is 'all'.*'best', 'last', 'both', 'none'"),
     (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
-    (["fit.warmup_steps=300"], "warmup_steps \\(300\\)"),
+    (["fit.warmup_steps=300"], "warmup_steps: got 300"),
     (["sampler.classes_per_batch=0"], "classes_per_batch \\(0\\)"),
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
     (["loss=margin_oodml", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
@@ -302,7 +302,7 @@ MISTAKES = [
     (["protocol=two_stage", "schedule=cosine"], "depends on the length of the training.*schedule=plateau"),
     (
         ["experiment=gsp_fair", "loss=proxy_anchor", "fit.max_steps=3", "hydra.mode=RUN"],
-        r"warmup_steps \(100\).*recipe=gsp took part: recipe=none leaves it out",
+        r"warmup_steps: got 100.*recipe=gsp took part: recipe=none leaves it out",
     ),
     (["recipe=gsp"], "recipe=gsp has nothing for dataset=glyphs_collage; with .* it has dataset=cub200"),
     (["recipe=gps"], "recipe=gps is unknown: did you mean 'gsp'"),

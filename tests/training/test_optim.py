@@ -232,7 +232,7 @@ def test_decayed_gradients_are_clipped_by_norm_and_then_by_value() -> None:
 def test_decoupled_decay_is_not_clipped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with (
-        pytest.raises(ConfigError, match="AdamW applies apart; set fit"),
+        pytest.raises(ConfigError, match="AdamW, whose decay is not in the gradient"),
         decay_added(optimizer, "decayed"),
     ):
         pass

@@ -33,7 +33,6 @@ class ContrastiveC1(nn.Module):
         Args:
             neg_margin: m in [-1, 1).
             tolerance: t in [0, 1); keeps an image from being paired with itself where pairs are not told by index.
-            subtract_margins: whether the terms are continuous.
         """
         super().__init__()
         if not -1 <= neg_margin < 1:
@@ -53,10 +52,7 @@ class ContrastiveC1(nn.Module):
     ) -> Tensor:
         """
         Args:
-            indices_tuple: a miner's pairs (4 lists) or triplets (3 lists, each giving a positive and a negative pair),
-                or None for all pairs.
             ref_emb: [R, D] what the batch is compared with, or None for the batch itself.
-            ref_labels: [R].
         """
         rows = normalize(embeddings)
         references = rows if ref_emb is None else normalize(ref_emb)

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from dmlbench.device_copies import to_device
 from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.margin_oodml import MarginOodml
-from dmlbench.losses.miners import Triplets, drawn_by_distance
+from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError, check_choice
 
@@ -73,10 +73,6 @@ class Diva(WholeBatchLoss):
         learn_beta: bool = True,
         nu: float = 0.0,
     ) -> None:
-        """
-        Args:
-            embedding_size: D, of all four parts together.
-        """
         super().__init__()
         check_parts(embedding_size)
         check_choice("shared", shared, get_args(Shared))
@@ -129,11 +125,7 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
             )
         labels = to_device(labels, device)
         third = different & (labels != labels[negative][:, None])
-        positive = torch.rand(third.shape, device=device).masked_fill_(~third, -1).argmax(1)
-        return torch.arange(len(known), device=device), positive, negative
+        return torch.arange(len(known), device=device), drawn_evenly(third), negative
     same = (known[:, None] == known).fill_diagonal_(False)
-    anchor, positive = (
-        to_device(x, device)
-        for x in (same.any(1).nonzero()[:, 0], torch.rand(same.shape).masked_fill_(~same, -1).argmax(1))
-    )
+    anchor, positive = (to_device(x, device) for x in (same.any(1).nonzero()[:, 0], drawn_evenly(same)))
     return anchor, positive[anchor], negative[anchor]

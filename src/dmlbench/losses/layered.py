@@ -73,7 +73,6 @@ class LayeredLoss(nn.Module):
         """
         Args:
             embeddings: rows [B, 2 L r].
-            indices_tuple: pairs or triplets for every term alike, or None.
         """
         batch_labels = BatchLabels.of(labels, embeddings.device)
         total = embeddings.new_zeros(())

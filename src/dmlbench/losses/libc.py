@@ -49,8 +49,6 @@ class Libc(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
-            refined_weight: of the part that sees the batch, likewise.
             init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.
         """
         super().__init__()

@@ -30,12 +30,6 @@ class MarginOodml(nn.Module):
     def __init__(
         self, num_classes: int, *, margin: float = 0.2, beta: float = 0.6, learn_beta: bool = True, nu: float = 0.0
     ) -> None:
-        """
-        Args:
-            beta: where the boundaries start, above 0.
-            learn_beta: whether they are trained (as the group "loss").
-            nu: weight of the boundaries' size, at least 0.
-        """
         super().__init__()
         check_at_least(0, margin=margin, nu=nu)
         check_positive(beta=beta)
@@ -54,10 +48,7 @@ class MarginOodml(nn.Module):
     ) -> Tensor:
         """
         Args:
-            labels: [B] in [0, num_classes).
-            indices_tuple: triplets or pairs of a miner, or None for all triplets.
             ref_emb: [R, D] what anchors are compared with, or None for the batch itself.
-            ref_labels: [R].
         """
         device = embeddings.device
         if indices_tuple is None and ref_labels is None:

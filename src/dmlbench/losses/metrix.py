@@ -68,7 +68,6 @@ class Metrix(SeededDraws):
         """
         Args:
             loss: PML's ContrastiveLoss or MultiSimilarityLoss, by cosines or distances of unit vectors, or ProxyAnchor.
-            alpha: of the Beta distribution, above 0; 1 is uniform, more prefers equal shares.
             num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
         """
         super().__init__()
@@ -104,10 +103,6 @@ class Metrix(SeededDraws):
         self.variant = variant
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            indices_tuple: a miner's pairs or triplets, or None for all pairs.
-        """
         value: Tensor = self.loss(embeddings, to_device(labels, embeddings.device), indices_tuple)
         if not self.training:
             return value
@@ -128,7 +123,6 @@ class Metrix(SeededDraws):
 
         Args:
             share: lambda in [0, 1], of the first embedding.
-            indices_tuple: a miner's pairs or triplets, or None.
         """
         if indices_tuple is not None and self.variant == "official":
             raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")

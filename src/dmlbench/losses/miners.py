@@ -131,10 +131,6 @@ class SwitchedNegatives(nn.Module):
         self.variant = variant
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
-        """
-        Args:
-            labels: [B].
-        """
         batch_labels = BatchLabels.of(labels, embeddings.device)
         mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
         if len(mined) != 3:
@@ -171,7 +167,6 @@ class RandomPositiveHardestNegative(nn.Module):
         """
         Args:
             cutoff: upper limit of the floor, at least 0, in units of the distance.
-            distance: None is the Euclidean distance of unit vectors.
         """
         super().__init__()
         check_at_least(0, cutoff=cutoff)

@@ -29,11 +29,6 @@ class MultiSimilarityOodml(WholeBatchLoss):
     compares: ClassVar[str] = "chooses its pairs by itself"
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1) -> None:
-        """
-        Args:
-            base: lambda, the cosine that both are compared with.
-            epsilon: at least 0, margin of the choice of pairs.
-        """
         super().__init__()
         check_positive(alpha=alpha, beta=beta)
         check_at_least(0, epsilon=epsilon)

@@ -46,7 +46,6 @@ class Objective(nn.Module):
             miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
             regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
                 their own as the group "loss".
-            mixing: how they are joined with the loss.
         """
         super().__init__()
         check_choice("mixing", mixing, get_args(Mixing))
@@ -95,9 +94,7 @@ class Objective(nn.Module):
         """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
 
         Args:
-            output: embeddings [B, D] and side outputs of a batch.
             labels: [B] classes in [0, num_classes), on the host; ``check_labels`` looks at those of a run once.
-            step: number of this step, from 1.
         """
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation

@@ -92,7 +92,6 @@ class SelfSimilarity(Regularizer, Counters):
         """
         Args:
             weight: of the value (code: 0.3 on CUB, 0.15 on Cars196, 0.2 on SOP, with a ResNet50).
-            key_momentum: in [0, 1], of the copy of the network (code: 0.9).
             nearest: distances below count as this one, in (0, 2] (code: 0.5).
             farthest: keys farther than this have weight 0 but for the smallest number, in (0, 2] (code: 1.4).
             shares: of what weights are shares. "of_batch" is what the public codes' experiments computed, "of_queue"

@@ -47,12 +47,6 @@ class ProxyAnchor(WholeBatchLoss):
         init: str = "he_normal",
         init_std: float | None = None,
     ) -> None:
-        """
-        Args:
-            alpha: above 0, how much the hardest images outweigh the others.
-            margin: in [0, 1), distance of both kinds of cosines from 0.
-            positive_mean: what the first sum is a mean over, ``classes`` or ``images``.
-        """
         super().__init__()
         check_at_least(2, num_classes=num_classes)
         check_positive(alpha=alpha)

@@ -40,11 +40,6 @@ class RecallAtKSurrogate(WholeBatchLoss):
         rank_temperature: float = 0.01,
         count_query: bool = True,
     ) -> None:
-        """
-        Args:
-            k_temperatures: T_k, one for every k, above 0.
-            count_query: whether the query itself counts in its ranks.
-        """
         super().__init__()
         check_at_least(1, k=min(k, default=0))
         check_positive(rank_temperature=rank_temperature, k_temperatures=min(k_temperatures, default=0))

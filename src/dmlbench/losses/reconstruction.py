@@ -65,7 +65,6 @@ class RecursiveRegularizer(Regularizer):
     ) -> None:
         """
         Args:
-            embedding_size: D, of the pooling's side output "pooled".
             forgetting: alpha in (0, 1] (the paper gives no value).
             ridge: beta > 0 (the paper gives no value).
         """

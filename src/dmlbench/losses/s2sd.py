@@ -60,10 +60,7 @@ class SimilaritySelfDistillation(Regularizer):
     ) -> None:
         """
         Args:
-            weight: share of the further heads' losses in the objective (paper: 0.5).
             make_objective: of an embedding size makes loss and miner for a head.
-            distillation_weight: g, at least 0.
-            feature_delay: batches before features teach.
         """
         super().__init__(weight)
         check_at_least(1, feature_size=feature_size, sizes=min(sizes, default=0))

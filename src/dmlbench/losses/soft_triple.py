@@ -42,7 +42,6 @@ class SoftTriple(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            margin: what the right class must be ahead (delta), at least 0.
             init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
                 +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
         """

@@ -45,7 +45,6 @@ class UniformPrior(Regularizer):
     ) -> None:
         """
         Args:
-            weight: share of the regularizer in the objective (code: 0.2; SOP: 0.02).
             chunk_size: entries that D sees at once, a divisor of ``feature_size``; fewer features are one chunk (code:
                 128).
             discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).

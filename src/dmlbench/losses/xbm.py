@@ -1,6 +1,6 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,6 @@ from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["paper", "gsp"]
 Placement = Literal["official", "ring"]
-
-
-@runtime_checkable
-class TakesMasks(Protocol):
-    """A loss that also takes its pairs as masks, which needs neither lists of pairs nor a wait for the device."""
-
-    def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor: ...
 
 
 class CrossBatchMemory(Counters):
@@ -62,7 +55,6 @@ class CrossBatchMemory(Counters):
         Args:
             loss: any loss ``loss(embeddings, labels, indices_tuple, ref_emb=..., ref_labels=...)``; PML's losses of
                 pairs and triplets are. Its ``indices_tuple``, from the objective's miner, concerns the batch alone.
-            memory_size: rows of the memory, at least a batch.
             start_step: steps before anything is stored, so that embeddings have settled ("slow drift").
             normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
             memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
@@ -100,8 +92,6 @@ class CrossBatchMemory(Counters):
         """Store a batch.
 
         Args:
-            embeddings: [B, D] that the loss is about to be taken of.
-            labels: [B], on the device.
             step: number of this training step, from 1.
         """
         batch = len(embeddings)
@@ -128,12 +118,6 @@ class CrossBatchMemory(Counters):
         self.set_count("filled", filled)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D], those that were observed last.
-            labels: [B].
-            indices_tuple: pairs or triplets of a miner within the batch, or None.
-        """
         wanted = BatchLabels.of(labels, embeddings.device).wanted_by(self.loss)
         value: Tensor = self.loss(embeddings, wanted, indices_tuple)
         if not self.training or not self.is_active:
@@ -159,8 +143,8 @@ class CrossBatchMemory(Counters):
             positive = positive.view(torch.bool)
             negative = ~positive
             positive[torch.arange(len(own), device=own.device), own] = False
-            if self.normalize_rows and isinstance(self.loss, TakesMasks):
-                return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
+            if self.normalize_rows and (of_masks := getattr(self.loss, "of_masks", None)):  # without lists of pairs
+                return cast("Tensor", of_masks(normalize(embeddings), rows, positive, negative))
             pairs = (*torch.where(positive), *torch.where(negative))
         value: Tensor = self.loss(
             embeddings, batch_labels.wanted_by(self.loss), pairs, ref_emb=rows, ref_labels=memory_labels

@@ -84,7 +84,6 @@ class ZeroShotRegularizer(Regularizer):
     ) -> None:
         """
         Args:
-            softmax_scale: factor on the similarities, > 0 (code: 9.5; the paper prints none, which is 1).
             reduction: "batch" or "halves", see ``zero_shot_loss``.
         """
         super().__init__(weight)

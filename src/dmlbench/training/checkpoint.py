@@ -43,15 +43,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except PermissionError as error:
-        raise RunError(f"the checkpoint {path} cannot be read: {error.strerror}; make it readable") from error
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, ... for a damaged file
         raise RunError(
             f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {reason_of(error)}; it is "
             "truncated, damaged or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
         ) from error
     if not isinstance(state, dict):
-        raise RunError(
-            f"{path} holds a {type(state).__name__}, not a checkpoint; delete it to start from the beginning"
-        )
+        raise RunError(f"{path} holds a {type(state).__name__}, not a checkpoint; delete it to start again")
     return state

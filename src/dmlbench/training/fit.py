@@ -114,9 +114,9 @@ class FitSettings:
         for name in ("max_steps", "warmup_steps", *positive):
             value, limit = getattr(self, name), int(name in positive)
             if value is not None and value < limit:
-                raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
+                raise ConfigError(f"fit.{name}: got {value}, expected at least {limit}.")
         if not self.min_improvement >= 0:
-            raise ConfigError(f"fit.min_improvement ({self.min_improvement}) must be at least 0")
+            raise ConfigError(f"fit.min_improvement: got {self.min_improvement}, expected at least 0.")
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
         check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
@@ -124,20 +124,14 @@ class FitSettings:
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"fit.{name} ({value}) must be positive, or null for no clipping")
+                raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
-            raise ConfigError(
-                f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train "
-                "the whole network; lower it"
-            )
+            raise ConfigError(f"fit.warmup_steps: got {self.warmup_steps}, expected below max_steps={self.max_steps}.")
         for name in self.warmup_frozen:
             if name not in GROUPS:
                 raise ConfigError(f"fit.warmup_frozen names the group '{name}': {closest(name, GROUPS)}")
         if self.warmup_steps and not self.warmup_frozen and not self.reset_after_warmup:
-            raise ConfigError(
-                f"fit.warmup_frozen is empty, so fit.warmup_steps ({self.warmup_steps}) would do nothing; name the "
-                "groups to freeze, or set fit.reset_after_warmup=true or fit.warmup_steps=0"
-            )
+            raise ConfigError("fit.warmup_frozen: got no group. Name groups, or set fit.warmup_steps=0.")
 
 
 @dataclass

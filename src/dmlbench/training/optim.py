@@ -166,14 +166,12 @@ class WarmupCosine:
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.warmup_steps >= self.total_steps > 0:
             raise ConfigError(
-                f"warmup_steps ({self.warmup_steps}) of the schedule must be from 0 to below total_steps "
-                f"({self.total_steps}); lower it or raise fit.max_steps"
+                f"schedule.warmup_steps: got {self.warmup_steps}, expected below the {self.total_steps} steps in total."
             )
-        if not 0 < self.start_factor <= 1 or not 0 <= self.final_factor <= 1:
-            raise ConfigError(
-                f"start_factor ({self.start_factor}) of the schedule must be in (0, 1] and final_factor "
-                f"({self.final_factor}) in [0, 1]"
-            )
+        if not 0 < self.start_factor <= 1:
+            raise ConfigError(f"schedule.start_factor: got {self.start_factor}, expected a number in (0, 1].")
+        if not 0 <= self.final_factor <= 1:
+            raise ConfigError(f"schedule.final_factor: got {self.final_factor}, expected a number in [0, 1].")
 
     def __call__(self, step: int) -> float:
         """The factor after ``step`` steps."""
@@ -196,10 +194,7 @@ class HarmonicPlateau(ReduceLROnPlateau):
 
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
     if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
-        raise ConfigError(
-            f"schedule.mode ({schedule.mode}) lowers the rate while the monitored score rises, for it is maximized; "
-            "set schedule.mode=max"
-        )
+        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
 
 
 def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: float | None) -> None:
@@ -236,8 +231,8 @@ def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
         return
     if any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
         raise ConfigError(
-            f"fit.clip_form=decayed clips gradients with the decay, which {type(optimizer).__name__} applies apart; "
-            "set fit.clip_form=plain, or choose optim=adam"
+            f"fit.clip_form: got decayed with {type(optimizer).__name__}, whose decay is not in the gradient. "
+            "Set fit.clip_form=plain or optim=adam."
         )
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
