@@ -270,7 +270,7 @@ MISTAKES = [
     (["schedule=warmup_cosine", "schedule.lr_lambda.start_factor=nan"], "schedule.lr_lambda.start_factor is nan"),
     (["schedule=multi_step", "schedule.milestones=[1,inf]"], "schedule.milestones\\[1\\] is inf"),
     (["fit.min_improvement=nan"], "fit.min_improvement is nan"),
-    (["fit.min_improvement=-1"], "min_improvement \\(-1.*at least 0"),
+    (["fit.min_improvement=-1"], "min_improvement: got -1.*at least 0"),
     (["schedule=cosine", "schedule.T_max=0"], "schedule.T_max \\(0\\) must be at least 1"),
     (["schedule=step", "schedule.step_size=-2"], "schedule.step_size \\(-2\\) must be at least 1"),
     (

@@ -181,7 +181,8 @@ def checked_weights(level_weights: Sequence[float], final_weight: float, distanc
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
         raise ConfigError(
-            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels."
+            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels. Set "
+            f"loss.level_weights={[1.0] * distance.num_levels}."
         )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
