@@ -55,11 +55,6 @@ class LayeredLoss(nn.Module):
         final_weight: float = 1.0,
         miner: Callable[..., nn.Module] | None = None,
     ) -> None:
-        """
-        Args:
-            miner: ``miner(distance=...)`` makes a miner, one for each term by its own distance; None takes what the
-                loss makes of no choice.
-        """
         super().__init__()
         self.level_weights = checked_weights(level_weights, final_weight, distance)
         self.final_weight = final_weight if distance.infers else 0.0

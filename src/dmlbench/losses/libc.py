@@ -47,10 +47,6 @@ class Libc(WholeBatchLoss):
         refined_weight: float = 1.0,
         init: str = "kaiming_uniform_a5",
     ) -> None:
-        """
-        Args:
-            init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.
-        """
         super().__init__()
         check_at_least(1, num_layers=num_layers, num_heads=num_heads)
         check_share(dropout=dropout, label_smoothing=label_smoothing)

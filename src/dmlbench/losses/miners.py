@@ -84,10 +84,6 @@ class DistanceWeighted(nn.Module):
     labels_on_host: ClassVar[bool] = True
 
     def __init__(self, *, cutoff: float = 0.5) -> None:
-        """
-        Args:
-            cutoff: smaller distances count as this one, in (0, 2).
-        """
         super().__init__()
         if not 0 < cutoff < 2:
             raise ConfigError(f"cutoff: got {cutoff}, expected a distance in (0, 2). The public code has 0.5.")
@@ -164,10 +160,6 @@ class RandomPositiveHardestNegative(nn.Module):
     labels_on_host: ClassVar[bool] = True
 
     def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
-        """
-        Args:
-            cutoff: upper limit of the floor, at least 0, in units of the distance.
-        """
         super().__init__()
         check_at_least(0, cutoff=cutoff)
         self.cutoff = cutoff

@@ -94,7 +94,6 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float, by_class: bool
     Args:
         logits: [B] alpha s_by.
         labels: [B].
-        offset: alpha margin.
 
     Returns:
         A scalar and [B].

@@ -82,10 +82,6 @@ class ZeroShotRegularizer(Regularizer):
         halves: HalvesBy = "random",
         reduction: Reduction = "batch",
     ) -> None:
-        """
-        Args:
-            reduction: "batch" or "halves", see ``zero_shot_loss``.
-        """
         super().__init__(weight)
         check_at_least(1, num_classes=num_classes, embedding_size=embedding_size)
         check_choice("reduction", reduction, get_args(Reduction))
