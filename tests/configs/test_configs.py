@@ -268,7 +268,7 @@ MISTAKES = [
     (["schedule=warmup_cosine", "schedule.lr_lambda.start_factor=nan"], "schedule.lr_lambda.start_factor is nan"),
     (["schedule=multi_step", "schedule.milestones=[1,inf]"], "schedule.milestones\\[1\\] is inf"),
     (["fit.min_improvement=nan"], "fit.min_improvement is nan"),
-    (["fit.min_improvement=-1"], "min_improvement \\(-1.*at least 0"),
+    (["fit.min_improvement=-1"], "min_improvement: got -1.*at least 0"),
     (["schedule=cosine", "schedule.T_max=0"], "schedule.T_max \\(0\\) must be at least 1"),
     (["schedule=step", "schedule.step_size=-2"], "schedule.step_size \\(-2\\) must be at least 1"),
     (
@@ -290,7 +290,7 @@ MISTAKES = [
     (["pooling=gsp", "pooling.transport_ratio=2"], "transport_ratio"),
     (["fit.keep=all"], "fit.keep is 'all'.*'best', 'last', 'both', 'none'"),
     (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
-    (["fit.warmup_steps=300"], "warmup_steps \\(300\\)"),
+    (["fit.warmup_steps=300"], "warmup_steps: got 300"),
     (["sampler.classes_per_batch=0"], "classes_per_batch \\(0\\)"),
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
     (["loss=margin_oodml", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
@@ -300,7 +300,7 @@ MISTAKES = [
     (["protocol=two_stage", "schedule=cosine"], "depends on the length of the training.*schedule=plateau"),
     (
         ["experiment=gsp_fair", "loss=proxy_anchor", "fit.max_steps=3", "hydra.mode=RUN"],
-        r"warmup_steps \(100\).*recipe=gsp took part: recipe=none leaves it out",
+        r"warmup_steps: got 100.*recipe=gsp took part: recipe=none leaves it out",
     ),
     (["recipe=gsp"], "recipe=gsp has nothing for dataset=glyphs_collage; with .* it has dataset=cub200"),
     (["recipe=gps"], "recipe=gps is unknown: did you mean 'gsp'"),

@@ -65,8 +65,7 @@ class TokenBatches:
 
 
 class TokenModel(MetricModel):
-    """Numbers of tokens [B, 50] to embeddings [B, D] by a pooling of the tokens' vectors, as if these were pixels.
-    """
+    """Numbers of tokens [B, 50] to embeddings [B, D] by a pooling of the tokens' vectors, as if these were pixels."""
 
     pooling: Pooling
 

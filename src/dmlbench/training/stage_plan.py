@@ -1,4 +1,4 @@
-"""A training's plan to repeat on other data: how many epochs it took to its best score, and its rates on the way."""
+"""Plan of a two-stage training: number of epochs and learning rates of stage 1, repeated on other data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ RATE = "lr"  # in history.csv: of the first parameter group that has a rate abov
 
 @dataclass(frozen=True)
 class Plan:
-    """Times in epochs, so that it can be repeated on a training set of another size.
+    """Length and learning rates of a training, in epochs.
 
     Attributes:
         epochs: length of the training; 0 leaves the model untrained.
@@ -39,9 +39,6 @@ def plan_of(
 
     Args:
         history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
-        first_rate: that rate when it began.
-        best_step: step of the best validation score.
-        steps_per_epoch: of this training.
     """
     changes: list[tuple[float, float]] = []
     rate = first_rate
@@ -58,11 +55,7 @@ def save_plan(path: Path, plan: Plan) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read what ``save_plan`` wrote.
-
-    Raises:
-        RunError: the file is not there or not a plan.
-    """
+    """Read what ``save_plan`` wrote."""
     try:
         values = read_json(path)
         changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])

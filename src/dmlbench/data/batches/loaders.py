@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
 from dmlbench.data.images.sources import ImageSource
-from dmlbench.device_copies import ahead_of_computing, to_device, with_host_copy
+from dmlbench.device_copies import ahead_of_computing, to_device
 from dmlbench.runtime import available_cores, derive_seed
 from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
 
@@ -228,7 +228,7 @@ def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torc
         images[chosen] = images[chosen].flip(-1)
     views = images.split(len(labels))  # the second half are second views, where there are some
     rows = request.rows[: len(labels)]
-    return Batch(views[0], *(with_host_copy(torch.from_numpy(x), device) for x in (labels, rows)), *views[1:])
+    return Batch(views[0], torch.from_numpy(labels), torch.from_numpy(rows), *views[1:])
 
 
 def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:
