@@ -14,6 +14,7 @@ import pytest
 import torch
 from forked import Process
 
+from dmlbench import papers
 from dmlbench.cli.main import main
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
@@ -287,6 +288,22 @@ def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[
     assert said in error.splitlines()[-1]
     assert "Traceback" not in error
     assert not (folder / "out").exists()
+
+
+def test_averages_of_figure_1_follow_from_the_written_tables(folder: Path, capsys) -> None:
+    line = ("proxynca_pp/figure1", "run_missing=false")
+    out, _ = reproduce(capsys, *line)
+    assert "ProxyNCA 60.8 in the paper, not run" in out and "2 not run" in out
+    for k in range(3, 7):
+        scores = [score for score in papers.load_table(f"proxynca_pp/table{k}") if score.origin == "own"]
+        lines = [(s.row, s.embedding_size, s.metric, (s.mean or 0) + k * (s.row == "ProxyNCA"), "") for s in scores]
+        path = folder / f"out/tables/proxynca_pp/table{k}.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([("row", "embedding_size", "metric", "ours", "verdict"), *lines])
+    out, _ = reproduce(capsys, *line)
+    assert "ProxyNCA++ 83.7 in the paper, 83.7 here; ProxyNCA 60.8 in the paper, 65.3 here" in out
+    (difference,) = [line.split() for line in out.splitlines() if line.startswith("ProxyNCA++ minus ProxyNCA ")]
+    assert difference[4:6] == ["18.38", "22.9"]  # 83.65 - 65.275
 
 
 def test_an_unknown_table_is_one_line_that_names_each_known_one_once(folder: Path, capsys) -> None:

@@ -33,11 +33,6 @@ def embed_folder(
         folder: of the images.
         output: file to write, ``.safetensors``.
         batch_size, num_workers, progress: see ``TrainedModel.embed``.
-
-    Raises:
-        ConfigError: another kind of output.
-        DataError: there is no image, or images lie both in class folders and beside them, or one cannot be read.
-        RunError: the file cannot be written.
     """
     folder, output = Path(folder).expanduser(), Path(output).expanduser()
     if output.suffix != ".safetensors":

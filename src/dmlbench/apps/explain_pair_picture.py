@@ -30,12 +30,7 @@ _PERCENTILE = 98
 
 
 def write_pair(explanation: PairExplanation, path: Path) -> Path:
-    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned.
-
-    Raises:
-        ConfigError: ``path`` does not end in .png.
-        RunError: a file cannot be written.
-    """
+    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned."""
     check_output(path)
     numbers = path.with_suffix(".json")
     save_figure(draw_pair(explanation), path)
@@ -47,10 +42,6 @@ def write_pair(explanation: PairExplanation, path: Path) -> Path:
 
 
 def check_output(path: Path) -> None:
-    """
-    Raises:
-        ConfigError: ``path`` does not end in .png.
-    """
     if path.suffix != ".png":
         raise ConfigError(f"output ({path}) must end in .png; the numbers go into a .json file next to it")
 

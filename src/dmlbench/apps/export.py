@@ -78,10 +78,6 @@ def export_run(
 
     Returns:
         For every format that was left out the reason.
-
-    Raises:
-        ConfigError: an unknown format, or an output that holds something.
-        RunError: the run cannot be loaded, a format that was asked for cannot be had, or the folder not be written.
     """
     for name in formats or ():
         check_choice("formats", name, list(GRAPHS))
@@ -143,11 +139,7 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
 
 
 def exported_program(model: TrainedModel) -> ExportedProgram:
-    """The network as torch.export has it, for batches of any size, compared with the network itself.
-
-    Raises:
-        NoGraph: torch cannot trace it, or the graph computes something else.
-    """
+    """The network as torch.export has it, for batches of any size, compared with the network itself."""
     network = Embedder(model.network).eval()
     images = noise(_EXPORTED_BATCH, model.image_size)
     with _quiet(), torch.no_grad(), _as_no_graph("torch_export", model):
@@ -159,11 +151,7 @@ def exported_program(model: TrainedModel) -> ExportedProgram:
 
 
 def of_format(name: str, program: ExportedProgram, model: TrainedModel) -> bytes:
-    """The content of a graph's file; of ONNX read back and compared with the network, as the program was.
-
-    Raises:
-        NoGraph: it cannot be written in this format, packages are missing, or the graph computes something else.
-    """
+    """The content of a graph's file; of ONNX read back and compared with the network, as the program was."""
     network = Embedder(model.network).eval()
     if name == "torch_export":
         buffer = io.BytesIO()
@@ -194,10 +182,6 @@ def noise(count: int, size: Sequence[int]) -> Tensor:
 def _compare(
     name: str, model: TrainedModel, network: Callable[[Tensor], Tensor], graph: Callable[[Tensor], Tensor]
 ) -> None:
-    """
-    Raises:
-        NoGraph: rows of the graph are not those of the network.
-    """
     for count in _CHECKED_BATCHES:
         images = noise(count, model.image_size)
         with torch.no_grad():

@@ -36,12 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Imported:
-    """
-    Attributes:
-        config: folder of the config.
-        scores: test scores of its runs, by coordinates.
-        notes: what is not known or was not checked.
-    """
+    """Folder of the config, test scores by (fold, repeat), and what is not known or was not checked."""
 
     config: Path
     scores: Mapping[tuple[int, int], Mapping[str, float]]
@@ -57,11 +52,6 @@ def import_config(cfg: DictConfig) -> Imported:
 
     Args:
         cfg: of ``dmlbench import``.
-
-    Raises:
-        ConfigError: a name, a pattern or coordinates that cannot be.
-        DataError: the data set is missing.
-        RunError: a file is missing or of other images, or other embeddings were imported under this name.
     """
     if cfg.name is None or not is_file_name(str(cfg.name)):
         raise ConfigError(f"name ({cfg.name}) is what tables call the row: use letters, digits, '.', '_' and '-'")

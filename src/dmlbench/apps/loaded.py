@@ -262,11 +262,7 @@ def foreign_modules(config: DictConfig) -> list[str]:
 
 
 def _require_known_classes(config: DictConfig, modules: tuple[str, ...]) -> None:
-    """Insist that a folder from elsewhere names nothing but parts of models and transforms.
-
-    Raises:
-        ConfigError: it names something else; whatever a ``_target_`` names would be called.
-    """
+    """Insist that a folder from elsewhere names nothing but parts of models and transforms."""
     trusted = (*_PARTS, *(f"{module}." for module in modules))
     for key, kind, place, target in _parts_of(config):
         if not target.startswith(trusted):

@@ -175,10 +175,6 @@ def make_plan(
         compose: for configs whose runs must come first.
         output_dir: root of the run directories.
         coordinates: the requested folds and repeats; without them all are requested.
-
-    Raises:
-        ConfigError: no config has one of the folds.
-        RunError: a config that must come first cannot be composed.
     """
     folds = max((config.num_folds for config in configs), default=0)
     if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):

@@ -100,12 +100,7 @@ class Evaluated:
 
 
 def evaluate_from(cfg: DictConfig) -> Evaluated:
-    """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for.
-
-    Raises:
-        ConfigError: it names both a run and a file or neither, or options of the other.
-        RunError: what is named cannot be evaluated, or a file cannot be written.
-    """
+    """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for."""
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
@@ -158,11 +153,7 @@ def _evaluate_file(cfg: DictConfig) -> Evaluated:
 
 
 def _distance_of_file(cfg: DictConfig, stored: StoredEmbeddings) -> BaseDistance | None:
-    """What compares the rows of a file; None is the distance of unit vectors.
-
-    Raises:
-        RunError: they are compared by a model's own distance, which was not named, or was of other rows.
-    """
+    """What compares the rows of a file; None is the distance of unit vectors."""
     if cfg.model is None:
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(

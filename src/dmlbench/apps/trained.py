@@ -37,11 +37,7 @@ class NamedImage:
 
 
 def distance_of_run(run_dir: Path) -> BaseDistance | None:
-    """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors.
-
-    Raises:
-        RunError: the distance has a state, and the run does not hold it.
-    """
+    """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors."""
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         return None
@@ -73,9 +69,6 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         run_dir: the run.
         overrides: values that replace those of the run's configuration.
         device: as in the configuration.
-
-    Raises:
-        RunError: the run is not complete or kept no weights, these or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
@@ -96,11 +89,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:
-    """The configuration of a run that kept its best weights.
-
-    Raises:
-        RunError: it kept none.
-    """
+    """The configuration of a run that kept its best weights."""
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
@@ -119,11 +108,7 @@ def without_pretrained(config: DictConfig) -> DictConfig:
 
 
 def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -> None:
-    """Put the weights of ``file`` into a model.
-
-    Raises:
-        RunError: they are those of another.
-    """
+    """Put the weights of ``file`` into a model."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -133,11 +118,7 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
 
 
 def row_of(table: ImageTable, image: int | str) -> int:
-    """The row of an image that is named by its row or by its path in the data set.
-
-    Raises:
-        ConfigError: the data set has no such image.
-    """
+    """The row of an image that is named by its row or by its path in the data set."""
     if isinstance(image, bool) or not isinstance(image, int | str):
         raise ConfigError(
             f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
@@ -158,10 +139,6 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
     Args:
         run: what applies its transform.
         image: a row of its data set, a path of it, or a file anywhere.
-
-    Raises:
-        ConfigError: there is no such image, or the transform leaves the file at a size that the data do not have.
-        DataError: the file is no image.
     """
     table = run.data.table
     if isinstance(image, str) and image not in table.paths:

@@ -49,12 +49,7 @@ _LINE = 120
 
 
 def main(line: CommandLine) -> None:
-    """Plan, run, compare.
-
-    Raises:
-        ConfigError: the table, its rows or overrides are wrong; runs are of different code or data.
-        SweepFailed: runs have failed; the others are complete, and the table is written.
-    """
+    """Plan, run, compare."""
     if line.is_sweep:
         raise ConfigError("-m: reproduce runs all that is missing of a table; leave -m out")
     own, given, launching = parts_of(line, _OWN)
@@ -76,11 +71,7 @@ def main(line: CommandLine) -> None:
 
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
-    """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers.
-
-    Raises:
-        ConfigError: a key is unknown.
-    """
+    """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers."""
     own: list[str] = []
     given: list[str] = []
     launching: list[str] = []

@@ -94,9 +94,6 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         name: of the experiment.
         folders: configuration folders.
         given: overrides for the runs. Of ``NARROWING`` they choose among the paper's scores.
-
-    Raises:
-        ConfigError: rows or options match nothing, or nothing of it can be run.
     """
     from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
 

@@ -36,11 +36,7 @@ def task(cfg: DictConfig) -> str:
 
 
 def composed_run(overrides: Sequence[str]) -> DictConfig:
-    """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``.
-
-    Raises:
-        ConfigError: it cannot be composed.
-    """
+    """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``."""
     try:
         cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
         settle(cfg)

@@ -45,10 +45,6 @@ def write_page(
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.
         device: for these.
-
-    Raises:
-        ConfigError: a metric that no config has.
-        RunError: files that are not those of their run; the page cannot be written.
     """
     tables = build_tables(grouped, spec)
     groups = []

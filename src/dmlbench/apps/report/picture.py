@@ -53,10 +53,6 @@ def draw_report(
         num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
             trained config, if it has enough.
         num_nearest: retrieved images a query.
-
-    Raises:
-        ConfigError: a metric that no config has.
-        RunError: embeddings that are not those of their run, or data that are not those of the configs.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:

@@ -28,11 +28,7 @@ def first_run(config: ConfigSummary) -> Path:
 
 
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
-    """Trained configs with the embeddings of their first run, tested on the same images as the first of them.
-
-    Raises:
-        RunError: embeddings that are not those of their run.
-    """
+    """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
     shown = [
         config for config in configs if "(untrained)" not in config.label and (first_run(config) / EMBEDDINGS).exists()
     ]
@@ -75,12 +71,7 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
 
 
 def table_of(config: ConfigSummary) -> ImageTable:
-    """The data set of a config.
-
-    Raises:
-        RunError: what is on disk is not the data of the config.
-        DataError: there is nothing.
-    """
+    """The data set of a config."""
     config = load_config(first_run(config) / CONFIG)
     table: ImageTable = build.component(config.dataset.table)
     if table.fingerprint != config.summary["dataset_fingerprint"]:
