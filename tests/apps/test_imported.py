@@ -1,6 +1,5 @@
 """Embeddings of other code as configs: checked against the data, scored by the same engine, marked where they stand."""
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
-from dmlbench.results.tables import config_labels, to_text
+from dmlbench.results.tables import to_text
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
 DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
@@ -55,7 +54,7 @@ def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def test_twelve_files_become_a_config_of_81_collections_with_the_scores_of_the_engine(table, tmp_path) -> None:
+def test_twelve_files_become_a_config_of_81_collections(table, tmp_path) -> None:
     rows = write(tmp_path, table)
     imported = taken(tmp_path, "selected=last step")
     test = Mlrc().split(table, fold=0).test.query
@@ -77,27 +76,6 @@ def test_twelve_files_become_a_config_of_81_collections_with_the_scores_of_the_e
     write(tmp_path, table, rows=np.ones((24, 6), np.float32))
     with pytest.raises(RunError, match="holds other embeddings of this name; choose another name"):
         taken(tmp_path, "selected=last step")
-
-
-def test_every_run_has_the_facts_of_its_own_fold(table, tmp_path, monkeypatch) -> None:
-    split = Mlrc.split
-    monkeypatch.setattr(
-        Mlrc,
-        "split",
-        lambda self, table, *, fold: dataclasses.replace(split(self, table, fold=fold), facts={"n": fold}),
-    )
-    write(tmp_path, table)
-    taken(tmp_path)
-    runs = find_runs(tmp_path / "out")
-    assert len(runs) == 12
-    assert all(read_result(run.path)["facts"] == {"n": run.fold} for run in runs)
-
-
-def test_an_imported_row_leaves_the_labels_of_our_own_as_they_are() -> None:
-    ours = [({"pooling": name, "loss": "triplet"}, {"pooling._target_": name}) for name in ("gap", "gsp")]
-    theirs = ({"imported": "theirs"}, {"imported.name": "theirs"})
-    assert config_labels(ours)[0] == ["gap", "gsp"]
-    assert config_labels([*ours, theirs]) == (["gap", "gsp", "theirs (imported)"], [])
 
 
 def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> None:

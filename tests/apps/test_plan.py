@@ -71,12 +71,6 @@ def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> 
     ]
 
 
-def test_a_config_that_cannot_be_composed_does_not_keep_others_from_it() -> None:
-    found = compose_configs([("pooling=wrong",), *CONFIGS], Composer())
-    assert found["pooling=wrong",] == "pooling=wrong is unknown"
-    assert [getattr(found[overrides], "num_repeats", 0) for overrides in CONFIGS] == [3, 3]
-
-
 def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp_path: Path) -> None:
     plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=4), [CONFIGS[0]])
     done, lost, cut, foreign, other, moved, failed, running = plan.runs

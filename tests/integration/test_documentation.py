@@ -311,7 +311,7 @@ README_ROWS = {
 }  # fmt: skip
 
 
-def test_readme_has_the_numbers_of_the_published_tables_and_says_what_they_are_not(repository) -> None:
+def test_readme_has_the_numbers_of_the_published_tables(repository) -> None:
     def configs(dataset: str) -> dict[str, str]:
         with (repository / f"outputs/published/{dataset}/{dataset}-mlrc.csv").open(encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if "proxy_anchor" not in row["row"]]
