@@ -240,8 +240,8 @@ def _pick(nodes: Floats, reliabilities: Floats, num_nodes: int, reliable: int) -
 def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_below: int) -> tuple[Inference, ...]:
     """From the top level to the second: a node and the nodes that it is inferred from.
 
-    At the top it is the node that inference gives most, of greatest (1 - p) (W~ delta-hat)_i and, among equals, of least
-    p; below, among the ``num_below`` strongest edges of the node above, the same with the edge as a factor.
+    At the top it is the node that inference gives most, of greatest (1 - p) (W~ delta-hat)_i and, among equals, of
+    least p; below, among the ``num_below`` strongest edges of the node above, the same with the edge as a factor.
     """
     result: list[Inference] = []
     among, factor = np.arange(reliabilities.shape[1]), np.ones(reliabilities.shape[1])

@@ -138,7 +138,7 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
 
 @dataclass(frozen=True)
 class _Bar:
-    """A method's R@1 averaged over tables: the paper's, ours where all of them have it, and why it is not comparable."""
+    """A method's R@1 averaged over tables: the paper's, ours if all tables have it, and why it is not comparable."""
 
     name: str
     paper: float
@@ -155,16 +155,19 @@ def _averaged_bars(name: str, commands: Sequence[Command], folder: Path) -> list
     tables = [command.arguments[1] for command in commands if command.arguments[0] == "reproduce"]
     bars = []
     for bar in dict.fromkeys(part for score in load_table(name) for part in score.row.split(MINUS) if tables):
-        paper, ours, reasons = [], [], []
+        paper: list[float] = []
+        ours: list[float] = []
+        reasons: list[str] = []
         for table in tables:
-            scores = [
-                score for score in load_table(table)
-                if score.metric == "R@1" and score.mean is not None
-                and (score.row == bar or (bar == BEST_PUBLISHED and score.origin == "quoted"))
-            ]  # fmt: skip
-            best = max(scores, key=lambda score: score.mean or 0.0)
-            paper.append(best.mean)
-            line = {"ours": best.mean} if best.origin == "quoted" else _written_line(folder / f"{table}.csv", best)
+            best = max(
+                (score for score in load_table(table) if score.metric == "R@1" and score.mean is not None
+                 and (score.row == bar or (bar == BEST_PUBLISHED and score.origin == "quoted"))),
+                key=lambda score: score.mean or 0,
+            )  # fmt: skip
+            paper.append(float(best.mean or 0))
+            line: dict[str, Any] = (
+                {"ours": best.mean} if best.origin == "quoted" else _written_line(folder / f"{table}.csv", best)
+            )
             ours += [float(line["ours"])] if line.get("ours") else []
             reasons += [line["note"]] if line.get("verdict") == NOT_COMPARABLE else []
         mean = float(np.mean(ours)) if len(ours) == len(tables) else None
@@ -172,7 +175,7 @@ def _averaged_bars(name: str, commands: Sequence[Command], folder: Path) -> list
     return bars
 
 
-def _written_line(path: Path, score: PaperScore) -> Mapping[str, Any]:
+def _written_line(path: Path, score: PaperScore) -> dict[str, Any]:
     """The line of a score in a written table, empty where there is none."""
     if not path.exists():
         return {}

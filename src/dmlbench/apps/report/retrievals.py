@@ -72,8 +72,8 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
 
 def table_of(config: ConfigSummary) -> ImageTable:
     """The data set of a config."""
-    config = load_config(first_run(config) / CONFIG)
-    table: ImageTable = build.component(config.dataset.table)
+    stored = load_config(first_run(config) / CONFIG)
+    table: ImageTable = build.component(stored.dataset.table)
     if table.fingerprint != config.summary["dataset_fingerprint"]:
         raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
     return table
