@@ -26,8 +26,7 @@ class Inference:
 
     Attributes:
         level: of the node, 0 being the lowest.
-        node: number within its level.
-        inferred: (W~ delta-hat)_i, which stands in for the node's own value with weight 1 - p.
+        inferred: (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p.
         below: nodes of the level below that it has edges to, strongest first.
         weights: w~ of these edges.
     """
@@ -150,8 +149,8 @@ def explain_pair(
 
     Args:
         run_dir: a complete run of AVSL, with its weights kept.
-        pair: two images: rows of the data set's table, paths of images in it, or files anywhere, to which the run's
-            transform for evaluation is applied.
+        pair: rows of the data set's table, paths of images in it, or files anywhere, to which the run's transform is
+            applied.
         num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
         reliable: they are picked among so many nodes of greatest reliability; r at most.
         device: as in the configuration.

@@ -50,7 +50,7 @@ class NoGraph(RunError):
 
 
 class Embedder(nn.Module):
-    """The network as graphs have it: uint8 RGB images [B, 3, H, W] to rows [B, D], in float32."""
+    """uint8 RGB images [B, 3, H, W] to rows [B, D], in float32."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -66,9 +66,7 @@ def export_run(
 ) -> dict[str, str]:
     """Write a folder that ``dmlbench.load`` reads without the run, the data or a network connection.
 
-    It holds ``model.safetensors``, ``config.yaml`` (without places on this machine), ``preprocessing.json``,
-    ``README.md`` (the model card), ``model.pt2`` and ``model.onnx`` where the network allows it, and ``dmlbench.json``,
-    which names the files by their SHA-256. Graphs are compared with the network on noise, in batches of 1 and 3.
+    Graphs are compared with the network on noise, in batches of 1 and 3. ``dmlbench.json`` has every file's SHA-256.
 
     Args:
         run_dir: a complete run with its weights; or an exported folder.
@@ -200,7 +198,7 @@ def _called(name: str, model: TrainedModel) -> str:
 
 @contextlib.contextmanager
 def _as_no_graph(name: str, model: TrainedModel) -> Iterator[None]:
-    """What a tracer or converter cannot do, in one line; they raise dozens of unrelated types."""
+    """Tracers and converters raise dozens of unrelated types."""
     try:
         yield
     except NoGraph:

@@ -46,13 +46,10 @@ class Evaluated:
     """What was evaluated, and its scores.
 
     Attributes:
-        source: the run or file.
-        queries: the queries; ``gallery`` is None where they were searched among themselves.
-        spec: how.
-        evaluation: the scores.
+        gallery: None where the queries were searched among themselves.
         stored: a run's scores in its ``result.json``, else None.
         table: the images that the ids count, where they were asked for and found.
-        distance: by which they were compared; None is that of unit vectors.
+        distance: by which rows were compared; None is that of unit vectors.
         cautions: what a run's scores are not (``results.cautions``).
     """
 
@@ -114,7 +111,7 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
 
 
 def _check_request(cfg: DictConfig) -> None:
-    """Everything that can be refused before the work rather than after it."""
+    """Refuse before the work rather than after it."""
     if (cfg.run is None) == (cfg.embeddings is None):
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
     if cfg.rerank is not None and not (cfg.run is not None and cfg.from_checkpoint):

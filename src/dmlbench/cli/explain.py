@@ -50,7 +50,6 @@ def _explain_pair(cfg: DictConfig, runs: Sequence[Path]) -> None:
 
 
 def _output(cfg: DictConfig) -> Path | None:
-    """The file that the picture goes to, if one is named; refused before the work rather than after it."""
     from dmlbench.types import RunError
 
     if cfg.output is None:

@@ -31,12 +31,7 @@ MINUS, BEST_PUBLISHED = " minus ", "the state of the art"
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a table.
-
-    Attributes:
-        arguments: of ``dmlbench``.
-        output: the file with its numbers, if it writes one for the table.
-    """
+    """A command of ``dmlbench`` that makes a table, and the file that it writes its numbers to, if any."""
 
     arguments: tuple[str, ...]
     output: Path | None
@@ -54,14 +49,7 @@ def run_commands(
 ) -> None:
     """Run the commands of an experiment that are not done, then print and write what the paper has numbers for.
 
-    ``dmlbench train`` skips its complete runs, other commands are skipped where their output exists.
-
-    Args:
-        name: of the experiment.
-        reproduce: of the experiment, with ``commands``.
-        cfg: of ``dmlbench reproduce``.
-        given: overrides for the commands; ``dataset`` chooses among them.
-        config_dir: folder of the user's own configuration files.
+    ``dmlbench train`` skips its complete runs; other commands are skipped where their output exists.
     """
     if unknown := [key for key in ("rows", "fold", "repeat", "shard") if cfg[key] is not None]:
         raise ConfigError(f"{name} is made by commands: {unknown[0]} chooses nothing of it")

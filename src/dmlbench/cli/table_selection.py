@@ -23,7 +23,7 @@ from dmlbench.apps.table_rows import (
     reproduce_of,
     rows_of_paper,
     words,
-)
+)  # fmt: skip
 from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
@@ -34,8 +34,7 @@ class Table:
     """The selected part of a table.
 
     Attributes:
-        name: of the experiment.
-        reproduce: of the experiment; see ``apps.table_rows``.
+        name, reproduce: of the experiment; see ``apps.table_rows``.
         rows: the selected ones, with the command line's overrides.
         coordinates: the requested folds and repeats, where they are narrowed.
         backbone: the experiment's.
@@ -93,7 +92,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         cfg: of the command.
         name: of the experiment.
         folders: configuration folders.
-        given: overrides for the runs. Of ``NARROWING`` they choose among the paper's scores.
+        given: overrides for the runs. Those of ``NARROWING`` choose among the paper's scores.
     """
     from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
 

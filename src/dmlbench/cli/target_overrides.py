@@ -23,8 +23,8 @@ def settle_targets(
 ) -> dict[str, str]:
     """Remove the arguments of the chosen option's own component where ``overrides`` put another one in its place.
 
-    What ``overrides`` give stays, and so does what a component takes that is given by interpolation, such as the number
-    of classes. A subclass of the option's component keeps all.
+    What ``overrides`` give stays, and so do interpolated arguments that the new component takes, such as the number of
+    classes. A subclass of the option's component keeps all.
 
     Args:
         cfg: the composed configuration; changed.
