@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_data_sets import write_photo
 
 from dmlbench.apps.imported import Imported, _of_table, import_config
 from dmlbench.apps.loaded import load
@@ -144,28 +143,6 @@ def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> 
         _of_table(read_embeddings(tmp_path / "twice.safetensors"), table, RetrievalSet(np.arange(4, 8)), "files")
     with pytest.raises(RunError, match=r"the test half of shop has a gallery of its own; give gallery="):
         _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
-
-
-def test_a_changed_gallery_is_another_model_and_patterns_may_begin_at_home(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for label in range(4):
-        for part in ("train",) if label < 2 else ("query", "gallery"):
-            for i in range(2):
-                write_photo(tmp_path / "shop" / part / str(label) / f"{i}.jpg", label)
-    labels = np.array([2, 2, 3, 3])
-
-    def imported(*gallery: float) -> Imported:
-        np.savez(tmp_path / "q.npz", rows=np.eye(4, dtype="f4"), labels=labels)
-        np.savez(tmp_path / "g.npz", rows=np.diag(gallery).astype("f4"), labels=labels)
-        cfg = compose("import", ["name=theirs", "dataset=folder", f"dataset.table.root={tmp_path}/shop",
-                                 "protocol=conventional", "protocol.num_repeats=1", f"paths.output_dir={tmp_path}/out",
-                                 "embeddings='~/q.npz'", "gallery='~/g.npz'"])  # fmt: skip
-        return import_config(cfg)
-
-    scores = imported(1, 1, 1, 1).scores
-    assert imported(1, 1, 1, 1).scores == scores == {(0, 0): scores[0, 0]} and scores[0, 0]["p_at_1"] == 1
-    with pytest.raises(RunError, match="holds other embeddings of this name"):
-        imported(-1, -1, -1, -1)
 
 
 @pytest.mark.slow

@@ -117,14 +117,6 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
         assert torch.allclose(model.embed(given), kept.rows[:1], atol=1e-5)
     grey = array[..., 0]
     assert torch.equal(model.embed(grey), model.embed(np.stack([grey] * 3, axis=2)))
-    with pytest.raises(DataError, match="number 1 is a ndarray of float32"):
-        model.embed([array, array.astype(np.float32)])
-    with pytest.raises(DataError, match=r"number 0 is a Tensor of torch.uint8"):
-        model.embed(torch.from_numpy(array.copy()))
-    with pytest.raises(RunError, match="no image to embed"):
-        model.embed([])
-    with pytest.raises(RunError, match=r"rows \(1, 3\) are no embeddings of .*, \[N, 128\]"):
-        model.distance(kept.rows, [0.0, 1.0, 2.0])
 
 
 def test_distances_of_near_images_are_right(of_letters) -> None:

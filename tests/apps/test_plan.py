@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
@@ -126,14 +125,6 @@ def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> Non
     half_before, half = plan.waves((1, 2))
     assert [(r.config.overrides[0], r.repeat) for r in half_before] == [(r.config.overrides[0], r.repeat) for r in half]
     assert len(half) == 2
-
-
-def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_refused(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1], repeat=[4])
-    assert [(run.fold, run.repeat) for run in plan.requested] == [(1, 4)]
-    assert [[(run.fold, run.repeat) for run in wave] for wave in plan.waves()] == [[(1, 4)]]
-    with pytest.raises(ConfigError, match="fold: got 5, expected 0 to 1"):
-        _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1, 5])
 
 
 def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import io
 import os
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,41 +150,6 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
         assert f"  not as published: {found}\n" in out
     out, _ = data("verify", "cub200", "decode=false")
     assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
-
-
-def test_list_says_what_is_a_subset(data: Command, tmp_path: Path) -> None:
-    for k in range(20):
-        path = tmp_path / "data" / "cub" / f"{1 + k // 10:03}.Bird" / f"Bird_{k:04}_{k}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (24 + k, 40)).save(path)
-    write_drawings(tmp_path / "data" / "images_background_small2.zip")
-    for part in ("train", "test"):
-        (tmp_path / "data" / "cifar10" / part / "airplane").mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "data" / "cifar10" / part / "airplane" / "0.png")
-    batches = tmp_path / "data" / "cifar-100-python"
-    batches.mkdir()
-    for name in ("train", "test", "meta"):
-        (batches / name).write_bytes(bytes(7000))
-    lines = data("list")[0].splitlines()
-    found = {line.split()[0]: lines[k + 2].strip() for k, line in enumerate(lines[:-2]) if not line.startswith(" ")}
-    assert found["cub200"] == "NOT AS PUBLISHED: a subset: 20 of 11,788 images"
-    assert found["omniglot"] == "NOT AS PUBLISHED: a subset: 120 of 32,460 images"
-    assert found["cifar10"] == "NOT AS PUBLISHED: a subset: 2 of 60,000 images"
-    assert found["cifar100"] == "NOT AS PUBLISHED: a subset: at most 4 of 60,000 images"
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "data" / "images_background_small2.zip").write_bytes(b"damaged")
-    assert "cannot be read: the archive '" in data("list")[0]
-
-
-def write_drawings(file: Path) -> None:
-    """Five alphabets, as in the second small archive; C has two characters, so that halving cuts it."""
-    file.parent.mkdir(exist_ok=True)
-    buffer = io.BytesIO()
-    Image.new("1", (105, 105), 1).save(buffer, "png")
-    with zipfile.ZipFile(file, "w") as archive:
-        for character in (f"{name[0]}/character0{name[1]}" for name in ("A1", "B1", "C1", "C2", "D1", "E1")):
-            for k in range(20):
-                archive.writestr(f"{file.stem}/{character}/{k:04}_01.png", buffer.getvalue())
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from forked import Process
 
 from dmlbench import papers
 from dmlbench.cli.main import main
-from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
-from dmlbench.runtime import file_sha256, write_json
+from dmlbench.runtime import write_json
 
 TABLE = """
 # @package _global_
@@ -228,19 +226,6 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     assert "MIXED CODE: " in out
 
 
-@pytest.mark.slow
-def test_weights_are_those_that_the_runs_say_they_started_from(done: Path, capsys) -> None:
-    torch.save(ResNet20(stem_stride=2).state_dict(), "resnet50-0676ba61.pth")
-    out, _ = reproduce(capsys, *ONE, "fold=0", "backbone.weights_file=resnet50-0676ba61.pth")
-    digest = file_sha256("resnet50-0676ba61.pth")
-    assert f"; OTHER WEIGHTS: resnet50-0676ba61.pth (SHA-256 {digest[:12]})" in out
-    (run,) = [run.path for run in find_runs("out", "*gap*") if "weights_sha256" in read_result(run.path)]
-    assert read_result(run)["weights_sha256"] == digest
-    Path("resnet50-0676ba61.pth").write_bytes(b"another file of this name")
-    out, _ = reproduce(capsys, *ONE, "backbone.weights_file=resnet50-0676ba61.pth", "run_missing=false")
-    assert f"(SHA-256 {digest[:12]})" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -336,16 +321,6 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
     assert [row["verdict"] for row in rows] == ["reproduced", *["differs"] * 5, *["not run"] * 2]
     out, _ = reproduce(capsys, "oodml/table_s2", "backbone=efficientnet_lite0", "dataset=sop", "run_missing=false")
     assert "8 not run" in out
-
-
-@pytest.mark.slow
-def test_processes_that_share_a_table_run_nothing_twice(folder: Path) -> None:
-    both = [_start(folder) for _ in range(2)]
-    ended = [process.wait(timeout=240) for process in both]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert sum(error.count("training images of") for _, _, error in ended) == 4
-    tables = [out.partition("gsp/table2: ")[2] for _, out, _ in ended]
-    assert any("left to the processes" not in table and "8 not comparable" in table for table in tables), tables
 
 
 @pytest.mark.slow
