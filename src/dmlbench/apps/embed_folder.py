@@ -56,10 +56,7 @@ def embed_folder(
     if model.has_own_distance:
         about[OWN_DISTANCE] = type(model.network.distance).__name__
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
-    try:
-        save_embeddings(output, stored.queries, stored.gallery, about)
-    except OSError as error:
-        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    save_embeddings(output, stored.queries, stored.gallery, about)
     return stored
 
 

@@ -52,8 +52,6 @@ def explain_runs(
         device: as in the configuration.
         path: file to write.
     """
-    if path.suffix != ".png":
-        raise ConfigError(f"output ({path}) must end in .png")
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
     if len({table.fingerprint for table in tables}) > 1:

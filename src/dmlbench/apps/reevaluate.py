@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,12 +100,12 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
-        _write(Path(cfg.output), result.summary())
+        write_json(Path(cfg.output), result.summary())
     if cfg.per_query is not None:
-        _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
+        atomic_write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
         names = None if result.table is None else result.table.class_names
-        _write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
+        atomic_write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
     return result
 
 
@@ -207,13 +206,3 @@ def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
         log.warning("ids and labels stay without names: %s here is not the data of the run", table.name)
         return None
     return table
-
-
-def _write(path: Path, content: bytes | Mapping[str, Any]) -> None:
-    try:
-        if isinstance(content, bytes):
-            atomic_write(path, content)
-        else:
-            write_json(path, content)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error

@@ -20,7 +20,7 @@ from dmlbench.apps.report.retrievals import table_of
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
-from dmlbench.types import DmlbenchError, RunError
+from dmlbench.types import DmlbenchError
 
 
 def write_page(
@@ -66,11 +66,8 @@ def write_page(
         })  # fmt: skip
     made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     content = {"made": f"dmlbench {__version__}, {made}", "groups": groups}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, _filled(content).encode())
-    except OSError as error:
-        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, _filled(content).encode())
 
 
 def _images(
