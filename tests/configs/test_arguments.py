@@ -85,7 +85,7 @@ def test_options_stand_anywhere_and_several_regularizers_compose(tmp_path: Path)
         ("data", "password=0123", "password='0123'"),
         ("data", "archives=a b (1).zip", "archives='a b (1).zip'"),
         ("reproduce", "rows=C1+XBM [18],C2*", "rows=['C1+XBM [18]','C2*']"),
-        ("reproduce", "fold=0", "fold=0"),
+        ("reproduce", "fold=0", "fold=[0]"),
         *(
             (command, "*/fold[01]_rep0", "configs='*/fold[01]_rep0'")
             for command in ("table", "report", "status", "clean")

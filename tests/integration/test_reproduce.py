@@ -239,7 +239,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
         (["gsp/table2", "rows=C2+GSP"], "nothing of what was asked for can be run (C2+GSP: needs an exact solver)"),
         (["gsp/table2", "dataset=cub"], "the table has no scores for dataset=cub"),
         (["gsp/table2", "--shard", "5/4"], "shard: got 5/4, expected i/n"),
-        (["gsp/table2", "fold=x"], "fold: got x, expected a number from 0"),
+        (["gsp/table2", "fold=x"], "'x' of type 'str' could not be converted to Integer"),
         (["gsp/table2", "gsp/table3"], "name the table once"),
         (["gsp/table2", "--dryrun"], "unrecognized arguments: --dryrun"),
         (["-m", "gsp/table2"], "leave -m out"),

@@ -177,7 +177,7 @@ def make_plan(
         coordinates: the requested folds and repeats; without them all are requested.
     """
     folds = max((config.num_folds for config in configs), default=0)
-    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
+    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]):
         raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
     known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)

@@ -99,8 +99,8 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
     reproduce = reproduce_of(experiments(folders)[name])
     if (told := instead_of_rows(reproduce)) and not reproduce.get("rows"):
         raise ConfigError(f"{name} cannot be run: it {told}")
-    labels = None if cfg.rows is None else list(map(str, _listed(cfg.rows)))
-    coordinates = {key: _numbers(key, cfg[key]) for key in ("fold", "repeat") if cfg[key] is not None}
+    labels = None if cfg.rows is None else list(cfg.rows)
+    coordinates = {key: list(cfg[key]) for key in ("fold", "repeat") if cfg[key]}
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():
@@ -158,14 +158,3 @@ def _options_of(given: Sequence[str], key: str) -> list[str]:
     """The options that a command line names for a group, separated by commas."""
     values = [override.partition("=")[2] for override in given if override.partition("=")[0].strip() == key]
     return [option.strip() for value in values for option in value.strip("[]").split(",") if option.strip()]
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if OmegaConf.is_list(value) else [value]
-
-
-def _numbers(key: str, value: Any) -> list[int]:
-    numbers = _listed(value)
-    if not numbers or any(type(number) is not int or number < 0 for number in numbers):
-        raise ConfigError(f"{key}: got {value}, expected a number from 0, or several of them, such as {key}=0,1")
-    return numbers
