@@ -9,9 +9,10 @@ import pytest
 from commands_of_tables import CONF, command_of, commands, reproduce_of
 
 from dmlbench import build, papers
-from dmlbench.cli.arguments import key_of, parse
+from dmlbench.cli.arguments import parse
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import compose
 from dmlbench.data.given_splits import FORMAT, read_splits
 from dmlbench.papers import load_table, tables

@@ -19,7 +19,6 @@ from dmlbench import build as build_module
 from dmlbench import one_run as run_module
 from dmlbench.experiment import Setup
 from dmlbench.training.nearest_images import draw_nearest
-from dmlbench.types import RunError
 
 TINY = (
     "dataset.table.num_classes=16", "dataset.table.images_per_class=6", "dataset.table.image_size=32",
@@ -30,20 +29,6 @@ TINY = (
 
 class Killed(Exception):
     """Stands for a kill between two steps."""
-
-
-class Failing:
-    """A logger that cannot be started, or fails later."""
-
-    def __init__(self, at: str) -> None:
-        self.at = at
-
-    def __getattr__(self, name: str) -> Any:
-        def called(*arguments: Any) -> None:
-            if name == self.at:
-                raise RunError(f"{name} has failed")
-
-        return called
 
 
 def config(folder: Path, *overrides: str) -> DictConfig:
@@ -163,27 +148,6 @@ def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
         lines = [picture[top : top + height] for top in range(0, len(picture) - 4, height)]
         found = [next(i for i, page in enumerate(pages) if np.array_equal(page[:height], line)) for line in lines]
         assert len(set(found)) == 5
-
-
-@pytest.mark.parametrize(
-    "at", ["start", *(pytest.param(x, marks=pytest.mark.slow) for x in ("log", "image", "summary"))]
-)
-def test_a_logger_that_fails_ends_the_run_and_the_others_are_closed(
-    plain: Path, tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = []
-    monkeypatch.setattr(
-        "dmlbench.training.log.TensorBoardLogger.close", lambda self: closed.append(self._writer is not None)
-    )
-    build = build_module.build_loggers
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "build_loggers", lambda *given: [*build(*given), Failing(at)])
-        with pytest.raises(RunError, match=f"{at} has failed"):
-            run_module.run(config(tmp_path, "logger=tensorboard"))
-    assert closed == [True]
-    (run_dir,) = tmp_path.glob("glyphs*/*/*/fold*")
-    assert not (run_dir / "result.json").exists()
-    assert_same_numbers(run_module.run(config(tmp_path)), plain)  # the remedy of its message: without a logger
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING
 
-from dmlbench.cli.target_overrides import with_new_arguments
+from dmlbench.cli.target_overrides import key_of, with_new_arguments
 from dmlbench.config import config_folder
 from dmlbench.schemas import SCHEMAS, TrainConfig
 from dmlbench.types import ConfigError
@@ -145,7 +145,7 @@ def _quoted(text: str) -> str:
 def _option_of(argument: str) -> str:
     """An override with ``group=null`` as ``group=none``; Hydra's own messages about groups would name its internals."""
     key, equals, value = argument.partition("=")
-    group = key.lstrip("+~")
+    group = key_of(argument)
     if not group:
         raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100")
     folder = config_folder() / group
@@ -184,8 +184,3 @@ def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[s
         else argument
         for argument, override in zip(arguments, parsed, strict=True)
     ]
-
-
-def key_of(override: str) -> str:
-    """The key of an override, without the marks that add or remove it."""
-    return override.partition("=")[0].lstrip("+~")

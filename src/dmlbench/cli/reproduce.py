@@ -17,12 +17,13 @@ from omegaconf import DictConfig
 from dmlbench.apps.measured import measured
 from dmlbench.apps.table_rows import experiments, hours_per_run, paper_tables, reproduce_of, states
 from dmlbench.cli import train
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
+from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.command import Job, prepare_process, require_output_dir, run_command
 from dmlbench.cli.errors import groups
 from dmlbench.cli.sweeps import launch, raise_failures
 from dmlbench.cli.table_output import print_table
 from dmlbench.cli.table_selection import Table, in_train, known_name, select_table, shard_of
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import composing, config_folder
 from dmlbench.schemas import ReproduceConfig, TrainConfig
 from dmlbench.types import ConfigError, DmlbenchError, RunError, closest

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.table_comparison import given_by_hand, moving
 from dmlbench.apps.table_rows import about
-from dmlbench.cli.arguments import key_of
 from dmlbench.cli.table_output import write_table
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results import side_by_side
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, verdict_on

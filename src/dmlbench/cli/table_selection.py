@@ -24,7 +24,8 @@ from dmlbench.apps.table_rows import (
     rows_of_paper,
     words,
 )  # fmt: skip
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
