@@ -4,7 +4,6 @@ import runpy
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from numpy.testing import assert_allclose
 from omegaconf import OmegaConf
@@ -13,7 +12,7 @@ from dmlbench import build
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.training.log import History
-from dmlbench.types import EmbeddingSet, RunError
+from dmlbench.types import EmbeddingSet
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "avsl_figures.py"))
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -67,13 +66,3 @@ def test_a_picture_is_written_of_several_runs(tmp_path: Path) -> None:
         write_run(tmp_path / momentum, f"head.momentum={momentum}")
     SCRIPT["draw_avsl_figures"]([tmp_path / "0.0", tmp_path / "0.5"], tmp_path / "new" / "a.png", num_pairs=5)
     assert (tmp_path / "new" / "a.png").read_bytes()[:8] == PNG
-
-
-def test_runs_without_edges_or_without_their_changes_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "vectors", head="linear")
-    with pytest.raises(RunError, match="not a run of AVSL"):
-        SCRIPT["inference_facts"](tmp_path / "vectors")
-    write_run(tmp_path / "quiet")
-    (tmp_path / "quiet" / "history.csv").write_text("step,name,value\n10,train/loss,1.0\n")
-    with pytest.raises(RunError, match=r"no changes of edges.*log_every"):
-        SCRIPT["inference_facts"](tmp_path / "quiet")

@@ -198,9 +198,9 @@ class ReproduceConfig:
     """Top level of ``dmlbench reproduce``: a paper's table from its runs, with the paper's numbers beside ours."""
 
     table: str | None = None
-    rows: Any = None
-    fold: Any = None
-    repeat: Any = None
+    rows: tuple[str, ...] | None = None
+    fold: tuple[int, ...] | None = None
+    repeat: tuple[int, ...] | None = None
     list: bool = False
     measured: str | None = None
     dry_run: bool = False

@@ -38,7 +38,7 @@ def model_of(*overrides: str) -> TrainedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_graphs_of_a_pooling_compute_what_the_network_does_or_are_refused_by_name(pooling: str) -> None:
+def test_graphs_of_a_pooling_compute_what_the_network_does(pooling: str) -> None:
     model = model_of(f"pooling={pooling}")
     program = exported_program(model)  # compares
     assert len(of_format("torch_export", program, model)) > 100_000

@@ -79,7 +79,7 @@ def data_and_rows(run_dir: Path):
 @pytest.mark.parametrize(
     "name", ["of_letters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("of_photos", "of_avsl"))]
 )
-def test_two_lines_give_the_embeddings_of_the_run_also_from_an_exported_folder(name, request, tmp_path) -> None:
+def test_runs_and_exported_folders_give_the_embeddings_of_the_run(name, request, tmp_path) -> None:
     run_dir = request.getfixturevalue(name)
     table, kept = data_and_rows(run_dir)
     if table.pixels is not None:
@@ -112,28 +112,14 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
     file = Path(table.root) / str(table.paths[kept.ids[0]])
     model = dmlbench.load(of_photos, device="cpu")
     array = np.asarray(Image.open(file).convert("RGB"))
-    for given in (
-        file,
-        str(file),
-        Image.open(file),
-        array,
-        array[None],
-        torch.from_numpy(array.copy()).permute(2, 0, 1),
-    ):
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    for given in (file, str(file), Image.open(file), array, array[None], tensor):
         assert torch.allclose(model.embed(given), kept.rows[:1], atol=1e-5)
     grey = array[..., 0]
     assert torch.equal(model.embed(grey), model.embed(np.stack([grey] * 3, axis=2)))
-    with pytest.raises(DataError, match="number 1 is a ndarray of float32"):
-        model.embed([array, array.astype(np.float32)])
-    with pytest.raises(DataError, match=r"number 0 is a Tensor of torch.uint8"):
-        model.embed(torch.from_numpy(array.copy()))
-    with pytest.raises(RunError, match="no image to embed"):
-        model.embed([])
-    with pytest.raises(RunError, match=r"rows \(1, 3\) are no embeddings of .*, \[N, 128\]"):
-        model.distance(kept.rows, [0.0, 1.0, 2.0])
 
 
-def test_distances_of_near_images_are_right_and_a_network_that_trains_is_refused(of_letters) -> None:
+def test_distances_of_near_images_are_right(of_letters) -> None:
     model, rows = dmlbench.load(of_letters, device="cpu"), data_and_rows(of_letters)[1].rows
     rows = rows.repeat(2, 1)  # more than 25, where torch turns to products
     near = rows + 1e-4 * rows.norm(dim=1, keepdim=True) * torch.randn(rows.shape, generator=torch.manual_seed(0))
@@ -146,30 +132,8 @@ def test_distances_of_near_images_are_right_and_a_network_that_trains_is_refused
         model.embed(np.zeros((32, 32), dtype=np.uint8))
 
 
-def test_folders_of_parts_are_no_classes_and_nothing_lies_beside_query_and_gallery(of_letters, tmp_path) -> None:
-    model, file = dmlbench.load(of_letters, device="cpu"), tmp_path / "x.safetensors"
-    for part in ("query", "gallery"):
-        for label in ("a", "b"):
-            write_photo(tmp_path / "images" / part / label / "1.png", ord(label), side=32)
-    assert embed_folder(model, tmp_path / "images", file).gallery.labels.tolist() == [0, 1]
-    write_photo(tmp_path / "images" / "lonely.png", 1, side=32)
-    with pytest.raises(DataError, match=r"lonely.png' lies beside query and gallery"):
-        embed_folder(model, tmp_path / "images", file)
-    (tmp_path / "images" / "lonely.png").unlink()
-    write_photo(tmp_path / "images" / "train" / "a" / "1.png", 1, side=32)
-    with pytest.raises(DataError, match=r"holds parts of a data set, such as 'gallery', whose folders are the classes"):
-        embed_folder(model, tmp_path / "images", file)
-
-
-def test_images_of_another_size_are_refused_where_the_run_resizes_none(of_letters) -> None:
-    with pytest.raises(ConfigError, match=r"number 0 has 20 x 32 pixels, those of .* have 32 x 32 and"):
-        dmlbench.load(of_letters, device="cpu").embed(np.zeros((20, 32), dtype=np.uint8))
-
-
 @pytest.mark.slow
-def test_embeddings_of_a_folder_are_evaluated_as_they_are_and_by_the_distance_of_their_own(
-    of_letters, of_avsl, tmp_path
-) -> None:
+def test_embeddings_of_a_folder_are_evaluated_by_the_models_distance(of_letters, of_avsl, tmp_path) -> None:
     table, kept = data_and_rows(of_letters)
     for place in ("classed", "flat"):
         for i in kept.ids.tolist():
@@ -200,7 +164,7 @@ def test_embeddings_of_a_folder_are_evaluated_as_they_are_and_by_the_distance_of
         embed_folder(dmlbench.load(of_letters), tmp_path / "classed", file)
 
 
-def test_an_exported_folder_runs_no_code_that_it_names_and_notices_what_was_changed(of_letters, tmp_path) -> None:
+def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> None:
     folder = tmp_path / "folder"
     export_run(of_letters, folder, formats=[])
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
@@ -71,12 +70,6 @@ def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> 
     ]
 
 
-def test_a_config_that_cannot_be_composed_does_not_keep_others_from_it() -> None:
-    found = compose_configs([("pooling=wrong",), *CONFIGS], Composer())
-    assert found["pooling=wrong",] == "pooling=wrong is unknown"
-    assert [getattr(found[overrides], "num_repeats", 0) for overrides in CONFIGS] == [3, 3]
-
-
 def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp_path: Path) -> None:
     plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=4), [CONFIGS[0]])
     done, lost, cut, foreign, other, moved, failed, running = plan.runs
@@ -132,14 +125,6 @@ def test_runs_that_plan_others_come_first_and_are_no_rows(tmp_path: Path) -> Non
     half_before, half = plan.waves((1, 2))
     assert [(r.config.overrides[0], r.repeat) for r in half_before] == [(r.config.overrides[0], r.repeat) for r in half]
     assert len(half) == 2
-
-
-def test_coordinates_can_be_narrowed_and_a_fold_beyond_the_protocol_is_refused(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1], repeat=[4])
-    assert [(run.fold, run.repeat) for run in plan.requested] == [(1, 4)]
-    assert [[(run.fold, run.repeat) for run in wave] for wave in plan.waves()] == [[(1, 4)]]
-    with pytest.raises(ConfigError, match="fold: got 5, expected 0 to 1"):
-        _plan(tmp_path, Composer(num_folds=2), [CONFIGS[0]], fold=[1, 5])
 
 
 def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:

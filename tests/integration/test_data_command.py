@@ -4,7 +4,6 @@ import io
 import os
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,15 +77,6 @@ def test_list_names_every_data_set_and_says_where_it_is(data: Command, repositor
     assert f"Looked in {tmp_path / 'data'}" in out
 
 
-def test_stats_of_an_embedded_data_set(data: Command) -> None:
-    out, _ = data("stats", "glyphs", "dataset.table.num_classes=4", "dataset.table.images_per_class=3")
-    assert "glyphs: 12 images of 4 classes" in out
-    assert "train    6 images of 2 classes" in out
-    assert "images per class: 3 to 3, median 3" in out
-    assert "held as one array: 64 x 64 pixels" in out
-    assert "fingerprint: " in out
-
-
 def test_a_data_set_that_is_not_there_is_one_message_with_places_and_remedy(data: Command, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for command in ("stats", "verify"):
@@ -102,11 +92,6 @@ def test_a_data_set_that_is_not_there_is_one_message_with_places_and_remedy(data
     assert "DMLBENCH_DATA" in data("stats", "sop", code=1)[1]
 
 
-def test_verify_of_own_images_says_they_are_whole(data: Command, animals: Path) -> None:
-    out, _ = data("verify", "folder", "jobs=2")
-    assert out.splitlines()[-2:] == ["  looked at: 12 images", "folder is whole: every image can be read"]
-
-
 def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> None:
     (animals / "class0" / "0.jpg").write_bytes((animals / "class0" / "0.jpg").read_bytes()[:300])
     shutil.copy(animals / "class1" / "1.jpg", animals / "class3" / "twin.jpg")
@@ -120,13 +105,6 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
     assert out.splitlines()[-1] == "folder is damaged: 1 of 14 images cannot be read; replace these files"
-
-
-def test_verify_without_decoding_looks_at_no_image(data: Command, animals: Path) -> None:
-    (animals / "class0" / "0.jpg").write_bytes(b"broken")
-    out, _ = data("verify", "folder", "decode=false")
-    assert "images were not decoded" in out
-    assert out.splitlines()[-1].startswith("folder is complete by its counts")
 
 
 def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command, tmp_path: Path) -> None:
@@ -174,87 +152,14 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
     assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
 
 
-def test_verify_looks_for_rescaled_images_in_all_of_them(data: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "data" / "CUB_200_2011"
-    for k in range(127):  # the sample is of every second one
-        path = folder / f"{1 + k // 65:03}.Bird" / f"{k:03}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (24, 24) if k % 2 == 0 else (24 + k, 40)).save(path)
-    counts = "a subset: 127 of 11,788 images"
-    assert f"  not as published: {counts}; images rescaled to 24 x 24 pixels" in data("stats", "cub200", SUBSET)[0]
-    out, _ = data("verify", "cub200", SUBSET)
-    assert out.splitlines()[-1].startswith("cub200 is readable, but not the benchmark of the papers: its counts")
-    for path in folder.rglob("*.jpg"):
-        Image.new("RGB", (24, 24)).save(path)
-    assert data("verify", "cub200", SUBSET)[0].splitlines()[-1] == (
-        "cub200 is readable, but its images are not the published ones: images rescaled to 24 x 24 pixels; its counts "
-        "differ, too"
-    )
-
-
-def test_list_says_what_is_a_subset(data: Command, tmp_path: Path) -> None:
-    for k in range(20):
-        path = tmp_path / "data" / "cub" / f"{1 + k // 10:03}.Bird" / f"Bird_{k:04}_{k}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (24 + k, 40)).save(path)
-    write_drawings(tmp_path / "data" / "images_background_small2.zip")
-    for part in ("train", "test"):
-        (tmp_path / "data" / "cifar10" / part / "airplane").mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "data" / "cifar10" / part / "airplane" / "0.png")
-    batches = tmp_path / "data" / "cifar-100-python"
-    batches.mkdir()
-    for name in ("train", "test", "meta"):
-        (batches / name).write_bytes(bytes(7000))
-    lines = data("list")[0].splitlines()
-    found = {line.split()[0]: lines[k + 2].strip() for k, line in enumerate(lines[:-2]) if not line.startswith(" ")}
-    assert found["cub200"] == "NOT AS PUBLISHED: a subset: 20 of 11,788 images"
-    assert found["omniglot"] == "NOT AS PUBLISHED: a subset: 120 of 32,460 images"
-    assert found["cifar10"] == "NOT AS PUBLISHED: a subset: 2 of 60,000 images"
-    assert found["cifar100"] == "NOT AS PUBLISHED: a subset: at most 4 of 60,000 images"
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "data" / "images_background_small2.zip").write_bytes(b"damaged")
-    assert "cannot be read: the archive '" in data("list")[0]
-
-
-def test_verify_calls_a_part_of_omniglot_no_whole(data: Command, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    write_drawings(tmp_path / "data" / "images_background_small2.zip")
-    notes = "a subset: 120 of 32,460 images; train and test half share C: the split cuts an alphabet"
-    for command in ("stats", "verify"):
-        assert f"  not as published: {notes}\n" in data(command, "omniglot")[0]
-    last = data("verify", "omniglot")[0].splitlines()[-1]
-    assert "whole" not in last
-    assert last.startswith("omniglot is readable, but not the benchmark of the papers: its counts")
-
-
-def write_drawings(file: Path) -> None:
-    """Five alphabets, as in the second small archive; C has two characters, so that halving cuts it."""
-    file.parent.mkdir(exist_ok=True)
-    buffer = io.BytesIO()
-    Image.new("1", (105, 105), 1).save(buffer, "png")
-    with zipfile.ZipFile(file, "w") as archive:
-        for character in (
-            "A/character01",
-            "B/character01",
-            "C/character01",
-            "C/character02",
-            "D/character01",
-            "E/character01",
-        ):
-            for k in range(20):
-                archive.writestr(f"{file.stem}/{character}/{k:04}_01.png", buffer.getvalue())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("stats cub20", "did you mean 'cub200'?"),
         ("prepare glyphs", "there is nothing to prepare for 'glyphs'"),
         ("verify glyphs jobs=0", "jobs (0) must be 1 or more"),
-        ("verify glyphs omniglot", "takes the name of one data set"),
         ("look glyphs", "'look' is none of these"),
         ("verify glyphs decod=false", "did you mean 'decode'?"),
-        ("verify glyphs dataset.table.num_clases=3", "dmlbench: error"),
     ],
 )
 def test_wrong_words_are_answered_by_the_right_ones(data: Command, words: str, message: str) -> None:

@@ -1,7 +1,6 @@
 """How data differ from the published ones goes wherever the scores go that they give, and names no config."""
 
 import csv
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -14,16 +13,12 @@ from PIL import Image
 
 from dmlbench.apps import explain
 from dmlbench.apps.report import picture
-from dmlbench.apps.tables import find_configs
-from dmlbench.build import Data
 from dmlbench.cli.main import main
 from dmlbench.config import compose, config_id
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.one_run import _published_queries, run
+from dmlbench.one_run import run
 from dmlbench.results.store import EMBEDDINGS, find_runs
-from dmlbench.types import ImageTable, RetrievalSet, Split
 
 OVERRIDES = [
     *("dataset=cub200", "dataset.table.check_counts=false", "backbone=resnet20_small", "fit.max_steps=1", "device=cpu"),
@@ -110,15 +105,8 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     figures: list[Figure] = []
     keep = picture.save_figure
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
-    printed(
-        capsys,
-        "report",
-        "--picture",
-        "paths.output_dir=out",
-        "allow_partial=true",
-        "queries=4",
-        "evaluation.metrics=[p_at_1]",
-    )
+    options = ("paths.output_dir=out", "allow_partial=true", "queries=4", "evaluation.metrics=[p_at_1]")
+    printed(capsys, "report", "--picture", *options)
     (figure,) = figures
     label = figure.get_supxlabel().replace("\n", " ")
     assert SAID in label
@@ -148,31 +136,3 @@ def test_explanations_say_so(inside: Path, capsys: pytest.CaptureFixture[str], m
     first = find_runs(inside / "out", "*gap*")[0].path
     printed(capsys, "explain", f"run={first}", "num_images=2", "device=cpu")
     assert figures[0].get_supxlabel().replace("\n", " ") == f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}"
-
-
-def test_a_config_tested_on_other_images_shows_none_of_these(
-    inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
-    spec = EvaluationSpec(metrics=("p_at_1",))
-    ((_, configs),) = find_configs("out", "**", spec, allow_partial=True).items()
-    other = dataclasses.replace(configs[1], summary={**configs[1].summary, "dataset_fingerprint": "elsewhere"})
-    picture.draw_report([configs[0], other], tmp_path / "x.png", title="", metrics=["p_at_1"], num_queries=2)
-    (figure,) = figures
-    assert len(np.ravel(figure.subfigs[1].subfigs)) == 1
-    assert "gmp: PARTIAL: 1 of 2 runs; OTHER DATA than other rows: fingerprint elsewhere" in figure.get_supxlabel()
-
-
-@pytest.mark.parametrize(
-    ("rows", "published", "expected"),
-    [([2, 3, 4], 9, {"n_query_published": 9}), ([2, 3, 4], 3, {}), ([2, 3, 4], None, {}), ([1, 2, 3, 4], 9, {})],
-)
-def test_only_the_published_half_is_measured_by_it(rows: list[int], published: int | None, expected: dict) -> None:
-    labels = np.array([0, 0, 1, 1, 1])
-    table = ImageTable(
-        "small", "", np.array(list("abcde")), labels, ("x", "y"), np.where(labels == 0, "train", "test"),
-        published_queries=published,
-    )  # fmt: skip
-    split = Split("small", 0, np.array([0]), None, RetrievalSet(np.array(rows)))
-    assert _published_queries(Data(table, split, labels)) == expected

@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import json
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from PIL import Image
 
 from dmlbench import build as build_module
 from dmlbench import one_run as run_module
-from dmlbench.build import check
 from dmlbench.experiment import Setup
 from dmlbench.training.nearest_images import draw_nearest
-from dmlbench.types import ConfigError, RunError
 
 TINY = (
     "dataset.table.num_classes=16", "dataset.table.images_per_class=6", "dataset.table.image_size=32",
@@ -32,20 +29,6 @@ TINY = (
 
 class Killed(Exception):
     """Stands for a kill between two steps."""
-
-
-class Failing:
-    """A logger that cannot be started, or fails later."""
-
-    def __init__(self, at: str) -> None:
-        self.at = at
-
-    def __getattr__(self, name: str) -> Any:
-        def called(*arguments: Any) -> None:
-            if name == self.at:
-                raise RunError(f"{name} has failed")
-
-        return called
 
 
 def config(folder: Path, *overrides: str) -> DictConfig:
@@ -104,7 +87,7 @@ def assert_same_numbers(ours: Path, theirs: Path) -> None:
     assert torch.equal(last["random"]["numpy"][1], other["random"]["numpy"][1])
 
 
-def test_tensorboard_has_the_history_the_result_and_pictures_of_an_interrupted_run(
+def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []  # of every validation: the sets that it computed, and the picture
@@ -167,45 +150,8 @@ def test_tensorboard_has_the_history_the_result_and_pictures_of_an_interrupted_r
         assert len(set(found)) == 5
 
 
-@pytest.mark.parametrize(
-    "at", ["start", *(pytest.param(x, marks=pytest.mark.slow) for x in ("log", "image", "summary"))]
-)
-def test_a_logger_that_fails_ends_the_run_and_the_others_are_closed(
-    plain: Path, tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = []
-    monkeypatch.setattr(
-        "dmlbench.training.log.TensorBoardLogger.close", lambda self: closed.append(self._writer is not None)
-    )
-    build = build_module.build_loggers
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "build_loggers", lambda *given: [*build(*given), Failing(at)])
-        with pytest.raises(RunError, match=f"{at} has failed"):
-            run_module.run(config(tmp_path, "logger=tensorboard"))
-    assert closed == [True]
-    (run_dir,) = tmp_path.glob("glyphs*/*/*/fold*")
-    assert not (run_dir / "result.json").exists()
-    assert_same_numbers(run_module.run(config(tmp_path)), plain)  # the remedy of its message: without a logger
-
-
-def test_a_finished_run_names_the_loggers_that_come_late(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    output = plain.parents[3]
-    run_module.run(config(output, "logger=[tensorboard,wandb]"))
-    assert "logger=tensorboard,wandb gets nothing of this run" in caplog.text
-
-
-def test_a_logger_without_a_name_is_refused(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
-    cfg.logger = {"_target_": "dmlbench.training.log.TensorBoardLogger"}
-    with pytest.raises(ConfigError, match="logger has a _target_; write it under a name of its own"):
-        check(cfg)
-
-
 @pytest.mark.slow
-def test_wandb_and_tensorboard_follow_one_run_which_has_the_same_numbers(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_and_tensorboard_follow_one_run(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = config(tmp_path, "logger=[tensorboard,wandb]")
     assert both.logger.wandb.mode == "offline"
     killed_after(5, monkeypatch, both)

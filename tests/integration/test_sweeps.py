@@ -1,8 +1,6 @@
 """Sweeps that share a grid, in real processes; and what they say of the jobs that failed."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,17 +76,3 @@ def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
     assert "2 of 3 runs failed: loss=b; loss=c;" in error.splitlines()[-1]
     assert guarded(lambda: raise_failures(_ended(a=ConfigError("too small")))) == 2
     raise_failures(_ended(a=None))
-
-
-@pytest.mark.slow
-def test_a_launcher_with_processes_of_its_own_names_what_failed_as_well(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="extra sweeps")
-    environment = {**os.environ, "DMLBENCH_CACHE": str(tmp_path / "cache"), "DMLBENCH_OUTPUT": str(tmp_path / "out")}
-    jobs = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optim.lr=1e30,1e-3", "fold=0")
-    done = subprocess.run(
-        [sys.executable, "-m", "dmlbench", "train", "-m", *TINY, *jobs],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "1 of 2 runs failed: optim.lr=1e+30" in done.stderr.splitlines()[-1]
-    assert sorted(run.state for run in find_runs(tmp_path / "out")) == ["done", "failed"]

@@ -10,12 +10,14 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 from dmlbench.models import backbones
 from dmlbench.models.backbones import Backbone, TimmBackbone
 from dmlbench.models.bninception import BNInception
 from dmlbench.models.efficientnet_lite import EfficientNetLite
+from dmlbench.models.googlenet import GoogLeNet
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.models.weights import load_weights, read_weights
 from dmlbench.training.checkpoint import save_checkpoint
@@ -144,6 +146,17 @@ def test_bninception_loads_the_public_form_of_the_file(bninception: BNInception,
 
 
 # --- ResNet20
+
+
+def test_googlenet_equals_torchvisions_on_images_from_zero_to_one(tmp_path: Path) -> None:
+    public = torchvision.models.googlenet(transform_input=True, init_weights=False).eval()
+    torch.save(public.state_dict(), tmp_path / "googlenet.pth")
+    ours = GoogLeNet(pretrained=True, weights_file=str(tmp_path / "googlenet.pth")).eval()
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+    public.fc = nn.Identity()
+    with torch.inference_mode():
+        torch.testing.assert_close(ours.native(ours.preprocess(images)), public((images - mean) / std))
 
 
 @pytest.mark.parametrize("rule", ["brief", "he"])

@@ -24,7 +24,7 @@ SIZES = {
     "proxynca_pp/table7": (7, 7 * 5), "proxynca_pp/table8": (7, 7 * 2), "proxynca_pp/table9": (10, 10 * 2),
     "proxynca_pp/table10": (11, 11 * 2), "proxynca_pp/table11": (5, 6 * 2), "proxynca_pp/table12": (8, 8 * 5),
     "proxynca_pp/table13": (8, 8 * 5), "proxynca_pp/table14": (2, 2 * 4), "proxynca_pp/table15": (2, 2 * 4),
-    "proxynca_pp/figure1": (2, 2),
+    "proxynca_pp/appendix_d": (1, 1), "proxynca_pp/figure1": (2, 2),
     "avsl/table1": (19, 19 * 11 - 2 - 3 - 3 - 2), "avsl/table2": (5, 5 * 4), "avsl/table3": (4, 4 * 4),
     "avsl/table4": (3, 3 * 4), "avsl/figure5b": (1, 1),
     "oodml/table1": (2, 6), "oodml/table_s1": (1, 9 + 8 + 8), "oodml/table_s2": (1, 8),

@@ -33,11 +33,6 @@ def embed_folder(
         folder: of the images.
         output: file to write, ``.safetensors``.
         batch_size, num_workers, progress: see ``TrainedModel.embed``.
-
-    Raises:
-        ConfigError: another kind of output.
-        DataError: there is no image, or images lie both in class folders and beside them, or one cannot be read.
-        RunError: the file cannot be written.
     """
     folder, output = Path(folder).expanduser(), Path(output).expanduser()
     if output.suffix != ".safetensors":
@@ -61,10 +56,7 @@ def embed_folder(
     if model.has_own_distance:
         about[OWN_DISTANCE] = type(model.network.distance).__name__
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
-    try:
-        save_embeddings(output, stored.queries, stored.gallery, about)
-    except OSError as error:
-        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    save_embeddings(output, stored.queries, stored.gallery, about)
     return stored
 
 

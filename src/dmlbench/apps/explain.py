@@ -51,13 +51,7 @@ def explain_runs(
         num_images: how many then, drawn with a fixed seed.
         device: as in the configuration.
         path: file to write.
-
-    Raises:
-        RunError: a run cannot be loaded, runs are of different data, or a pooling has nothing to show.
-        ConfigError: an image that the data set does not have.
     """
-    if path.suffix != ".png":
-        raise ConfigError(f"output ({path}) must end in .png")
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
     if len({table.fingerprint for table in tables}) > 1:
@@ -87,11 +81,7 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
 
 
 def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
-    """What the pooling of a loaded run looks at in images of its data set.
-
-    Raises:
-        RunError: its pooling does not say how much each place counts.
-    """
+    """What the pooling of a loaded run looks at in images of its data set."""
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)

@@ -26,8 +26,7 @@ class Inference:
 
     Attributes:
         level: of the node, 0 being the lowest.
-        node: number within its level.
-        inferred: (W~ delta-hat)_i, which stands in for the node's own value with weight 1 - p.
+        inferred: (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p.
         below: nodes of the level below that it has edges to, strongest first.
         weights: w~ of these edges.
     """
@@ -150,16 +149,11 @@ def explain_pair(
 
     Args:
         run_dir: a complete run of AVSL, with its weights kept.
-        pair: two images: rows of the data set's table, paths of images in it, or files anywhere, to which the run's
-            transform for evaluation is applied.
+        pair: rows of the data set's table, paths of images in it, or files anywhere, to which the run's transform is
+            applied.
         num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
         reliable: they are picked among so many nodes of greatest reliability; r at most.
         device: as in the configuration.
-
-    Raises:
-        RunError: the run cannot be loaded.
-        ConfigError: the run is not one of AVSL, an image is not there, or a value is out of its range.
-        DataError: a file is no image.
     """
     if len(pair) != 2:
         raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
@@ -192,10 +186,6 @@ def explain_images(
 
     Nodes are compared in float64, so that the contributions sum to the distance. At the lowest level all reliabilities
     are 1, hence all of its nodes are reliable.
-
-    Raises:
-        ConfigError: ``num_nodes`` or ``reliable`` is out of its range.
-        RunError: the model has no edges yet.
     """
     distance = copy.deepcopy(model.distance).double()
     reliable = min(reliable, distance.level_size)
@@ -249,9 +239,8 @@ def _pick(nodes: Floats, reliabilities: Floats, num_nodes: int, reliable: int) -
 def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_below: int) -> tuple[Inference, ...]:
     """From the top level to the second: a node and the nodes that it is inferred from.
 
-    At the top it is the node that inference gives most, of greatest (1 - p) (W~ delta-hat)_i and, if there are several,
-    of least p; below, among the ``num_below`` strongest edges of the node above, the same with the edge as a factor. A
-    node without edges ends it.
+    At the top it is the node that inference gives most, of greatest (1 - p) (W~ delta-hat)_i and, among equals, of
+    least p; below, among the ``num_below`` strongest edges of the node above, the same with the edge as a factor.
     """
     result: list[Inference] = []
     among, factor = np.arange(reliabilities.shape[1]), np.ones(reliabilities.shape[1])

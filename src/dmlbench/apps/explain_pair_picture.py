@@ -11,7 +11,6 @@ from matplotlib.patches import Rectangle
 from dmlbench.apps.explain_pair import Inference, PairExplanation
 from dmlbench.apps.pictures import save_figure
 from dmlbench.runtime import write_json
-from dmlbench.types import ConfigError, RunError
 
 # Inches, which the page counts from its upper left corner. A node is a cell: the pair's two tiles side by side and two
 # lines of numbers below.
@@ -30,29 +29,11 @@ _PERCENTILE = 98
 
 
 def write_pair(explanation: PairExplanation, path: Path) -> Path:
-    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned.
-
-    Raises:
-        ConfigError: ``path`` does not end in .png.
-        RunError: a file cannot be written.
-    """
-    check_output(path)
+    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned."""
     numbers = path.with_suffix(".json")
     save_figure(draw_pair(explanation), path)
-    try:
-        write_json(numbers, explanation.to_json())
-    except OSError as error:
-        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
+    write_json(numbers, explanation.to_json())
     return numbers
-
-
-def check_output(path: Path) -> None:
-    """
-    Raises:
-        ConfigError: ``path`` does not end in .png.
-    """
-    if path.suffix != ".png":
-        raise ConfigError(f"output ({path}) must end in .png; the numbers go into a .json file next to it")
 
 
 def draw_pair(explanation: PairExplanation) -> Figure:

@@ -50,7 +50,7 @@ class NoGraph(RunError):
 
 
 class Embedder(nn.Module):
-    """The network as graphs have it: uint8 RGB images [B, 3, H, W] to rows [B, D], in float32."""
+    """uint8 RGB images [B, 3, H, W] to rows [B, D], in float32."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -66,9 +66,7 @@ def export_run(
 ) -> dict[str, str]:
     """Write a folder that ``dmlbench.load`` reads without the run, the data or a network connection.
 
-    It holds ``model.safetensors``, ``config.yaml`` (without places on this machine), ``preprocessing.json``,
-    ``README.md`` (the model card), ``model.pt2`` and ``model.onnx`` where the network allows it, and ``dmlbench.json``,
-    which names the files by their SHA-256. Graphs are compared with the network on noise, in batches of 1 and 3.
+    Graphs are compared with the network on noise, in batches of 1 and 3. ``dmlbench.json`` has every file's SHA-256.
 
     Args:
         run_dir: a complete run with its weights; or an exported folder.
@@ -78,10 +76,6 @@ def export_run(
 
     Returns:
         For every format that was left out the reason.
-
-    Raises:
-        ConfigError: an unknown format, or an output that holds something.
-        RunError: the run cannot be loaded, a format that was asked for cannot be had, or the folder not be written.
     """
     for name in formats or ():
         check_choice("formats", name, list(GRAPHS))
@@ -143,11 +137,7 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
 
 
 def exported_program(model: TrainedModel) -> ExportedProgram:
-    """The network as torch.export has it, for batches of any size, compared with the network itself.
-
-    Raises:
-        NoGraph: torch cannot trace it, or the graph computes something else.
-    """
+    """The network as torch.export has it, for batches of any size, compared with the network itself."""
     network = Embedder(model.network).eval()
     images = noise(_EXPORTED_BATCH, model.image_size)
     with _quiet(), torch.no_grad(), _as_no_graph("torch_export", model):
@@ -159,11 +149,7 @@ def exported_program(model: TrainedModel) -> ExportedProgram:
 
 
 def of_format(name: str, program: ExportedProgram, model: TrainedModel) -> bytes:
-    """The content of a graph's file; of ONNX read back and compared with the network, as the program was.
-
-    Raises:
-        NoGraph: it cannot be written in this format, packages are missing, or the graph computes something else.
-    """
+    """The content of a graph's file; of ONNX read back and compared with the network, as the program was."""
     network = Embedder(model.network).eval()
     if name == "torch_export":
         buffer = io.BytesIO()
@@ -194,10 +180,6 @@ def noise(count: int, size: Sequence[int]) -> Tensor:
 def _compare(
     name: str, model: TrainedModel, network: Callable[[Tensor], Tensor], graph: Callable[[Tensor], Tensor]
 ) -> None:
-    """
-    Raises:
-        NoGraph: rows of the graph are not those of the network.
-    """
     for count in _CHECKED_BATCHES:
         images = noise(count, model.image_size)
         with torch.no_grad():
@@ -216,7 +198,7 @@ def _called(name: str, model: TrainedModel) -> str:
 
 @contextlib.contextmanager
 def _as_no_graph(name: str, model: TrainedModel) -> Iterator[None]:
-    """What a tracer or converter cannot do, in one line; they raise dozens of unrelated types."""
+    """Tracers and converters raise dozens of unrelated types."""
     try:
         yield
     except NoGraph:

@@ -36,12 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Imported:
-    """
-    Attributes:
-        config: folder of the config.
-        scores: test scores of its runs, by coordinates.
-        notes: what is not known or was not checked.
-    """
+    """Folder of the config, test scores by (fold, repeat), and what is not known or was not checked."""
 
     config: Path
     scores: Mapping[tuple[int, int], Mapping[str, float]]
@@ -57,11 +52,6 @@ def import_config(cfg: DictConfig) -> Imported:
 
     Args:
         cfg: of ``dmlbench import``.
-
-    Raises:
-        ConfigError: a name, a pattern or coordinates that cannot be.
-        DataError: the data set is missing.
-        RunError: a file is missing or of other images, or other embeddings were imported under this name.
     """
     if cfg.name is None or not is_file_name(str(cfg.name)):
         raise ConfigError(f"name ({cfg.name}) is what tables call the row: use letters, digits, '.', '_' and '-'")
@@ -165,19 +155,14 @@ def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> 
 def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, source: str) -> None:
     """Insist that numbers of classes stand one to one for those of the data set."""
     ours = table.labels[rows]
-    for first, second, words in ((theirs, ours, "stands for both"), (ours, theirs, "has both")):
-        values, at = np.unique(first, return_index=True)
-        expected = second[at][np.searchsorted(values, first)]
-        if len(wrong := np.flatnonzero(expected != second)):
-            i = int(wrong[0])
-            j = int(at[np.searchsorted(values, first[i])])
-            if first is theirs:
-                what = f"label {first[i]} {words} '{table.class_names[second[j]]}' and '{table.class_names[second[i]]}'"
-            else:
-                what = f"class '{table.class_names[first[i]]}' {words} label {second[j]} and {second[i]}"
+    pairs = np.unique(np.stack([theirs, ours]), axis=1)
+    for first, second, what in ((*pairs, "label"), (*pairs[::-1], "class")):
+        values, counts = np.unique(first, return_counts=True)
+        if counts.max() > 1:
+            several = second[first == values[counts.argmax()]].tolist()
             raise RunError(
-                f"{source} is not of the test images of {table.name} in this order: {what} ('{table.paths[rows[j]]}', "
-                f"'{table.paths[rows[i]]}'); give ids, or bring the rows into the data set's order"
+                f"{source} is not of the test images of {table.name} in this order: {what} "
+                f"{values[counts.argmax()]} stands for {several}; give ids, or bring the rows into the data set's order"
             )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.apps.trained import config_with_weights, put_weights, without_pretrained
+from dmlbench.apps.trained import config_with_weights, open_given, put_weights, without_pretrained
 from dmlbench.component_arguments import imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
-from dmlbench.data.images.given import Given, GivenImages
+from dmlbench.data.images.given import Given
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.models.backbones import Backbone
@@ -31,7 +31,7 @@ from dmlbench.results.store import CONFIG, RESULT, read_result, require_own_file
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RunError, not_a_file
+from dmlbench.types import ConfigError, EmbeddingSet, RunError, not_a_file
 
 WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.json", "dmlbench.json", "README.md"
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""
@@ -90,7 +90,6 @@ class TrainedModel:
             ConfigError: the run's transform does not resize and images have another size than the run's.
             DataError: an image cannot be read, or is none.
             RunError: an embedding holds NaN or infinity.
-            ValueError: somebody has put the network into training mode.
         """
         return self.embed_set(images, progress=progress, batch_size=batch_size, num_workers=num_workers).rows
 
@@ -106,18 +105,11 @@ class TrainedModel:
         """As ``embed``, with ``labels`` [N] (0 by default) and ids that count from 0, as ``evaluate`` takes them."""
         if self.network.training:
             raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")
-        if isinstance(self.transform, CropTransform):
-            given = GivenImages(images, short_side=self.transform.resize, kernel=self.transform.kernel)
-        else:
-            given = GivenImages(images)
-        table = ImageTable(
-            name="the images", root="", paths=np.array(given.names, dtype=np.str_),
-            labels=np.zeros(len(given), dtype=np.int64) if labels is None else labels, class_names=(),
-            role=np.full(len(given), "test"),
-        )  # fmt: skip
-        source = given if self.transform.works_on == "image" else self._as_tensor(given)
+        table, source = open_given(images, self.transform, self.image_size, device=self.device, of=self.name)
+        if labels is not None:
+            table = replace(table, labels=labels)
         batches = EvalBatches(
-            table, np.arange(len(given)), images=source, transform=self.transform, batch_size=batch_size,
+            table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
             device=self.device, num_workers=num_workers,
         )  # fmt: skip
         channels_last = self.config.fit.get("channels_last", False)
@@ -127,20 +119,7 @@ class TrainedModel:
             with autocast(self.device, self.config.fit.get("precision", "float32")):
                 return self.network(batch.contiguous(memory_format=memory_format)).embedding
 
-        return embed(rows_of, batches, device=self.device, progress=progress, count=len(given), describe="images")
-
-    def _as_tensor(self, given: GivenImages) -> Tensor:
-        """[N, H, W, 3] of images that all have the run's size."""
-        pixels = np.empty((len(given), *self.image_size, 3), dtype=np.uint8)
-        for row, name in enumerate(given.names):
-            image = given.read(row)
-            if image.shape[:2] != self.image_size:
-                raise ConfigError(
-                    f"image {name} has {image.shape[0]} x {image.shape[1]} pixels, those of {self.name} have "
-                    f"{self.image_size[0]} x {self.image_size[1]} and the run's transform does not resize; resize it"
-                )
-            pixels[row] = image
-        return torch.from_numpy(pixels).to(self.device)
+        return embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images")
 
     @torch.no_grad()
     def distance(self, a: Any, b: Any) -> Tensor:
@@ -263,11 +242,7 @@ def foreign_modules(config: DictConfig) -> list[str]:
 
 
 def _require_known_classes(config: DictConfig, modules: tuple[str, ...]) -> None:
-    """Insist that a folder from elsewhere names nothing but parts of models and transforms.
-
-    Raises:
-        ConfigError: it names something else; whatever a ``_target_`` names would be called.
-    """
+    """Insist that a folder from elsewhere names nothing but parts of models and transforms."""
     trusted = (*_PARTS, *(f"{module}." for module in modules))
     for key, kind, place, target in _parts_of(config):
         if not target.startswith(trusted):

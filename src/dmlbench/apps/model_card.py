@@ -21,7 +21,7 @@ def model_card(
     model: TrainedModel, *, license: str | None, graphs: Mapping[str, str], left_out: Mapping[str, str],
     modules: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Markdown with the head that hubs read.
+    """Markdown with the header that hubs read.
 
     Args:
         model: what is described.

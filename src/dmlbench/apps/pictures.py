@@ -16,11 +16,7 @@ DPI = 130
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, atomically, and close it.
-
-    Raises:
-        RunError: the folder is missing, or cannot be written to.
-    """
+    """Write a figure as PNG, atomically, and close it."""
     image = io.BytesIO()
     try:
         figure.savefig(image, format="png", dpi=DPI)

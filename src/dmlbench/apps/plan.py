@@ -1,6 +1,5 @@
 """Plan the runs of a table: its configs, the state of each run, and which runs are left to do."""
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,19 +7,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from dmlbench.build import component
 from dmlbench.config import config_id, config_sha256
 from dmlbench.results.store import (
     EMBEDDINGS,
-    ERROR,
+    last_error,
     read_result,
     require_own_place,
     run_directory,
     run_state,
-)
+)  # fmt: skip
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 Compose = Callable[[Sequence[str]], DictConfig]
@@ -147,11 +148,10 @@ class Plan:
         return replace(self, runs=tuple(map(with_state, self.runs)), preparing=tuple(map(with_state, self.preparing)))
 
     def waves(self, shard: tuple[int, int] = (1, 1)) -> list[list[Run]]:
-        """The runs left to do, as groups to run one after the other: runs that others follow, then all else.
+        """The runs left to do: those that others follow, then all else.
 
         Args:
-            shard: (i, n) for the i-th of n parts. A run is in the same part as the run that it follows, whatever is
-                done already.
+            shard: (i, n) for the i-th of n parts. A run is in the part of the run that it follows, whatever is done.
         """
         number, count = shard
         requested = [run for run in self.runs if run.is_requested]
@@ -175,13 +175,9 @@ def make_plan(
         compose: for configs whose runs must come first.
         output_dir: root of the run directories.
         coordinates: the requested folds and repeats; without them all are requested.
-
-    Raises:
-        ConfigError: no config has one of the folds.
-        RunError: a config that must come first cannot be composed.
     """
     folds = max((config.num_folds for config in configs), default=0)
-    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if fold >= folds]):
+    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]):
         raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
     known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
@@ -223,7 +219,7 @@ def with_state(run: Run) -> Run:
     try:
         state = run_state(run.path)
         if state != "done":
-            return replace(run, state=state, problem=_last_line(run.path / ERROR) if state == "failed" else "")
+            return replace(run, state=state, problem=last_error(run.path) if state == "failed" else "")
         result = read_result(run.path)
         require_own_place(run.path, result)
         if result.get("config_sha256", run.config.sha256) != run.config.sha256:
@@ -243,7 +239,24 @@ def with_state(run: Run) -> Run:
     return replace(run, state="done", problem=problem, result=result)
 
 
-def _last_line(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeError):
-        return " ".join(path.read_text(encoding="utf-8").strip().splitlines()[-1:])
-    return ""
+def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]:
+    """Why the runs of configs cannot begin, by ``sha256``; each data set and file of weights is loaded once."""
+    errors: dict[str, DmlbenchError | None] = {}
+    found: dict[str, DmlbenchError] = {}
+    for config in configs:
+        for node in config.inputs:
+            if node not in errors:
+                errors[node] = _error_of(node)
+            if (error := errors[node]) is not None:
+                found.setdefault(config.sha256, error)
+    return found
+
+
+def _error_of(node: str) -> DmlbenchError | None:
+    try:
+        component(OmegaConf.create(json.loads(node)))
+    except DmlbenchError as error:
+        return error
+    except (HydraException, OmegaConfBaseException):  # the run reports it with more context
+        return None
+    return None

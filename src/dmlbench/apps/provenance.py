@@ -10,7 +10,7 @@ from dmlbench.config import read_config
 from dmlbench.runtime import file_sha256
 from dmlbench.types import RunError
 
-PUBLISHED = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
+PUBLISHED = {"bn_inception": "52deb4733", "googlenet": "1378be20", "resnet50": "0676ba61"}
 """First digits of the SHA-256 of the weights that the papers' authors started from, by backbone."""
 _OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
 """What timm calls the same weights."""

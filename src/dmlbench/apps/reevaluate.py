@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,10 @@ class Evaluated:
     """What was evaluated, and its scores.
 
     Attributes:
-        source: the run or file.
-        queries: the queries; ``gallery`` is None where they were searched among themselves.
-        spec: how.
-        evaluation: the scores.
+        gallery: None where the queries were searched among themselves.
         stored: a run's scores in its ``result.json``, else None.
         table: the images that the ids count, where they were asked for and found.
-        distance: by which they were compared; None is that of unit vectors.
+        distance: by which rows were compared; None is that of unit vectors.
         cautions: what a run's scores are not (``results.cautions``).
     """
 
@@ -100,26 +96,21 @@ class Evaluated:
 
 
 def evaluate_from(cfg: DictConfig) -> Evaluated:
-    """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for.
-
-    Raises:
-        ConfigError: it names both a run and a file or neither, or options of the other.
-        RunError: what is named cannot be evaluated, or a file cannot be written.
-    """
+    """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for."""
     _check_request(cfg)
     result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
     if cfg.output is not None:
-        _write(Path(cfg.output), result.summary())
+        write_json(Path(cfg.output), result.summary())
     if cfg.per_query is not None:
-        _write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
+        atomic_write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
         names = None if result.table is None else result.table.class_names
-        _write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
+        atomic_write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
     return result
 
 
 def _check_request(cfg: DictConfig) -> None:
-    """Everything that can be refused before the work rather than after it."""
+    """Refuse before the work rather than after it."""
     if (cfg.run is None) == (cfg.embeddings is None):
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
     if cfg.rerank is not None and not (cfg.run is not None and cfg.from_checkpoint):
@@ -158,11 +149,7 @@ def _evaluate_file(cfg: DictConfig) -> Evaluated:
 
 
 def _distance_of_file(cfg: DictConfig, stored: StoredEmbeddings) -> BaseDistance | None:
-    """What compares the rows of a file; None is the distance of unit vectors.
-
-    Raises:
-        RunError: they are compared by a model's own distance, which was not named, or was of other rows.
-    """
+    """What compares the rows of a file; None is the distance of unit vectors."""
     if cfg.model is None:
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(
@@ -219,13 +206,3 @@ def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
         log.warning("ids and labels stay without names: %s here is not the data of the run", table.name)
         return None
     return table
-
-
-def _write(path: Path, content: bytes | Mapping[str, Any]) -> None:
-    try:
-        if isinstance(content, bytes):
-            atomic_write(path, content)
-        else:
-            write_json(path, content)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error

@@ -1,12 +1,13 @@
 """A finished run brought back: its configuration, its data and the model with its best weights."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from dmlbench import build
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
-from dmlbench.data.batches.transforms import CropTransform
-from dmlbench.data.images.pixels import read_image
-from dmlbench.data.images.sources import DecodedImages, pixel_tensor
+from dmlbench.data.batches.transforms import CropTransform, Transform
+from dmlbench.data.images.given import Given, GivenImages
+from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup, make_setup
 from dmlbench.models.net import MetricModel
@@ -37,11 +38,7 @@ class NamedImage:
 
 
 def distance_of_run(run_dir: Path) -> BaseDistance | None:
-    """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors.
-
-    Raises:
-        RunError: the distance has a state, and the run does not hold it.
-    """
+    """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors."""
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         return None
@@ -73,9 +70,6 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         run_dir: the run.
         overrides: values that replace those of the run's configuration.
         device: as in the configuration.
-
-    Raises:
-        RunError: the run is not complete or kept no weights, these or the data on disk are not those of the run.
     """
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
@@ -96,11 +90,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:
-    """The configuration of a run that kept its best weights.
-
-    Raises:
-        RunError: it kept none.
-    """
+    """The configuration of a run that kept its best weights."""
     config = load_config(run_dir / CONFIG)
     if "imported" in config:
         raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
@@ -119,11 +109,7 @@ def without_pretrained(config: DictConfig) -> DictConfig:
 
 
 def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -> None:
-    """Put the weights of ``file`` into a model.
-
-    Raises:
-        RunError: they are those of another.
-    """
+    """Put the weights of ``file`` into a model."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -133,11 +119,7 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
 
 
 def row_of(table: ImageTable, image: int | str) -> int:
-    """The row of an image that is named by its row or by its path in the data set.
-
-    Raises:
-        ConfigError: the data set has no such image.
-    """
+    """The row of an image that is named by its row or by its path in the data set."""
     if isinstance(image, bool) or not isinstance(image, int | str):
         raise ConfigError(
             f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
@@ -158,10 +140,6 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
     Args:
         run: what applies its transform.
         image: a row of its data set, a path of it, or a file anywhere.
-
-    Raises:
-        ConfigError: there is no such image, or the transform leaves the file at a size that the data do not have.
-        DataError: the file is no image.
     """
     table = run.data.table
     if isinstance(image, str) and image not in table.paths:
@@ -176,27 +154,44 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
 
 
 def _file(run: Setup, path: Path) -> Tensor:
-    """A file through the run's transform for evaluation, by a table of this one image; grey where the data are."""
-    file, pixels = read_image(path), run.data.table.pixels
-    array = np.asarray(file.convert("L") if pixels is not None and pixels.ndim == 3 else file)
-    table = ImageTable(
-        name=path.name, root="", paths=np.array([path.name]), labels=np.zeros(1, dtype=np.int64), class_names=("",),
-        role=np.array(["test"]), pixels=array[None],
-    )  # fmt: skip
-    transform = run.transform
-    if isinstance(transform, CropTransform):
-        source: DecodedImages | Tensor = DecodedImages(table, short_side=transform.resize, kernel=transform.kernel)
-    else:
-        assert isinstance(run.images, Tensor)
-        height, width = run.images.shape[1:3]
-        if array.shape[:2] != (height, width):
-            raise ConfigError(
-                f"image '{path}' has {array.shape[0]} x {array.shape[1]} pixels, those of {run.data.table.name} have "
-                f"{height} x {width} and the run's transform does not resize; resize the file"
-            )
-        source = pixel_tensor(table, DecodedImages(table, short_side=None), run.device)
+    size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
+    table, source = open_given(path, run.transform, tuple(size), device=run.device, of=run.data.table.name)
     batches = EvalBatches(
-        table, np.zeros(1, dtype=np.int64), images=source, transform=transform, batch_size=1, device=run.device
+        table, np.zeros(1, dtype=np.int64), images=source, transform=run.transform, batch_size=1, device=run.device
     )
     (batch,) = batches
     return batch.images
+
+
+def open_given(
+    images: Given | Iterable[Given], transform: Transform, size: tuple[int, ...], *, device: torch.device, of: str
+) -> tuple[ImageTable, ImageSource | Tensor]:
+    """Images from anywhere as a table of one class, and what reads them as a run reads its own.
+
+    Args:
+        images: one or many.
+        transform: of the run, for evaluation.
+        size: height and width of the run's images; others are refused where the transform does not resize.
+        device: where images that are not read one by one are held.
+        of: what the error calls the run.
+    """
+    if isinstance(transform, CropTransform):
+        given = GivenImages(images, short_side=transform.resize, kernel=transform.kernel)
+    else:
+        given = GivenImages(images)
+    table = ImageTable(
+        name="the images", root="", paths=np.array(given.names, dtype=np.str_),
+        labels=np.zeros(len(given), dtype=np.int64), class_names=(), role=np.full(len(given), "test"),
+    )  # fmt: skip
+    if transform.works_on == "image":
+        return table, given
+    pixels = np.empty((len(given), *size, 3), dtype=np.uint8)
+    for row, name in enumerate(given.names):
+        image = given.read(row)
+        if image.shape[:2] != size:
+            raise ConfigError(
+                f"image {name} has {image.shape[0]} x {image.shape[1]} pixels, those of {of} have "
+                f"{size[0]} x {size[1]} and the run's transform does not resize; resize it"
+            )
+        pixels[row] = image
+    return table, torch.from_numpy(pixels).to(device)

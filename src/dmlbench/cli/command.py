@@ -26,17 +26,7 @@ Task = Callable[[DictConfig], Any]
 def first_word(
     line: CommandLine, words: Mapping[str, str], *, usage: str, unknown: str
 ) -> tuple[str, CommandLine] | None:
-    """The sub-command that a line begins with, and the rest of the line; None once ``--help`` has printed them all.
-
-    Args:
-        line: of the command.
-        words: sub-commands and what each does.
-        usage: the command and a placeholder of its word.
-        unknown: the message about an unknown word, with {} for it.
-
-    Raises:
-        ConfigError: the word is unknown or missing.
-    """
+    """The sub-command that a line begins with, and the rest of the line; None once ``--help`` has printed them all."""
     word, *rest = line.words or ("",)
     if word in words:
         return word, replace(line, words=tuple(rest))
@@ -49,11 +39,7 @@ def first_word(
 
 
 def run_command(name: str, task: Task, line: CommandLine) -> None:
-    """Run ``task`` on the configuration ``name`` with the command line's overrides, or print what an option asks for.
-
-    Raises:
-        SweepFailed: jobs of a sweep have failed; the others are complete.
-    """
+    """Run ``task`` on the composed configuration ``name``, or print what ``--help`` or ``--cfg`` asks for."""
     prepare_process(line.config_dir, name)
     overrides = for_hydra(name, line)
     with composing(line.config_dir, name):
@@ -73,7 +59,7 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
 
 
 def _help(hydra: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
-    """``hydra.help.template`` with the command's values and groups."""
+    """``hydra.help.template`` filled in; Hydra's own way of listing the groups takes a second."""
     cfg = hydra.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
     template = string.Template(cfg.hydra.help.template)
     with open_dict(cfg):
@@ -114,10 +100,6 @@ class Job:
 
 
 def require_output_dir(cfg: DictConfig) -> None:
-    """
-    Raises:
-        ConfigError: ``paths.output_dir`` is empty.
-    """
     if not str(cfg.paths.output_dir).strip():
         raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
 

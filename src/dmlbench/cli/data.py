@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
 
-from dmlbench.cli.arguments import CommandLine, key_of
+from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import run_command
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import config_folder
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
@@ -32,9 +33,10 @@ def main(line: CommandLine) -> None:
     if len(names) != (command != "list") and not line.help:
         wanted = "no name" if command == "list" else "the name of one data set"
         raise ConfigError(f"dmlbench data {command} takes {wanted}; `dmlbench data list` has them all")
+    known = sorted(_files(line.config_dir))
     for name in names:
-        if name not in known(line.config_dir):
-            raise ConfigError(f"data set '{name}' is unknown: {closest(name, known(line.config_dir))}")
+        if name not in known:
+            raise ConfigError(f"data set '{name}' is unknown: {closest(name, known)}")
 
     def task(cfg: DictConfig) -> None:
         if cfg.jobs is not None and cfg.jobs < 1:
@@ -51,11 +53,6 @@ def main(line: CommandLine) -> None:
     chosen = [override for override in line.overrides if not override.startswith("dataset=")]
     overrides = (*(f"dataset={name}" for name in names), *chosen)
     run_command("data", task, dataclasses.replace(line, words=(), overrides=overrides))
-
-
-def known(config_dir: Path | None) -> list[str]:
-    """Names of the data sets, those of the user's configuration folder included."""
-    return sorted(_files(config_dir))
 
 
 def _files(config_dir: Path | None) -> dict[str, Path]:

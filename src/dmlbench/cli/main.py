@@ -46,11 +46,10 @@ def usage() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed in the process instead of giving it back to the system, for memory of the size of feature maps
-    is asked for again at once, and the system clears it page by page: embedding images took 1.8 times as long.
+    """Keep freed memory in the process: the system would clear pages of the size of feature maps again and again.
 
-    In turn the process holds up to half as much again. What the environment says wins; processes that are started from
-    here inherit it. For glibc alone.
+    Embedding images took 1.8 times as long. The process holds up to half as much again. Environment variables win, and
+    started processes inherit them. For glibc alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     for name, parameter, value in (("MALLOC_MMAP_MAX_", -4, 0), ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1)):  # malloc.h

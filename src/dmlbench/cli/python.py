@@ -29,14 +29,14 @@ from dmlbench.results.tables import to_csv
 def run(*overrides: str) -> Path:
     """Train and test one config at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
 
-    A complete run is left as it is, an interrupted one continues.
+    Complete runs are skipped, interrupted ones resume.
 
     Args:
         overrides: of ``dmlbench train``, such as ``"pooling=gsp"``, ``"fit.max_steps=100"``, ``"device=cpu"``,
             ``"paths.output_dir=results"``.
 
     Raises:
-        DmlbenchError: what a user can fix, in one line.
+        DmlbenchError: what a user can fix.
     """
     from dmlbench.one_run import run as run_config
 
@@ -67,7 +67,7 @@ def evaluate(
         ``.scores`` are fractions by name, ``.per_query`` those of every query.
 
     Raises:
-        DmlbenchError: what cannot be evaluated, in one line.
+        DmlbenchError: what cannot be evaluated.
     """
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
@@ -109,9 +109,7 @@ def table(
     spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
     for runs in runs_by_config(find_runs(root, configs)).values():
         if any(each.state == "done" for each in runs):
-            aggregate_config(
-                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False
-            )  # fmt: skip
+            aggregate_config(runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False)
     found: list[Any] = []
     tables = build_tables(find_configs(root, configs, spec, allow_partial=allow_partial), spec)
     for (dataset, protocol), one in tables.items():

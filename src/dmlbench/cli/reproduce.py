@@ -1,7 +1,6 @@
 """``dmlbench reproduce``: run what is missing of a table, then print our results vs. the paper."""
 
 import contextlib
-import csv
 import logging
 import re
 from collections import Counter
@@ -16,21 +15,15 @@ from hydra.core.utils import JobReturn, configure_log
 from omegaconf import DictConfig
 
 from dmlbench.apps.measured import measured
-from dmlbench.apps.table_rows import (
-    QUOTED,
-    experiments,
-    hours_per_run,
-    paper_tables,
-    reproduce_of,
-    states,
-)
+from dmlbench.apps.table_rows import experiments, hours_per_run, paper_tables, reproduce_of, states
 from dmlbench.cli import train
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
+from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.command import Job, prepare_process, require_output_dir, run_command
 from dmlbench.cli.errors import groups
 from dmlbench.cli.sweeps import launch, raise_failures
 from dmlbench.cli.table_output import print_table
 from dmlbench.cli.table_selection import Table, in_train, known_name, select_table, shard_of
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import composing, config_folder
 from dmlbench.schemas import ReproduceConfig, TrainConfig
 from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
@@ -49,12 +42,7 @@ _LINE = 120
 
 
 def main(line: CommandLine) -> None:
-    """Plan, run, compare.
-
-    Raises:
-        ConfigError: the table, its rows or overrides are wrong; runs are of different code or data.
-        SweepFailed: runs have failed; the others are complete, and the table is written.
-    """
+    """Plan, run, compare."""
     if line.is_sweep:
         raise ConfigError("-m: reproduce runs all that is missing of a table; leave -m out")
     own, given, launching = parts_of(line, _OWN)
@@ -68,7 +56,7 @@ def main(line: CommandLine) -> None:
         require_output_dir(cfg)
         folders = [*([line.config_dir] if line.config_dir else []), config_folder()]
         if cfg.list:
-            _print_list(folders, Path(cfg.paths.output_dir) / "tables")
+            _print_list(folders)
         elif cfg.measured:
             print(measured(Path(cfg.measured)), end="")
         else:
@@ -76,11 +64,7 @@ def main(line: CommandLine) -> None:
 
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
-    """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers.
-
-    Raises:
-        ConfigError: a key is unknown.
-    """
+    """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers."""
     own: list[str] = []
     given: list[str] = []
     launching: list[str] = []
@@ -101,8 +85,7 @@ def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[
 def _reproduce(
     cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], config_dir: Path | None
 ) -> None:
-    from dmlbench.apps.inputs import missing_inputs
-    from dmlbench.apps.plan import compose_configs, make_plan
+    from dmlbench.apps.plan import compose_configs, make_plan, missing_inputs
     from dmlbench.apps.table_comparison import mixtures, moving
 
     name = known_name(cfg.table, folders)
@@ -163,7 +146,7 @@ def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
 
 @contextlib.contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """A logger says no more than warnings."""
+    """Only warnings of a logger."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -177,16 +160,13 @@ def _print_plan(plan: "Plan", table: Table, waves: Sequence[Sequence["Run"]], fa
     """Print the state of every config's requested runs, how many are to be run, and what these cost."""
     from dmlbench.apps.table_comparison import seconds_per_run
 
-    states_of: dict[str, Counter[str]] = {}
-    for run in plan.requested:
-        states_of.setdefault(run.config.sha256, Counter())[run.state] += 1
     shown = [*{config.sha256: config for config in plan.first.values()}.values(), *plan.configs]
     labels = {config.sha256: table.labels.get(config.overrides, "") for config in shown}
     of_label, width = max(map(len, labels.values())), max(len(config.place) for config in shown)
     for config in shown:
-        counted = ", ".join(f"{count} {state}" for state, count in states_of.get(config.sha256, Counter()).items())
+        of_config = Counter(run.state for run in plan.requested if run.config.sha256 == config.sha256)
         row = f"{labels[config.sha256]:<{of_label}}  " if of_label else ""
-        print(f"{row}{config.place:<{width}}  {counted or 'no run requested'}")
+        print(f"{row}{config.place:<{width}}  {_counted(of_config) or 'no run requested'}")
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
     stated = {}
@@ -195,21 +175,24 @@ def _print_plan(plan: "Plan", table: Table, waves: Sequence[Sequence["Run"]], fa
         backbone = chosen.get("backbone", table.backbone)
         stated[config.sha256] = hours_per_run(table.reproduce, config.dataset, backbone)
     to_do = [run for wave in waves for run in wave]
-    total = ", ".join(f"{count} {state}" for state, count in Counter(run.state for run in plan.requested).items())
+    total = _counted(Counter(run.state for run in plan.requested))
     print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
     print(f"to run here: {len(to_do)}{_cost(to_do, seconds_per_run(plan, stated), table.reproduce)}\n")
 
 
+def _counted(states: Counter[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in states.items())
+
+
 def _cost(to_do: Sequence["Run"], takes: Mapping[str, tuple[float, str]], reproduce: Mapping[str, Any]) -> str:
-    """The hours that runs take, and how that is known."""
     if not to_do:
         return ""
     known = [takes[run.config.sha256] for run in to_do if run.config.sha256 in takes]
     unknown = len(to_do) - len(known)
+    stated = reproduce.get("hours_per_run") or {}
     parts = []
     for how in dict.fromkeys(how for _, how in known):
         hours = sum(seconds for seconds, by in known if by == how) / 3600
-        stated = reproduce.get("hours_per_run") or {}
         device = "" if how == "measured here" else f" on {stated.get('device', 'an unnamed device')}"
         bound = "at most " if stated.get("upper_bound") and how != "measured here" else "about "
         parts.append(f"{bound}{hours:,.2f} hours {how}{device}")
@@ -226,25 +209,13 @@ def _print_problems(plan: "Plan") -> None:
             print(f"{what}: {run.problem if str(run.path) in run.problem else f'{run.path}: {run.problem}'}")
 
 
-def _print_list(folders: Sequence[Path], written: Path) -> None:
+def _print_list(folders: Sequence[Path]) -> None:
     """Every table and figure of the papers with its state, a line each, then the other experiments."""
     known = experiments(folders)
     names = paper_tables(folders)
     width = max(map(len, names))
     for name in names:
-        parts = list(states(name, reproduce_of(known.get(name)), name in known))
-        if last := _last_verdicts(written / f"{name}.csv"):
-            parts.insert(1, f"last table: {last}")
-        print(f"{name:<{width}}  {shorten('; '.join(parts), _LINE - width - 2, placeholder='…')}")
+        told = "; ".join(states(name, reproduce_of(known.get(name)), name in known))
+        print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
     others = [name for name in known if name not in names]
     print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
-
-
-def _last_verdicts(path: Path) -> str:
-    """How many scores of a written table have which verdict."""
-    from dmlbench.results.verdicts import NEEDS, count_of_verdicts
-
-    with contextlib.suppress(OSError, UnicodeError, csv.Error), path.open(encoding="utf-8", newline="") as file:
-        verdicts: Iterator[str] = (line.get("verdict") or "" for line in csv.DictReader(file))
-        return count_of_verdicts(verdict for verdict in verdicts if verdict not in ("", QUOTED, NEEDS))
-    return ""

@@ -10,11 +10,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 
 
 class SweepFailed(Exception):
-    """Jobs of a sweep have failed; the others are complete.
-
-    Attributes:
-        jobs: the overrides that identify each failed job, and its error.
-    """
+    """Jobs of a sweep have failed; ``jobs`` has each one's own overrides and its error."""
 
     def __init__(self, jobs: Sequence[tuple[str, Exception]], count: int) -> None:
         super().__init__(f"{len(jobs)} of {count} runs failed: {'; '.join(name for name, _ in jobs)}")
@@ -22,13 +18,7 @@ class SweepFailed(Exception):
 
 
 def raise_failures(jobs: Sequence[JobReturn]) -> None:
-    """
-    Args:
-        jobs: complete ones, whose return value is an error where they failed.
-
-    Raises:
-        SweepFailed: jobs have failed.
-    """
+    """Raise ``SweepFailed`` if the return value of a job is an error."""
     failed = [job for job in jobs if isinstance(job.return_value, Exception)]
     if failed:
         overrides = [list(job.overrides or ()) for job in jobs]

@@ -1,8 +1,8 @@
 """Run the commands that make a table which is no grid of runs, and compare their numbers with the paper's."""
 
+import csv
 import dataclasses
 import hashlib
-import logging
 import shlex
 import subprocess
 import sys
@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.table_comparison import given_by_hand, moving
 from dmlbench.apps.table_rows import about
-from dmlbench.cli.arguments import key_of
 from dmlbench.cli.table_output import write_table
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results import side_by_side
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, verdict_on
@@ -25,17 +25,13 @@ from dmlbench.runtime import read_json
 from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError, RunError
 
-log = logging.getLogger(__name__)
+MINUS, BEST_PUBLISHED = " minus ", "the state of the art"
+"""How rows of ProxyNCA++'s figure 1 name a difference, and the best of the methods that its tables quote."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a table.
-
-    Attributes:
-        arguments: of ``dmlbench``.
-        output: the file with its numbers, if it writes one for the table.
-    """
+    """A command of ``dmlbench`` that makes a table, and the file that it writes its numbers to, if any."""
 
     arguments: tuple[str, ...]
     output: Path | None
@@ -53,18 +49,7 @@ def run_commands(
 ) -> None:
     """Run the commands of an experiment that are not done, then print and write what the paper has numbers for.
 
-    ``dmlbench train`` skips its complete runs, other commands are skipped where their output exists.
-
-    Args:
-        name: of the experiment.
-        reproduce: of the experiment, with ``commands``.
-        cfg: of ``dmlbench reproduce``.
-        given: overrides for the commands; ``dataset`` chooses among them.
-        config_dir: folder of the user's own configuration files.
-
-    Raises:
-        ConfigError: the command line asks for rows, folds, repeats or a shard, or chooses no command.
-        RunError: a command failed.
+    ``dmlbench train`` skips its complete runs; other commands are skipped where their output exists.
     """
     if unknown := [key for key in ("rows", "fold", "repeat", "shard") if cfg[key] is not None]:
         raise ConfigError(f"{name} is made by commands: {unknown[0]} chooses nothing of it")
@@ -121,6 +106,10 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
     notes = dict.fromkeys(note for one in measured for note in one["notes"])
     of_numbers = [note for note in notes if note.startswith("halves of")]  # what the distances are of, as in the paper
     reasons = [*given_by_hand(moving(given)), *(note for note in notes if note not in of_numbers)]
+    if bars := _averaged_bars(name, commands, folder.parents[1]):
+        measured.append({bar.name: bar.ours for bar in bars if bar.ours is not None})
+        of_numbers += [f"R@1 averaged over {len(commands)} tables: {'; '.join(map(str, bars))}"]
+        reasons += dict.fromkeys(reason for bar in bars for reason in bar.reasons)
     comparisons = []
     for score in load_table(name):
         found = next((number for one in measured if (number := _number(score, one)) is not None), None)
@@ -135,8 +124,60 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
     write_table(side_by_side.SideBySide(name, about(name), tuple(comparisons), (*paper, *of_numbers)), folder)
 
 
+@dataclass(frozen=True)
+class _Bar:
+    """A method's R@1 averaged over tables: the paper's, ours if all tables have it, and why it is not comparable."""
+
+    name: str
+    paper: float
+    ours: float | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ours = "not run" if self.ours is None else f"{self.ours:.1f} here"
+        return f"{self.name} {self.paper:.1f} in the paper, {ours}"
+
+
+def _averaged_bars(name: str, commands: Sequence[Command], folder: Path) -> list[_Bar]:
+    """The methods of rows "A minus B" over the tables that commands reproduce; of published methods the best counts."""
+    tables = [command.arguments[1] for command in commands if command.arguments[0] == "reproduce"]
+    bars = []
+    for bar in dict.fromkeys(part for score in load_table(name) for part in score.row.split(MINUS) if tables):
+        paper: list[float] = []
+        ours: list[float] = []
+        reasons: list[str] = []
+        for table in tables:
+            best = max(
+                (score for score in load_table(table) if score.metric == "R@1" and score.mean is not None
+                 and (score.row == bar or (bar == BEST_PUBLISHED and score.origin == "quoted"))),
+                key=lambda score: score.mean or 0,
+            )  # fmt: skip
+            paper.append(float(best.mean or 0))
+            line: dict[str, Any] = (
+                {"ours": best.mean} if best.origin == "quoted" else _written_line(folder / f"{table}.csv", best)
+            )
+            ours += [float(line["ours"])] if line.get("ours") else []
+            reasons += [line["note"]] if line.get("verdict") == NOT_COMPARABLE else []
+        mean = float(np.mean(ours)) if len(ours) == len(tables) else None
+        bars.append(_Bar(bar, float(np.mean(paper)), mean, tuple(reasons)))
+    return bars
+
+
+def _written_line(path: Path, score: PaperScore) -> dict[str, Any]:
+    """The line of a score in a written table, empty where there is none."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    wanted = (score.row, str(score.embedding_size), score.metric)
+    return next((line for line in lines if (line["row"], line["embedding_size"], line["metric"]) == wanted), {})
+
+
 def _number(score: PaperScore, measured: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Mean and standard deviation of what a command of ``dmlbench oodml`` measured for a score, if it did."""
+    """Mean and standard deviation of what commands measured for a score, if they did."""
+    if MINUS in score.row:
+        first, second = score.row.split(MINUS)
+        return (measured[first] - measured[second], None) if {first, second} <= measured.keys() else None
     if score.dataset != measured.get("dataset", measured.get("test")):
         return None
     if "train" in measured:  # distances between data sets

@@ -23,8 +23,9 @@ from dmlbench.apps.table_rows import (
     reproduce_of,
     rows_of_paper,
     words,
-)
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
+)  # fmt: skip
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
@@ -34,8 +35,7 @@ class Table:
     """The selected part of a table.
 
     Attributes:
-        name: of the experiment.
-        reproduce: of the experiment; see ``apps.table_rows``.
+        name, reproduce: of the experiment; see ``apps.table_rows``.
         rows: the selected ones, with the command line's overrides.
         coordinates: the requested folds and repeats, where they are narrowed.
         backbone: the experiment's.
@@ -93,18 +93,15 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         cfg: of the command.
         name: of the experiment.
         folders: configuration folders.
-        given: overrides for the runs. Of ``NARROWING`` they choose among the paper's scores.
-
-    Raises:
-        ConfigError: rows or options match nothing, or nothing of it can be run.
+        given: overrides for the runs. Those of ``NARROWING`` choose among the paper's scores.
     """
     from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
 
     reproduce = reproduce_of(experiments(folders)[name])
     if (told := instead_of_rows(reproduce)) and not reproduce.get("rows"):
         raise ConfigError(f"{name} cannot be run: it {told}")
-    labels = None if cfg.rows is None else list(map(str, _listed(cfg.rows)))
-    coordinates = {key: _numbers(key, cfg[key]) for key in ("fold", "repeat") if cfg[key] is not None}
+    labels = None if cfg.rows is None else list(cfg.rows)
+    coordinates = {key: list(cfg[key]) for key in ("fold", "repeat") if cfg[key]}
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():
@@ -162,14 +159,3 @@ def _options_of(given: Sequence[str], key: str) -> list[str]:
     """The options that a command line names for a group, separated by commas."""
     values = [override.partition("=")[2] for override in given if override.partition("=")[0].strip() == key]
     return [option.strip() for value in values for option in value.strip("[]").split(",") if option.strip()]
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if OmegaConf.is_list(value) else [value]
-
-
-def _numbers(key: str, value: Any) -> list[int]:
-    numbers = _listed(value)
-    if not numbers or any(type(number) is not int or number < 0 for number in numbers):
-        raise ConfigError(f"{key}: got {value}, expected a number from 0, or several of them, such as {key}=0,1")
-    return numbers

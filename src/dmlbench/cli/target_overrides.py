@@ -14,8 +14,8 @@ GROUPS = ("loss", "miner", "regularizer", "pooling")
 
 def with_new_arguments(arguments: Sequence[str]) -> list[str]:
     """``loss._target_=.. loss.m=0.4`` with the marks that make Hydra take keys which the chosen option lacks."""
-    named = [key.removesuffix("_target_") for key in map(_key, arguments) if _names_a_target(key)]
-    return [f"++{a}" if _key(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
+    named = [key.removesuffix("_target_") for key in map(key_of, arguments) if _names_a_target(key)]
+    return [f"++{a}" if key_of(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
 
 
 def settle_targets(
@@ -23,8 +23,8 @@ def settle_targets(
 ) -> dict[str, str]:
     """Remove the arguments of the chosen option's own component where ``overrides`` put another one in its place.
 
-    What ``overrides`` give stays, and so does what a component takes that is given by interpolation, such as the number
-    of classes. A subclass of the option's component keeps all.
+    What ``overrides`` give stays, and so do interpolated arguments that the new component takes, such as the number of
+    classes. A subclass of the option's component keeps all.
 
     Args:
         cfg: the composed configuration; changed.
@@ -35,7 +35,7 @@ def settle_targets(
     Returns:
         Name of the class by group, of groups whose component was exchanged.
     """
-    keys = {_key(override) for override in overrides}
+    keys = {key_of(override) for override in overrides}
     names = {}
     for key in sorted(filter(_names_a_target, keys)):
         prefix = key.removesuffix("._target_")
@@ -63,10 +63,9 @@ def _names_a_target(key: str) -> bool:
     return key.endswith("._target_") and key.partition(".")[0] in GROUPS
 
 
-def _key(argument: str) -> str:
-    """Key of an override, empty if it is none."""
-    key, equals, _ = argument.partition("=")
-    return key.lstrip("+~") if equals and not argument.startswith("-") else ""
+def key_of(override: str) -> str:
+    """The key of an override, without the marks that add or remove it."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:

@@ -10,10 +10,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, key_of
+from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import run_command
 from dmlbench.cli.errors import explain, root_cause
-from dmlbench.cli.target_overrides import settle_targets
+from dmlbench.cli.target_overrides import key_of, settle_targets
 from dmlbench.cli.value_sources import print_value_sources
 from dmlbench.config import settle
 from dmlbench.types import ConfigError, DmlbenchError
@@ -36,11 +36,7 @@ def task(cfg: DictConfig) -> str:
 
 
 def composed_run(overrides: Sequence[str]) -> DictConfig:
-    """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``.
-
-    Raises:
-        ConfigError: it cannot be composed.
-    """
+    """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``."""
     try:
         cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
         settle(cfg)

@@ -9,9 +9,10 @@ import hydra
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of
+from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.command import prepare_process, require_output_dir, run_command
 from dmlbench.cli.reproduce import parts_of, quiet
+from dmlbench.cli.target_overrides import key_of
 from dmlbench.cli.train import composed_run
 from dmlbench.config import composing
 from dmlbench.schemas import TuneConfig

@@ -17,11 +17,7 @@ _RECIPE = "recipe/values/"
 
 
 def print_value_sources(line: CommandLine) -> None:
-    """Print every key with its value and its source, and the recipe's values that something else replaced.
-
-    Raises:
-        ConfigError: another option is among the arguments.
-    """
+    """Print every key with its value and its source, and the recipe's values that something else replaced."""
     if line.is_sweep or line.help or line.cfg:
         raise ConfigError("--why explains one run: leave -m, --help and --cfg out")
     overrides = for_hydra("train", line)

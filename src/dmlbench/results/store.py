@@ -1,5 +1,6 @@
 """Run directories: their names, their state, and the result that makes a run complete."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -168,6 +169,13 @@ def run_state(run_dir: Path) -> State:
     if is_locked(run_dir):
         return "running"
     return "failed" if (run_dir / ERROR).exists() else "stale"
+
+
+def last_error(run_dir: Path) -> str:
+    """The last line of what a failed run left; empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return " ".join((run_dir / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:])
+    return ""
 
 
 def states_of(asked: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:

@@ -11,15 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.report.retrievals import (
-    drawn_queries,
-    failing,
-    first_run,
-    image,
-    nearest,
-    table_of,
-    that_can_be_shown,
-)
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, table_of, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
@@ -53,10 +45,6 @@ def draw_report(
         num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
             trained config, if it has enough.
         num_nearest: retrieved images a query.
-
-    Raises:
-        ConfigError: a metric that no config has.
-        RunError: embeddings that are not those of their run, or data that are not those of the configs.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
@@ -84,7 +72,7 @@ def draw_report(
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
     if shown:
         table = table_of(shown[0])
-        chosen = _queries(shown[0], num_queries)
+        chosen, _ = chosen_queries(shown[:1], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
             _retrievals(panel, config, table, chosen, num_nearest)
@@ -122,14 +110,6 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
 
 def _name(config: ConfigSummary) -> str:
     return config.label + (" PARTIAL" if config.summary["missing"] else "")
-
-
-def _queries(config: ConfigSummary, count: int) -> IntArray:
-    """Queries drawn with a fixed seed, half of them with a wrong nearest neighbor in ``config`` if there are enough."""
-    drawn = drawn_queries(config, count)
-    fails = failing(config, drawn)
-    wrong = drawn[fails][: max(count // 2, count - int((~fails).sum()))]
-    return np.sort(np.concatenate([wrong, drawn[~fails][: count - len(wrong)]]))
 
 
 def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:

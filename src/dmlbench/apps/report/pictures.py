@@ -12,14 +12,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
-from dmlbench.apps.report.retrievals import (
-    drawn_queries,
-    failing,
-    first_run,
-    image,
-    nearest,
-    that_can_be_shown,
-)
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import load_run
 from dmlbench.types import DmlbenchError, ImageTable
@@ -33,24 +26,13 @@ def galleries(
 ) -> tuple[dict[str, Any], list[int]]:
     """The same queries of every trained config and what is nearest to them, in its first run.
 
-    Half of the queries are those that most configs answer wrongly among some drawn with a fixed seed, half the next of
-    these which most answer rightly; queries without another image of their class are left out.
-
     Returns:
         By config the nearest images' rows, images and names of classes by row; and the queries' rows in the table.
     """
     shown = that_can_be_shown(configs)
     if not shown:
         return {"configs": {}, "why": "no trained config has kept its embeddings"}, []
-    drawn = drawn_queries(shown[0], num_queries)
-    some, searched, _ = nearest(shown[0], drawn, 1)
-    positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
-    drawn = drawn[positive.any(1).numpy()]
-    wrong = np.sum([failing(config, drawn) for config in shown], axis=0)
-    order = np.argsort(-wrong, kind="stable")
-    half = min(num_queries // 2, int((wrong > 0).sum()))
-    rest = order[half:][::-1][: num_queries - half]
-    chosen = drawn[np.concatenate([order[:half], rest])]
+    chosen, num_drawn = chosen_queries(shown, num_queries)
     found: dict[str, Any] = {}
     used: dict[int, None] = {}
     rows: list[int] = []
@@ -68,7 +50,7 @@ def galleries(
     return {
         "configs": found,
         "queries": rows,
-        "drawn": len(drawn),
+        "drawn": num_drawn,
         "images": {str(row): _thumbnail(image(table, row)) for row in used},
         "names": {str(row): table.class_names[table.labels[row]].replace("_", " ") for row in used},
     }, rows

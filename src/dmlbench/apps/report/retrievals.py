@@ -28,11 +28,7 @@ def first_run(config: ConfigSummary) -> Path:
 
 
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
-    """Trained configs with the embeddings of their first run, tested on the same images as the first of them.
-
-    Raises:
-        RunError: embeddings that are not those of their run.
-    """
+    """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
     shown = [
         config for config in configs if "(untrained)" not in config.label and (first_run(config) / EMBEDDINGS).exists()
     ]
@@ -46,13 +42,24 @@ def _tested_on(config: ConfigSummary) -> tuple[Any, ...]:
     return tuple(config.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
 
 
-def drawn_queries(config: ConfigSummary, count: int) -> IntArray:
-    """``DRAWN_FOR_EACH`` times ``count`` queries, or all there are, drawn with a fixed seed."""
-    total = config.summary["n_query"]
-    return np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
+def chosen_queries(shown: Sequence[ConfigSummary], count: int) -> tuple[IntArray, int]:
+    """Queries to show, and how many were looked at: half fail in most configs, half succeed in most of them.
+
+    They are among some drawn with a fixed seed; queries without another image of their class are left out.
+    """
+    total = shown[0].summary["n_query"]
+    drawn = np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
+    some, searched, _ = nearest(shown[0], drawn, 1)
+    positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
+    drawn = drawn[positive.any(1).numpy()]
+    wrong = np.sum([_failing(config, drawn) for config in shown], axis=0)
+    order = np.argsort(-wrong, kind="stable")
+    half = min(count // 2, int((wrong > 0).sum()))
+    rest = order[half:][::-1][: count - half]
+    return drawn[np.concatenate([order[:half], rest])], len(drawn)
 
 
-def failing(config: ConfigSummary, rows: IntArray) -> NDArray[np.bool_]:
+def _failing(config: ConfigSummary, rows: IntArray) -> NDArray[np.bool_]:
     """Whether what is nearest to each of the queries ``rows`` is of another class."""
     queries, searched, neighbors = nearest(config, rows, 1)
     return np.asarray((searched.labels[neighbors.index[:, 0]] != queries.labels).numpy())
@@ -75,14 +82,9 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
 
 
 def table_of(config: ConfigSummary) -> ImageTable:
-    """The data set of a config.
-
-    Raises:
-        RunError: what is on disk is not the data of the config.
-        DataError: there is nothing.
-    """
-    cfg = load_config(first_run(config) / CONFIG)
-    table: ImageTable = build.component(cfg.dataset.table)
+    """The data set of a config."""
+    stored = load_config(first_run(config) / CONFIG)
+    table: ImageTable = build.component(stored.dataset.table)
     if table.fingerprint != config.summary["dataset_fingerprint"]:
         raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
     return table

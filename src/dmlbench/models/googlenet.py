@@ -1,0 +1,49 @@
+"""GoogLeNet (Inception v1) as torchvision has it."""
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torchvision.models import GoogLeNet_Weights, googlenet
+
+from dmlbench.models.backbones import Backbone, BatchNormFreezing
+from dmlbench.models.weights import load_weights
+from dmlbench.types import ConfigError
+
+
+class GoogLeNet(Backbone):
+    """GoogLeNet with batch normalization: 224 x 224 images to [B, 1024, 7, 7].
+
+    Source: Szegedy et al., Going Deeper with Convolutions, 2015; torchvision, whose weights come from TensorFlow, hence
+    the mean and standard deviation of 0.5.
+    """
+
+    def __init__(
+        self, *, pretrained: bool, weights_file: str | None = None, batch_norm: BatchNormFreezing = "none"
+    ) -> None:
+        """
+        Args:
+            pretrained: start from torchvision's IMAGENET1K_V1 weights.
+            weights_file: path of ``googlenet-1378be20.pth``; loaded whenever given, its classifiers left out.
+            batch_norm: what of batch norm is frozen, see ``Backbone``.
+        """
+        super().__init__((1024,), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+        weights = GoogLeNet_Weights.IMAGENET1K_V1
+        if pretrained and weights_file is None:
+            try:
+                network = googlenet(weights=weights, transform_input=False)
+            except OSError as error:
+                raise ConfigError(
+                    f"googlenet: cannot download {weights.url} ({error}). Place the file anywhere and set "
+                    "backbone.weights_file=<its path>."
+                ) from error
+        else:
+            network = googlenet(transform_input=False, aux_logits=False, init_weights=weights_file is None)
+        layers = OrderedDict(network.named_children())
+        classifiers = ("aux1", "aux2", "avgpool", "dropout", "fc")
+        self.layers = nn.Sequential(OrderedDict((name, x) for name, x in layers.items() if name not in classifiers))
+        if weights_file is not None:
+            load_weights(self.layers, weights_file, ignore=("aux1.", "aux2.", "fc."))
+        self.freeze_batch_norm(batch_norm)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.layers(images),)
