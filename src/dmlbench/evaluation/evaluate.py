@@ -1,4 +1,4 @@
-"""The scores of a set of embeddings: from rows, labels and ids to every metric."""
+"""Compute every metric of a set of embeddings."""
 
 import logging
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class Evaluation:
     Attributes:
         scores: mean over the queries that have a positive, by name; then the scores of the whole set.
         per_query: [Q] by name; NaN for a query without a positive.
-        n_query: queries given.
-        n_gallery: gallery items searched (the queries, where no gallery was given).
+        n_query: number of queries.
+        n_gallery: number of gallery items searched (the queries, if no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
@@ -63,28 +63,19 @@ def evaluate(
     """Rank the gallery for every query and score the ranking.
 
     A query never finds the gallery item with its own row id. Queries without a positive are skipped and counted.
-
-    With the Euclidean distance of unit vectors (``distance`` None, or one that ranks alike) rows are normalized to
-    float32 unit rows once, the ranking is that of their float64 inner products with ties by gallery index, and the
-    scores of given rows are bit-equal for every back end, tile size, thread count and device (the rows themselves are
-    not: a model's embeddings vary by some 1e-6 with the size of its batches). So they are with a distance that bounds
-    its float32 error (see ``pairwise``): float64 arithmetic on the float32 rows decides. With any other distance
-    its matrix in float64 decides (in the distance's own precision if it has parameters); what that distance separates
-    by rounding alone may depend on the tile.
+    Without a ``distance`` (or with one that ranks alike), the ranking is by float64 inner products of float32 unit
+    rows, ties by gallery index. Otherwise float64 values of the distance decide (see ``search.pairwise``).
 
     Args:
-        queries: rows [Q, D]; they are searched on their device, where ``spec`` names no other.
+        queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters and without a bound of
-            its error runs where these lie.
-        progress: whether to show a bar, with a ``distance``.
+        distance: the model's distance.
+        progress: whether to show a bar; only with a ``distance``.
 
     Raises:
-        RunError: no query has a positive; empty sets, widths that differ, NaN, repeated gallery ids, or an id with two
-            labels.
-        ConfigError: the back end is missing; a metric of classes or clusters or a back end is asked for that unit
-            vectors alone have; a shortlist that the distance does not offer, or too short a one.
+        RunError: no query has a positive, or the sets cannot be searched.
+        ConfigError: the back end is missing, or the distance does not support a metric, back end or shortlist.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
@@ -149,7 +140,7 @@ def evaluate_arrays(
         spec: what to compute; None is ``EvaluationSpec()``.
 
     Raises:
-        RunError: what cannot be evaluated, naming the rows or the value at fault.
+        RunError: the arrays cannot be evaluated.
     """
     queries = embedding_set(rows, labels, ids, what="query")
     gallery = None
@@ -164,10 +155,7 @@ def evaluate_arrays(
 
 
 def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> None:
-    """
-    Raises:
-        ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
-    """
+    """Raises ConfigError for metrics or a back end that need unit vectors."""
     name = type(distance).__name__
     asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
     if asked:

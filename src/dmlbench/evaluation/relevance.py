@@ -1,4 +1,4 @@
-"""What labels and ids alone say of a retrieval: which items are relevant to which queries, whatever the embeddings."""
+"""Which gallery items are relevant to which queries, from labels and ids alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 @dataclass(frozen=True)
 class Relevance:
-    """Which gallery items are relevant to which queries, and how many first places of a ranking the scores need.
+    """Relevant items of every query, and how many places of a ranking the scores need.
 
     Attributes:
         query_labels: [Q].
@@ -38,18 +38,18 @@ class Relevance:
         return len(self.query_labels) - len(self.valid)
 
     def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
-        """Whether gallery items ``columns`` [T, C] are of the classes of ``queries`` [T]; False at padding (-1)."""
+        """Whether gallery items ``columns`` [T, C] match the labels of ``queries`` [T]; False at padding (-1)."""
         return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
 
     def relevant_by_rank(
         self, queries: IntArray, keys: Keys, exact: ExactSimilarity, *, slack: float
     ) -> NDArray[np.bool_]:
-        """Whether the items at the first min(k, N) places are of the queries' classes.
+        """Whether the items at the first min(k, N) places match the labels of ``queries`` [T].
 
         Args:
             queries: [T].
             keys: their candidates [T, C].
-            exact: float64 similarities of pairs, to order what float32 cannot.
+            exact: float64 similarities of pairs.
             slack: float32 values further apart than this are in the right order.
         """
         found = self.relevant(queries, column_of(keys))
@@ -91,6 +91,6 @@ def relevance_of(
 
 
 def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
-    """The first k places of ``relevant`` [Q, C], filled up with False: [Q, k]."""
+    """The first k places of ``relevant`` [Q, C], padded with False: [Q, k]."""
     kept = relevant[:, :k]
     return np.pad(kept, ((0, 0), (0, k - kept.shape[1])))

@@ -1,8 +1,8 @@
-"""Exact scores of joined embeddings: one model per fold, every choice of a repeat per fold, in one pass over the pairs.
+"""Exact scores of concatenated fold models, for every choice of one repeat per fold, in one pass over the pairs.
 
 Ranking by the sum of the models' squared distances of unit rows is ranking by the distance of the concatenated unit
-vectors, so one tile of similarities per model serves every collection, and the models' own rankings as well. Letters:
-M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
+vectors, so one tile of similarities per model serves every collection and the models themselves. Letters: M models,
+Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
 """
 
 import itertools
@@ -62,24 +62,21 @@ def concatenated_scores(
     own: bool = False,
     progress: bool = False,
 ) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
-    """Evaluate the joined embedding of every choice of one repeat per fold.
+    """Evaluate the concatenated embedding of every choice of one repeat per fold.
 
-    The ranking is that of the sum over folds, in their order, of the models' exact similarities; ties go by gallery
-    index.
+    The ranking is by the sum over folds, in their order, of the models' exact similarities, ties by gallery index.
 
     Args:
-        members: query rows [Q, D] by every model, [fold][repeat]; all with the same ids and labels in the same order
-            (the caller checks), D may differ.
+        members: query rows [Q, D] by every model, [fold][repeat]; equal ids and labels in the same order (the caller
+            checks), D may differ.
         galleries: gallery rows by the same models, or None: the queries are searched among themselves.
         spec: what to compute; ``back_end`` is ignored.
-        distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
-            and so is every distance that ranks as they do.
-        own: whether to evaluate every model by itself, too, which takes the same products.
+        distances: the models' distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors.
+        own: whether to evaluate every model alone, too, from the same products.
         progress: whether to show a bar.
 
     Returns:
-        Evaluations by choice, the last fold's repeat changing fastest, and those of the models [fold][repeat], if
-        ``own``.
+        Evaluations by choice, the last fold's repeat changing fastest, and of the models [fold][repeat] if ``own``.
 
     Raises:
         RunError: no query has a positive, or a set cannot be searched.
@@ -111,7 +108,7 @@ def _fold_models(
     *,
     device: torch.device,
 ) -> list[Search]:
-    """The models, fold by fold, searched on ``device``; they hold unit rows in at most half of the memory."""
+    """The models, fold by fold; they hold unit rows in at most half of the memory."""
     share = max(2 * spec.tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
     models: list[Search] = []
     for fold, repeats in enumerate(queries):
@@ -134,16 +131,7 @@ def _score(
     *,
     progress: bool,
 ) -> None:
-    """Scores of every ranking, where a query has a positive.
-
-    Args:
-        models: fold by fold.
-        rankings: groups [S, F] of sums of models.
-        relevance: of the gallery to the queries, and how deep to rank.
-        scores: filled, [rankings of all groups in turn, names, Q].
-        spec: what to compute.
-        progress: whether to show a bar.
-    """
+    """Fill ``scores`` [rankings of all groups, names, Q] for ``rankings``: groups [S, F] of sums of ``models``."""
     device = models[0].device
     on_host = tiles_on_host(device)
     rank = (numba_ranking() or ranking).rank
@@ -169,7 +157,7 @@ def _score(
             halved_where_crowded(half)
 
     def near_items(part: IntArray) -> list[tuple[Near, IntArray, float]] | None:
-        """For each group what is near, its sums and their slack; None where there is no memory for all that is."""
+        """For each group what is near, its sums and their slack; None if that exceeds the memory."""
         found: list[list[Near]] = [[] for _ in rankings]
         slacks = np.zeros(len(rankings))
         for start in range(0, num_gallery, columns):
@@ -214,7 +202,7 @@ def _score(
 
 
 def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
-    """How far apart sums [S, F] of models are in the right order."""
+    """Sums [S, F] of models further apart than this are in the right order."""
     error, largest = (
         sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T) for name in ("error", "largest")
     )
@@ -224,7 +212,7 @@ def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
 
 @cache
 def numba_ranking() -> ModuleType | None:
-    """The compiled twin of ``ranking``, which gives the same bits; None where numba cannot be used."""
+    """The numba kernels of ``ranking``, which give the same bits; None where numba cannot be used."""
     try:
         from dmlbench.evaluation.collections import numba_ranking as kernels
     except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache

@@ -1,4 +1,4 @@
-"""Embeddings of images: computing them batch by batch, and keeping them in one file."""
+"""Compute embeddings batch by batch; save and load them."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredEmbeddings:
-    """What an embedding file holds: queries, gallery (None: the queries search among themselves) and named strings."""
+    """Contents of an embedding file; without a gallery, the queries search among themselves."""
 
     queries: EmbeddingSet
     gallery: EmbeddingSet | None
@@ -49,19 +49,18 @@ def embed(
     """Embed every image of ``batches`` once, in their order, without gradients.
 
     Args:
-        model: images [B, 3, H, W] on ``device`` to rows [B, D]; already in evaluation mode.
-        batches: what to embed; their ids become the set's ids.
-        device: where the model lies.
+        model: images [B, 3, H, W] on ``device`` to rows [B, D]; in evaluation mode.
+        batches: images, labels and ids.
+        device: the model's.
         describe: what is embedded, for the progress bar and messages.
         progress: whether to show a bar.
-        count: number of images to come, where it is known: the result is then allocated once.
+        count: number of images, if known: the result is then allocated once.
 
     Returns:
         rows [N, D] float32 and labels, ids [N] int64, on the CPU.
 
     Raises:
-        RunError: a row holds NaN or infinity (the message names its id); there are no images, or not ``count``.
-        ValueError: ``model`` is a module in training mode or returns something else than rows.
+        RunError: a row holds NaN or infinity; there are no images, or not ``count``.
     """
     if isinstance(model, nn.Module) and model.training:
         raise ValueError("the model is in training mode; call model.eval() before embed(...)")
@@ -99,11 +98,10 @@ def embed(
 def save_embeddings(
     path: str | os.PathLike[str], queries: EmbeddingSet, gallery: EmbeddingSet | None, metadata: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file, whole or not at all: tensors rows, labels, ids and role (0 both, 1 query, 2 gallery).
+    """Write one safetensors file atomically: tensors rows, labels, ids and role (0 both, 1 query, 2 gallery).
 
     Raises:
         RunError: queries and gallery differ in width.
-        OSError: the folder cannot be written or the disk is full.
     """
     sets = [queries] if gallery is None else [queries, gallery]
     if len({part.rows.shape[1] for part in sets}) > 1:
@@ -122,16 +120,12 @@ def save_embeddings(
 
 
 def save_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
-    """Write the state of a distance next to the embeddings that it compares, atomically.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Write the state of a distance atomically."""
     atomic_write(path, save({name: x.detach().cpu().contiguous() for name, x in distance.state_dict().items()}))
 
 
 def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
-    """Put a distance where ``save_distance`` left it.
+    """Load the state of ``save_distance`` into ``distance``.
 
     Raises:
         RunError: the file is missing, damaged, or of another distance.

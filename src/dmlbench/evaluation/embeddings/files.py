@@ -1,4 +1,4 @@
-"""Embedding files of other code: .safetensors, .npz, .npy and .pt, labels inside or apart, never unpickled."""
+"""Read embedding files of other code: .safetensors, .npz, .npy and .pt, never unpickled."""
 
 import pickle
 import struct
@@ -49,12 +49,12 @@ def read_embeddings(
         path: rows, and labels and ids if they are inside: an array "rows" (or "embeddings", "features"), "labels" (or
             "targets") and "ids" by name, or one nameless array of rows. A file of ``save_embeddings``, with its roles,
             may hold the gallery too.
-        labels: file of the labels, where they are not inside.
+        labels: file of the labels, if they are not inside.
         gallery: file of a separate gallery; None searches the queries among themselves.
         gallery_labels: file of its labels.
 
     Raises:
-        RunError: a file is missing, damaged, of an unknown kind, lacks a part, or holds what cannot be evaluated.
+        RunError: a file is missing, damaged, of an unknown type, lacks a part, or cannot be evaluated.
     """
     if gallery is None and gallery_labels is not None:
         raise RunError(f"gallery_labels ({gallery_labels}) belongs to a gallery; give gallery=<file> too")
@@ -94,7 +94,7 @@ def _embedding_set(
 
 
 def _part(path: str | Path, parts: dict[str, Array], names: tuple[str, ...]) -> Array | None:
-    """The array under one of ``names``; the nameless one counts as rows."""
+    """The array under one of ``names``; a nameless one counts as rows."""
     found = [name for name in (*names, *([""] if names is ROWS else [])) if name in parts]
     if len(found) > 1:
         raise RunError(f"{path} holds {' and '.join(map(repr, found))}: which one is meant? Remove the others")
@@ -106,7 +106,7 @@ def _listing(parts: dict[str, Array]) -> str:
 
 
 def _read(path: str | Path) -> dict[str, Array]:
-    """Every array of a file by name; "" is the name of a file's only, nameless one."""
+    """Arrays of a file by name; "" if the file holds one nameless array."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise RunError(f"{path} is of an unknown kind; known: {', '.join(SUFFIXES)}")
@@ -139,7 +139,6 @@ def _read(path: str | Path) -> dict[str, Array]:
 
 
 def _tensors(path: Path, loaded: Any) -> dict[str, Array]:
-    """A tensor, or those of a dictionary."""
     if isinstance(loaded, torch.Tensor):
         return {"": loaded}
     if not isinstance(loaded, dict):

@@ -1,4 +1,4 @@
-"""Checks of embedding sets, and which row of a gallery is a query itself."""
+"""Checks of embedding sets, and the gallery index of each query."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ ModelDistances = Sequence[Sequence["BaseDistance | None"]]
 
 
 def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
-    """Gallery index [Q] of the item with the query's own id, -1 where the gallery has none.
+    """Gallery index [Q] of the item with the query's own id, -1 if the gallery has none.
 
     Raises:
         RunError: an id occurs twice in the gallery.
@@ -37,11 +37,7 @@ def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
 
 
 def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
-    """Both sets hold finite rows of one width, with a label and an id each.
-
-    Raises:
-        RunError: what is wrong, naming the first row id at fault.
-    """
+    """Raises RunError unless both sets hold finite rows of one width, with a label and an id each."""
     named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
     for name, part in named.items():
         if part.rows.ndim != 2 or not len(part.rows) == len(part.labels) == len(part.ids):

@@ -1,4 +1,4 @@
-"""The ranking of some queries as metrics read it: which of the first places hold relevant items."""
+"""Relevance by rank, and the counts that metrics share."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -35,23 +35,17 @@ class Ranking:
         return np.cumsum(precision, axis=1)
 
     def at(self, values: NDArray, k: int) -> NDArray:
-        """``values`` [Q, k] at place k (from 1), or at the last one where the gallery ends before."""
+        """``values`` [Q, k] at place k (from 1), or the last one if the gallery ends before."""
         return values[:, min(k, self.relevant.shape[1]) - 1]
 
     def at_r(self, values: NDArray) -> NDArray:
-        """``values`` [Q, k] at each query's own place R."""
+        """``values`` [Q, k] at each query's place R."""
         last = np.minimum(self.positives, self.relevant.shape[1])[:, None] - 1
         return np.take_along_axis(values, last, axis=1)[:, 0]
 
 
 def positives_per_query(query_labels: IntArray, gallery_labels: IntArray, own_column: IntArray) -> IntArray:
-    """R [Q]: gallery items of each query's class, minus the query itself only where the gallery holds it.
-
-    Args:
-        query_labels: [Q].
-        gallery_labels: [N].
-        own_column: [Q] gallery index of the query itself, -1 where the gallery does not hold it.
-    """
+    """R [Q]: gallery items of each query's class, without the query itself (``own_column`` [Q], else -1)."""
     classes, counts = np.unique(gallery_labels, return_counts=True)
     place = np.minimum(np.searchsorted(classes, query_labels), len(classes) - 1)
     found = np.where(classes[place] == query_labels, counts[place], 0)
@@ -59,5 +53,5 @@ def positives_per_query(query_labels: IntArray, gallery_labels: IntArray, own_co
 
 
 def mean_scores(per_query: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Means over the queries that have a score (NaN marks a skipped one): one average at the end, in float64."""
+    """Means over the queries that have a score (NaN: skipped)."""
     return {name: float(np.mean(values[~np.isnan(values)])) for name, values in per_query.items()}

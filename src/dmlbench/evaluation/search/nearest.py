@@ -27,20 +27,20 @@ def nearest(
     """The k nearest gallery items of every query, ties by gallery index.
 
     Args:
-        queries: rows to look for.
+        queries: rows [Q, D].
         gallery: rows to search; None searches the queries. A query never finds the item with its own row id.
-        k: neighbors per query, in [1, items that every query may find].
+        k: neighbors per query, at most the items that every query may find.
         distance: None, and one that ranks alike, is the Euclidean distance of unit vectors.
-        back_end: float32 pass among unit vectors; every choice gives the same result.
+        back_end: float32 pass among unit vectors; does not change the result.
         tile_bytes: bound of the memory taken beyond the sets and the result.
 
     Returns:
-        index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: of unit vectors
-        sqrt(2 - 2 s), else the distance's own values; NaN behind the items that one which ranks lists has compared.
+        index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: sqrt(2 - 2 s) of unit vectors,
+        else the distance's own values; NaN behind the items that a reranker compares.
 
     Raises:
         ConfigError: k out of range, or the back end is missing.
-        RunError: the sets cannot be searched (see ``unit_search``), or the distance gives NaN.
+        RunError: the sets cannot be searched, or the distance gives NaN.
     """
     wanted = np.arange(len(queries))
     if distance is not None and ranks_lists(distance):
