@@ -15,11 +15,11 @@ from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
 
 # configurations of runs name EvaluationSpec as this module's
-from dmlbench.evaluation.relevance import Relevance, fit_width, relevance_of
+from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists, rematched, reranked
-from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
+from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
+from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
+from dmlbench.evaluation.search.shortlist import check_shortlist, rank_shortlists
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
@@ -162,7 +162,7 @@ def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> N
         raise ConfigError(
             f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
         )
-    if spec.back_end == "faiss" and spec.shortlist is None and not ranks_lists(distance):
+    if spec.back_end == "faiss" and spec.shortlist is None and not isinstance(distance, Reranker):
         raise ConfigError(
             f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
         )
@@ -176,26 +176,22 @@ def _rankings(
     distance: "BaseDistance | None",
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k or the gallery's size]); without a distance, of unit vectors."""
-    k, wanted, device = relevance.k, relevance.valid, spec.device_for(queries.rows)
-    if distance is not None and ranks_lists(distance):
-        for part, columns, _ in rematched(
-            queries, gallery, distance, k,
-            wanted=wanted, tile_bytes=spec.tile_bytes, back_end=spec.back_end, device=device,
-        ):  # fmt: skip
-            yield part, fit_width(relevance.relevant(part, columns), min(k, len(relevance.gallery_labels)))
+    k, wanted = relevance.k, relevance.valid
+    device, back_end, tile_bytes = spec.device_for(queries.rows), spec.back_end, spec.tile_bytes
+    if isinstance(distance, Reranker):
+        for part, columns, _ in rerank_nearest(
+            queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes, back_end=back_end, device=device
+        ):
+            yield part, relevance.relevant(part, columns)
         return
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
         return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
-    search: UnitSearch | PairwiseSearch
-    if distance is None:
-        search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=device)
-    else:
-        search = PairwiseSearch(queries, gallery, distance, tile_bytes=spec.tile_bytes, device=device)
-    if isinstance(search, UnitSearch) or spec.shortlist is None:
-        yield from search.ranked(k, by_rank, wanted=wanted)
-    else:
-        yield from reranked(
-            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.shortlist, back_end=spec.back_end
+    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
+    if isinstance(search, PairwiseSearch) and spec.shortlist is not None:
+        yield from rank_shortlists(
+            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.shortlist, back_end=back_end
         )
+    else:
+        yield from search.ranked(k, by_rank, wanted=wanted)

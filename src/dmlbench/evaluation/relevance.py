@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
+from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, own_columns
 from dmlbench.evaluation.metrics.ranking import positives_per_query
 from dmlbench.evaluation.metrics.table import Score, depth
 from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
@@ -54,7 +54,7 @@ class Relevance:
         """
         found = self.relevant(queries, column_of(keys))
         ordered = settle(keys | found, exact, k=self.k, slack=slack, by_mark=True)
-        return fit_width(marked(ordered), min(self.k, len(self.gallery_labels)))
+        return marked(ordered)[:, : self.k]
 
 
 def relevance_of(
@@ -67,17 +67,15 @@ def relevance_of(
     Raises:
         RunError: no query has a positive, an id has two labels, or the sets cannot be searched.
     """
-    check_sets(queries, gallery)
-    ids = ids_of(queries)
-    own = self_columns(ids, ids_of(gallery))
+    own = own_columns(queries, gallery)
     query_labels, gallery_labels = labels_of(queries), labels_of(gallery)
     held = np.flatnonzero(own >= 0)
     differs = held[query_labels[held] != gallery_labels[own[held]]]
     if len(differs):
         first = differs[0]
         raise RunError(
-            f"row id {ids[first]} has label {query_labels[first]} as a query and {gallery_labels[own[first]]} in the "
-            "gallery; embed both from one table"
+            f"row id {ids_of(queries)[first]} has label {query_labels[first]} as a query and "
+            f"{gallery_labels[own[first]]} in the gallery; embed both from one table"
         )
     positives = positives_per_query(query_labels, gallery_labels, own)
     valid = np.flatnonzero(positives > 0)
@@ -88,9 +86,3 @@ def relevance_of(
         )
     k = depth(positives, len(gallery), scores)
     return Relevance(query_labels, gallery_labels, own, positives, valid, k)
-
-
-def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
-    """The first k places of ``relevant`` [Q, C], padded with False: [Q, k]."""
-    kept = relevant[:, :k]
-    return np.pad(kept, ((0, 0), (0, k - kept.shape[1])))

@@ -24,7 +24,7 @@ from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Bounds
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
+from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.scan import (
     Search,
     empty_tile,
@@ -36,7 +36,7 @@ from dmlbench.evaluation.search.scan import (
     single_threaded_products,
     tiles_on_host,
 )
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, unit_search
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import IntArray
 
@@ -115,10 +115,7 @@ def _fold_models(
         for repeat, rows in enumerate(repeats):
             gallery = None if galleries is None else galleries[fold][repeat]
             distance = None if distances is None else distances[fold][repeat]
-            if distance is None or ranks_like_unit_vectors(distance):
-                models.append(unit_search(rows, gallery, back_end="torch", tile_bytes=share, device=device))
-            else:
-                models.append(PairwiseSearch(rows, gallery, distance, tile_bytes=share, device=device))
+            models.append(search_by(distance, rows, gallery, tile_bytes=share, device=device))
     return models
 
 

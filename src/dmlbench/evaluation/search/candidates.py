@@ -23,7 +23,6 @@ Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
 LOWEST = np.finfo(np.float32).min  # a floor that all but -inf, which marks the query itself, reach
-MAX_GALLERY = 2**31 - 1  # indices that fit into a key
 
 Tile = FloatRows | Tensor
 """Similarities [T, W], on the host or on an accelerator."""

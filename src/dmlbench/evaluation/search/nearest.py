@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import ranks_lists, rematched
+from dmlbench.evaluation.search.pairwise import search_by
+from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
 from dmlbench.evaluation.search.scan import nearest_columns
-from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
 from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
 
 if TYPE_CHECKING:
@@ -43,17 +43,13 @@ def nearest(
         RunError: the sets cannot be searched, or the distance gives NaN.
     """
     wanted = np.arange(len(queries))
-    if distance is not None and ranks_lists(distance):
-        found = rematched(queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes)
+    if isinstance(distance, Reranker):
+        found = rerank_nearest(queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes)
         _, indices, values = zip(*found, strict=True)
         behind = ((0, 0), (0, indices[0].shape[1] - values[0].shape[1]))
         value = np.pad(np.concatenate(values), behind, constant_values=np.nan)
         return Neighbors(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(value))
-    search: UnitSearch | PairwiseSearch
-    if distance is None or ranks_like_unit_vectors(distance):
-        search = unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
-    else:
-        search = PairwiseSearch(queries, gallery, distance, tile_bytes=tile_bytes)
+    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
     available = search.num_gallery - int((search.own_column >= 0).any())
     if not 1 <= k <= available:
         raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")

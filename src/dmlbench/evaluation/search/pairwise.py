@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
-from dmlbench.evaluation.search.candidates import MAX_GALLERY, Bounds, ExactSimilarity, Keys, Tile, pack
+from dmlbench.evaluation.embeddings.sets import own_columns
+from dmlbench.evaluation.search.candidates import Bounds, ExactSimilarity, Keys, Tile, pack
 from dmlbench.evaluation.search.scan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_WAITING,
@@ -37,6 +37,7 @@ from dmlbench.evaluation.search.scan import (
     scan,
     tiles_on_host,
 )
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -57,21 +58,20 @@ logger = logging.getLogger(__name__)
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
     """Whether ``distance`` ranks as the Euclidean distance of unit vectors; exact types only, no subclasses."""
-    from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-    if not distance.normalize_embeddings or distance.p != 2:
+    if not _is_lp_or_product(distance) or not distance.normalize_embeddings or distance.p != 2:
         return False
-    if type(distance) is LpDistance:
-        return distance.power > 0
-    return type(distance) in (CosineSimilarity, DotProductSimilarity)
+    return bool(distance.power == 1 if distance.is_inverted else distance.power > 0)
 
 
 def is_symmetric(distance: "BaseDistance") -> bool:
     """Whether d(x, y) and d(y, x) are known to be bit-equal."""
+    return _is_lp_or_product(distance) or bool(getattr(distance, "is_symmetric", False))
+
+
+def _is_lp_or_product(distance: "BaseDistance") -> bool:
     from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 
-    known = type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
-    return known or bool(getattr(distance, "is_symmetric", False))
+    return type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
 
 
 class PairwiseSearch:
@@ -103,11 +103,8 @@ class PairwiseSearch:
         device: torch.device | None = None,
     ) -> None:
         reference = queries if gallery is None else gallery
-        check_sets(queries, reference)
+        self.own_column = own_columns(queries, reference)
         self.distance, self.free_bytes, self.num_gallery = distance, tile_bytes, len(reference)
-        if self.num_gallery > MAX_GALLERY:
-            raise RunError(f"the gallery has {self.num_gallery} rows, more than {MAX_GALLERY}; search it in parts")
-        self.own_column = self_columns(ids_of(queries), ids_of(reference))
         self._within, self._symmetric = gallery is None, is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), reference.rows.detach().to(queries.rows.device))
@@ -210,9 +207,7 @@ class PairwiseSearch:
     @property
     def _bytes_per_pair(self) -> int:
         """Memory per pair of a tile; a distance of unknown implementation may expand pairs."""
-        from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-        expands = not self._bounded and type(self.distance) not in (LpDistance, CosineSimilarity, DotProductSimilarity)
+        expands = not self._bounded and not _is_lp_or_product(self.distance)
         return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
@@ -264,6 +259,21 @@ class PairwiseSearch:
         result[~behind] = queries[index[~on_device]].to("cpu", torch.float64)
         result[behind] = gallery[index[on_device] - len(queries)].to("cpu", torch.float64)
         return result
+
+
+def search_by(
+    distance: "BaseDistance | None",
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    *,
+    back_end: BackEnd = "auto",
+    tile_bytes: int = TILE_BYTES,
+    device: torch.device | None = None,
+) -> UnitSearch | PairwiseSearch:
+    """The search by ``distance``: among unit vectors if that ranks alike (None: the distance of unit vectors)."""
+    if distance is None or ranks_like_unit_vectors(distance):
+        return unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
+    return PairwiseSearch(queries, gallery, distance, tile_bytes=tile_bytes, device=device)
 
 
 def _prepared(

@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
+from dmlbench.evaluation.embeddings.sets import own_columns
 from dmlbench.evaluation.search.candidates import (
-    MAX_GALLERY,
     PADDING,
     Bounds,
     ExactSimilarity,
@@ -52,7 +51,7 @@ from dmlbench.evaluation.search.unit_rows import (
     fast_product,
     hold_unit_rows,
 )
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 BackEnd = Literal["auto", "torch", "faiss"]
 Result = TypeVar("Result")
@@ -243,8 +242,7 @@ def unit_search(
         ConfigError: faiss is requested and missing, or ``tile_bytes`` is too small.
     """
     check_tile_bytes(tile_bytes)
-    check_sets(queries, queries if gallery is None else gallery)
-    own = self_columns(ids_of(queries), ids_of(queries if gallery is None else gallery))
+    own = own_columns(queries, queries if gallery is None else gallery)
     device = device or queries.rows.device
     chosen = resolve_back_end(back_end)
     free = tile_bytes
@@ -257,8 +255,6 @@ def unit_search(
 
     unit_gallery = hold(queries.rows if gallery is None else gallery.rows)
     unit_query = unit_gallery if gallery is None else hold(queries.rows)
-    if len(unit_gallery) > MAX_GALLERY:
-        raise RunError(f"the gallery has {len(unit_gallery)} rows, more than {MAX_GALLERY}; search it in parts")
     product = fast_product(unit_query, unit_gallery)
     operand = unit_gallery.held
     if product.mean is not None and operand is not None:
