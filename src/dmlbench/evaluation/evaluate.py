@@ -13,14 +13,12 @@ from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_dis
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.ranking import mean_scores
 from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
-
-# configurations of runs name EvaluationSpec as this module's
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
 from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
 from dmlbench.evaluation.search.shortlist import check_shortlist, rank_shortlists
-from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -95,20 +93,16 @@ def evaluate(
                     per_query[name][part] = scores
                 bar.update(len(part))
     if relevance.n_skipped_queries:
-        logger.info(
-            "%d of %d queries have no positive in the gallery and are skipped",
-            relevance.n_skipped_queries,
-            len(queries),
-        )
+        skipped = relevance.n_skipped_queries
+        logger.info("%d of %d queries have no positive in the gallery and are skipped", skipped, len(queries))
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
     on_gpu = spec.back_end == "faiss" and spec.device_for(queries.rows).type == "cuda"
-    of_the_set: dict[str, float] = {}
-    if len(of_queries(spec.scores)) < len(spec.scores):
-        of_the_set = set_scores(
-            WholeSet(queries, gallery, kmeans_settings=spec.kmeans_settings, on_gpu=on_gpu), spec.scores
-        )
+    means = mean_scores(per_query)
+    if len(names) < len(spec.scores):
+        whole = WholeSet(queries, gallery, kmeans_settings=spec.kmeans_settings, on_gpu=on_gpu)
+        means |= set_scores(whole, spec.scores)
     return Evaluation(
-        mean_scores(per_query) | of_the_set,
+        means,
         per_query,
         len(queries),
         len(reference),
@@ -144,12 +138,10 @@ def evaluate_arrays(
     """
     queries = embedding_set(rows, labels, ids, what="query")
     gallery = None
-    if gallery_rows is not None:
-        if gallery_labels is None:
-            raise RunError("the gallery has rows but no labels; give gallery_labels too")
+    if gallery_rows is not None and gallery_labels is not None:
         gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
-    elif gallery_labels is not None or gallery_ids is not None:
-        raise RunError("the gallery has labels or ids but no rows; give gallery_rows too")
+    elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
+        raise RunError("a gallery needs both rows and labels; give gallery_rows and gallery_labels")
     queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
     return evaluate(queries, gallery, spec)
 

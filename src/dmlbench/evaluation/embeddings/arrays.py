@@ -108,8 +108,7 @@ def _tensor(values: Array, what: str) -> Tensor:
         return values.detach()
     if isinstance(values, np.ma.MaskedArray):
         raise RunError(f"{what} are a masked array, whose mask would be lost; leave out what it hides")
-    if not isinstance(values, np.ndarray):
-        raise RunError(f"{what} are a {type(values).__name__}; give a numpy array or a torch tensor")
+    values = np.asarray(values)
     if values.dtype.kind not in "fiubc":
         text = "; numpy.unique(names, return_inverse=True)[1] numbers names" if values.dtype.kind in "USO" else ""
         raise RunError(f"{what} are {_kind(values)}; they must be numbers{text}")

@@ -130,21 +130,13 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
     Raises:
         RunError: the file is missing, damaged, or of another distance.
     """
-    path = Path(path)
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
-    if not path.is_file():
-        raise RunError(
-            f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
-            "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped"
-        )
+    state, _ = _read(
+        path,
+        f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
+        "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped",
+    )
     try:
-        with safe_open(path, framework="pt") as file:
-            distance.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
-    except PermissionError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
-    except SafetensorError as error:
-        raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
+        distance.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"{path} is the state of another distance: {' '.join(str(error).split())}") from error
 
@@ -155,43 +147,52 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     Raises:
         RunError: the file is missing, truncated, or not an embedding file.
     """
+    tensors, metadata = _read(path, f"there is no embedding file {path}; run `dmlbench train` for this config first")
+    if missing := [name for name in _TENSORS if name not in tensors]:
+        raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
+    rows, *whole = (tensors[name] for name in _TENSORS)
+    labels, ids, role = whole
+    if not (
+        rows.ndim == 2
+        and rows.is_floating_point()
+        and all(x.shape == (len(rows),) and not x.is_floating_point() for x in whole)
+        and bool(((role >= ROLE_BOTH) & (role <= ROLE_GALLERY)).all())
+    ):
+        raise RunError(
+            f"{path} is not an embedding file: expected floating-point rows [N, D] with whole numbers labels, ids and "
+            f"role (0 to 2) [N]"
+        )
+    if _ABOUT in metadata:  # the metadata of earlier files is not nested
+        metadata = json.loads(metadata[_ABOUT])
+
+    def part(code: int) -> EmbeddingSet:
+        chosen = role == code
+        return EmbeddingSet(rows[chosen], labels[chosen], ids[chosen])
+
+    both = role == ROLE_BOTH
+    if bool(both.all()):
+        return StoredEmbeddings(part(ROLE_BOTH), None, metadata)
+    if bool(both.any()):
+        raise RunError(f"{path} mixes rows that are both query and gallery with rows that are one of them")
+    return StoredEmbeddings(part(ROLE_QUERY), part(ROLE_GALLERY), metadata)
+
+
+def _read(path: str | os.PathLike[str], missing: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Raises:
+        RunError: the file is damaged or cannot be read; ``missing`` if there is none.
+    """
     path = Path(path)
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
-        raise RunError(f"there is no embedding file {path}; run `dmlbench train` for this config first")
+        raise RunError(missing)
     try:
         with safe_open(path, framework="pt") as file:
-            missing = [name for name in _TENSORS if name not in file.keys()]  # noqa: SIM118 - not a mapping
-            if missing:
-                raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
-            metadata = dict(file.metadata() or {})  # in earlier files as it is
-            if _ABOUT in metadata:
-                metadata = json.loads(metadata[_ABOUT])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return tensors, dict(file.metadata() or {})
     except PermissionError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except SafetensorError as error:
         raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
-    role = tensors["role"]
-    sizes = {len(tensor) for tensor in tensors.values()}
-    others = [tensors[name] for name in _TENSORS if name != "rows"]
-    if any(tensor.ndim != 1 or tensor.is_floating_point() for tensor in others):
-        raise RunError(f"{path} is not an embedding file: labels, ids and role must be whole numbers [N]")
-    if not tensors["rows"].is_floating_point():
-        raise RunError(
-            f"{path} is not an embedding file: its rows are {tensors['rows'].dtype}, no floating-point numbers"
-        )
-    known = (role >= ROLE_BOTH) & (role <= ROLE_GALLERY)
-    if len(sizes) != 1 or tensors["rows"].ndim != 2 or not bool(known.all()):
-        raise RunError(f"{path} is not an embedding file: rows, labels, ids and role do not fit together")
-
-    def part(code: int) -> EmbeddingSet:
-        chosen = role == code
-        return EmbeddingSet(tensors["rows"][chosen], tensors["labels"][chosen], tensors["ids"][chosen])
-
-    if bool((role == ROLE_BOTH).all()):
-        return StoredEmbeddings(part(ROLE_BOTH), None, metadata)
-    if bool((role == ROLE_BOTH).any()):
-        raise RunError(f"{path} mixes rows that are both query and gallery with rows that are one of them")
-    return StoredEmbeddings(part(ROLE_QUERY), part(ROLE_GALLERY), metadata)

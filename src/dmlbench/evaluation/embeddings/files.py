@@ -22,16 +22,9 @@ ROWS, LABELS, IDS = ("rows", "embeddings", "features"), ("labels", "targets"), (
 """Names under which a file may hold each part."""
 
 _DAMAGED = (
-    *(SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError),
-    *(
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        struct.error,
-        tokenize.TokenError,
-    ),  # of broken headers and pickles
-)
+    SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError,
+    LookupError, TypeError, AttributeError, AssertionError, struct.error, tokenize.TokenError,  # of broken headers
+)  # fmt: skip
 
 SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth")
 
@@ -124,16 +117,10 @@ def _read(path: str | Path) -> dict[str, Array]:
             return {"": loaded}
         with loaded:
             return {name: loaded[name] for name in loaded.files}
-    except pickle.UnpicklingError as error:
-        raise RunError(
-            f"{path} is damaged, or holds Python objects, which are never loaded; save tensors alone"
-        ) from error
-    except _DAMAGED as error:
-        raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
-    except ValueError as error:
-        if "pickle" in str(error):
+    except (pickle.UnpicklingError, *_DAMAGED) as error:
+        if isinstance(error, pickle.UnpicklingError) or (isinstance(error, ValueError) and "pickle" in str(error)):
             raise RunError(
-                f"{path} holds Python objects or is no numpy file; objects are never loaded: save arrays of numbers"
+                f"{path} is damaged, or holds Python objects, which are never loaded; save arrays or tensors of numbers"
             ) from error
         raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
 
