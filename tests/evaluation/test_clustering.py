@@ -14,7 +14,6 @@ from dmlbench.evaluation.metrics.clustering import (
     class_distances,
     first_hits,
     kmeans,
-    kmeans_library,
     kmeans_of,
     mutual_information,
 )
@@ -145,11 +144,6 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
     expected = set_scores(WholeSet(everything, None, kmeans_settings=KmeansSettings()), scores)
     assert list(expected) == list(metrics)
     assert set_scores(WholeSet(queries, gallery, kmeans_settings=KmeansSettings()), scores) == expected
-
-
-def test_kmeans_library_is_scikit_learn_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert kmeans_library() == "scikit-learn"
 
 
 def test_faiss_clusters_on_a_gpu_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

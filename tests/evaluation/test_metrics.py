@@ -134,7 +134,7 @@ def test_precision_at_10_is_the_share_of_relevant_items_among_the_first_ten() ->
     assert short["precision_at_10"].tolist() == [0.2]
 
 
-def test_map_at_10_is_the_average_precision_of_the_first_ten_by_what_ten_places_can_hold() -> None:
+def test_map_at_10_divides_by_what_ten_places_can_hold() -> None:
     relevant, positives = random_rankings()
     found = query_scores(relevant, positives, [score_named("map_at_10")])["map_at_10"]
     for row, r, value in zip(relevant, positives, found, strict=True):
