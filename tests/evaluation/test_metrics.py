@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 
-from dmlbench.evaluation.metrics.ranking import mean_scores, positives_per_query
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,
     METRICS,
     TABLE,
     asked_scores,
     depth,
+    mean_scores,
     query_scores,
     score_named,
     score_names,
 )
+from dmlbench.evaluation.relevance import positives_per_query
 from dmlbench.types import ConfigError
 
 

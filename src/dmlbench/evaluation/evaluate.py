@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
-from dmlbench.evaluation.metrics.ranking import mean_scores
-from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
+from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, own_columns
-from dmlbench.evaluation.metrics.ranking import positives_per_query
 from dmlbench.evaluation.metrics.table import Score, depth
 from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
 from dmlbench.types import EmbeddingSet, IntArray, RunError
@@ -86,3 +85,11 @@ def relevance_of(
         )
     k = depth(positives, len(gallery), scores)
     return Relevance(query_labels, gallery_labels, own, positives, valid, k)
+
+
+def positives_per_query(query_labels: IntArray, gallery_labels: IntArray, own_column: IntArray) -> IntArray:
+    """R [Q]: gallery items of each query's class, without the query itself (``own_column`` [Q], else -1)."""
+    classes, counts = np.unique(gallery_labels, return_counts=True)
+    place = np.minimum(np.searchsorted(classes, query_labels), len(classes) - 1)
+    found = np.where(classes[place] == query_labels, counts[place], 0)
+    return (found - (own_column >= 0)).astype(np.int64)

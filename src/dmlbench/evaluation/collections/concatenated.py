@@ -12,7 +12,6 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -20,8 +19,7 @@ from dmlbench.evaluation.collections import ranking
 from dmlbench.evaluation.collections.ranking import Near, joined, largest_on_average, reached_by, select
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.metrics.ranking import mean_scores
-from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
+from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Bounds
 from dmlbench.evaluation.search.pairwise import search_by
@@ -90,7 +88,19 @@ def concatenated_scores(
     first = list(itertools.accumulate(map(len, members), initial=0))
     rankings = [np.array(choices) + first[:-1], *(np.array([[model]]) for model in range(first[-1]) if own)]
     scores = np.full((sum(map(len, rankings)), len(names), len(queries)), np.nan)
-    models = _fold_models(members, galleries, distances, spec, device=spec.device_for(queries.rows))
+    # of its share, a model may hold a quarter in unit rows: all together half of the memory
+    share = max(2 * spec.tile_bytes // first[-1], MIN_TILE_BYTES)
+    models: list[Search] = [
+        search_by(
+            None if distances is None else distances[fold][repeat],
+            rows,
+            None if galleries is None else galleries[fold][repeat],
+            tile_bytes=share,
+            device=spec.device_for(queries.rows),
+        )
+        for fold, repeats in enumerate(members)
+        for repeat, rows in enumerate(repeats)
+    ]
     _score(models, rankings, relevance, scores, spec, progress=progress)
     found = []
     for one in scores:
@@ -98,25 +108,6 @@ def concatenated_scores(
         found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
     joint, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
     return joint, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
-
-
-def _fold_models(
-    queries: ModelEmbeddings,
-    galleries: ModelEmbeddings | None,
-    distances: ModelDistances | None,
-    spec: EvaluationSpec,
-    *,
-    device: torch.device,
-) -> list[Search]:
-    """The models, fold by fold; they hold unit rows in at most half of the memory."""
-    share = max(2 * spec.tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
-    models: list[Search] = []
-    for fold, repeats in enumerate(queries):
-        for repeat, rows in enumerate(repeats):
-            gallery = None if galleries is None else galleries[fold][repeat]
-            distance = None if distances is None else distances[fold][repeat]
-            models.append(search_by(distance, rows, gallery, tile_bytes=share, device=device))
-    return models
 
 
 def _score(

@@ -7,8 +7,9 @@ relevant, P(r) the share of relevant items among the nearest r. A name that ends
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.metrics.clustering import WholeSet
-from dmlbench.evaluation.metrics.ranking import Ranking
 from dmlbench.types import ConfigError, IntArray, closest
 
 Reads = Literal["nearest", "ranking", "clusters", "distances"]
@@ -60,6 +60,41 @@ class Metric:
     def is_of_queries(self) -> bool:
         """Whether every query has a score; otherwise only the whole set has one."""
         return self.reads in ("nearest", "ranking")
+
+
+class Ranking:
+    """Relevance by rank, and the sums over it that several metrics share.
+
+    Attributes:
+        relevant: [Q, k] nearest first, False beyond the end of the gallery.
+        positives: R [Q], relevant gallery items (the query itself not counted), at least 1 each.
+    """
+
+    def __init__(self, relevant: NDArray[np.bool_], positives: IntArray) -> None:
+        self.relevant = relevant
+        self.positives = positives
+
+    @cached_property
+    def hits(self) -> NDArray[np.int32]:
+        """[Q, k] relevant items among the nearest r."""
+        return np.cumsum(self.relevant, axis=1, dtype=np.int32)
+
+    @cached_property
+    def precision_sum(self) -> NDArray[np.float64]:
+        """[Q, k] sum over r' <= r of rel(r') P(r'), where P(r) = hits(r) / r."""
+        precision = self.hits / np.arange(1, self.relevant.shape[1] + 1)
+        precision *= self.relevant
+        # cumsum adds from left to right, so the sum up to R has the same bits for every k
+        return np.cumsum(precision, axis=1)
+
+    def at(self, values: NDArray, k: int) -> NDArray:
+        """``values`` [Q, k] at place k (from 1), or the last one if the gallery ends before."""
+        return values[:, min(k, self.relevant.shape[1]) - 1]
+
+    def at_r(self, values: NDArray) -> NDArray:
+        """``values`` [Q, k] at each query's place R."""
+        last = np.minimum(self.positives, self.relevant.shape[1])[:, None] - 1
+        return np.take_along_axis(values, last, axis=1)[:, 0]
 
 
 def _ndcg(ranking: Ranking, k: int) -> NDArray[np.float64]:
@@ -270,6 +305,11 @@ def query_scores(
     return {
         score.name: np.asarray(score.metric.score(ranking, score.k), dtype=np.float64) for score in of_queries(scores)
     }
+
+
+def mean_scores(per_query: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """Means over the queries that have a score (NaN: skipped)."""
+    return {name: float(np.mean(values[~np.isnan(values)])) for name, values in per_query.items()}
 
 
 def set_scores(whole: WholeSet, scores: Sequence[Score]) -> dict[str, float]:
