@@ -56,10 +56,10 @@ class Near(NamedTuple):
 def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRows, Tile]:
     """``value`` [M, T, W] of ``count`` items [M, T, C] large on average, and a bound [T, W] of all ``sums`` [S, F]."""
     if isinstance(value, Tensor):
-        average, bound = _middle_and_upper_there(value, sums)
+        average, bound = _middle_and_upper(value, sums)
         nearest = average.topk(min(count, average.shape[1]), dim=1, sorted=False).indices
         return to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
-    middle, upper = _middle_and_upper(value, sums)
+    middle, upper = to_host(*_middle_and_upper(torch.from_numpy(value), sums))
     height, width = middle.shape
     place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
     return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1), upper
@@ -164,31 +164,20 @@ def _exact_sums(
     return total
 
 
-def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, FloatRows]:
-    """Twice the middle and the upper end [T, W] of the range of all sums; the next call overwrites them."""
+def _middle_and_upper(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
+    """Twice the middle and the upper end [T, W] of the range of all ``sums`` [S, F] of ``value`` [M, T, W]."""
     if len(value) == 1:
         return value[0], value[0]
-    lower, upper = (_workspace.array(name, value.shape[1:], np.float32) for name in ("lower", "upper"))
-    one = _workspace.array("one", (_TOGETHER, upper.shape[1]), np.float32)
-    for start in range(0, len(upper), _TOGETHER):
-        rows = slice(start, start + _TOGETHER)
-        for bound, total in ((np.minimum, lower[rows]), (np.maximum, upper[rows])):
-            for number, fold in enumerate(sums.T):
-                out = one[: len(total)] if number else total
-                bound.reduce(value[fold.min() : fold.max() + 1, rows], axis=0, out=out)
-                if number:
-                    total += out
-        lower[rows] += upper[rows]
-    return lower, upper
-
-
-def _middle_and_upper_there(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
-    """``_middle_and_upper`` on a device."""
-    if len(value) == 1:
-        return value[0], value[0]
-    folds = [value[fold.min() : fold.max() + 1] for fold in sums.T]
-    lower, upper = (torch.stack([bound(x, 0) for x in folds]).sum(0) for bound in (torch.amin, torch.amax))
-    return lower + upper, upper
+    middle, upper = torch.zeros(2, *value.shape[1:], device=value.device)
+    step = _TOGETHER if value.device.type == "cpu" else len(upper)
+    for start in range(0, len(upper), step):
+        rows = slice(start, start + step)
+        for fold in sums.T:
+            repeats = value[fold.min() : fold.max() + 1, rows]
+            middle[rows] += repeats.amin(0)
+            upper[rows] += repeats.amax(0)
+        middle[rows] += upper[rows]
+    return middle, upper
 
 
 def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
