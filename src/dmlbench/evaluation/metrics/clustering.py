@@ -54,7 +54,9 @@ class KmeansSettings:
 
     @property
     def chosen_library(self) -> str:
-        return kmeans_library() if self.library == "auto" else self.library
+        if self.library != "auto":
+            return self.library
+        return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
 
     def __str__(self) -> str:
         """For results: library, seed and settings that differ from the defaults."""
@@ -154,11 +156,6 @@ def first_hits(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> IntArray:
         nearer = (distances < nearest) | ((distances == nearest) & before)
         found.append(nearer.sum(1)[positive.any(1)].cpu().numpy())
     return np.concatenate(found)
-
-
-def kmeans_library() -> str:
-    """The default library: faiss if installed, else scikit-learn."""
-    return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
 
 
 def kmeans(rows: FloatRows, num_clusters: int, settings: KmeansSettings, *, on_gpu: bool = False) -> IntArray:
