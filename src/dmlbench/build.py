@@ -29,7 +29,8 @@ from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tenso
 from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists
+from dmlbench.evaluation.search.rerank import Reranker
+from dmlbench.evaluation.search.shortlist import check_shortlist
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head
@@ -380,7 +381,7 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     rerank: BaseDistance | None = component(cfg.get("rerank"))
     if rerank is None:
         return None
-    if not ranks_lists(rerank):
+    if not isinstance(rerank, Reranker):
         raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
     if model is not None:
         with_cells: Any = model

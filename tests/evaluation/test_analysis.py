@@ -7,11 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
-from dmlbench.evaluation import analysis
 from dmlbench.evaluation.analysis import hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search.nearest import nearest
-from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
+from dmlbench.types import ConfigError, EmbeddingSet
 
 
 def example() -> EmbeddingSet:
@@ -62,19 +60,6 @@ def test_counts_and_metrics_that_make_no_list_are_refused() -> None:
         hardest_queries(queries, None, evaluation, count=0, metric="map_at_r")
     with pytest.raises(ConfigError, match="'nmi' is no score of single queries"):
         hardest_queries(queries, None, evaluation, count=1, metric="nmi")
-
-
-def test_the_search_behind_hardest_queries_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = example()
-    given = []
-
-    def recording(*arguments: EmbeddingSet, tile_bytes: int, distance: None) -> Neighbors:
-        given.append(tile_bytes)
-        return nearest(*arguments, tile_bytes=tile_bytes)
-
-    monkeypatch.setattr(analysis, "nearest", recording)
-    hardest_queries(queries, None, evaluate(queries), count=3, metric="map_at_r", tile_bytes=5000)
-    assert given == [5000]
 
 
 def test_tables_read_back_to_the_same_numbers() -> None:

@@ -101,7 +101,6 @@ def broken_rows() -> NDArray[np.float32]:
         (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows are a masked array, whose mask would be lost"),
         (torch.from_numpy(ROWS).to_sparse(), LABELS, None, "query rows are sparse; make them dense"),
         (ROWS[:, 0], LABELS, None, r"matrix \[N, D\]; got shape \(30,\)"),
-        (ROWS.tolist(), LABELS, None, "query rows are a list"),
         (ROWS, LABELS[:-1], None, "30 rows but 29 labels"),
         (ROWS, LABELS.astype(float), None, "query labels are float64; they must be whole numbers"),
         (ROWS, LABELS.astype(str), None, "query labels are strings; they must be numbers; numpy.unique"),
@@ -120,8 +119,8 @@ def test_arrays_that_cannot_be_evaluated_are_refused(rows, labels, ids, message:
 
 def test_galleries_that_do_not_fit_are_refused() -> None:
     for options, message in (
-        ({"gallery_rows": ROWS}, "no labels; give gallery_labels"),
-        ({"gallery_labels": LABELS}, "no rows; give gallery_rows"),
+        ({"gallery_rows": ROWS}, "needs both rows and labels"),
+        ({"gallery_labels": LABELS}, "give gallery_rows and gallery_labels"),
         ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "the query set has ids and the other"),
         ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and the gallery has 3"),
     ):

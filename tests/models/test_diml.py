@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.search.nearest import nearest
-from dmlbench.evaluation.search.rerank import rematched
+from dmlbench.evaluation.search.rerank import rerank_nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.diml import DimlDistance, cells_of
 from dmlbench.models.projection import Projection
@@ -55,7 +55,9 @@ def test_values_lists_and_scores_are_those_of_the_public_code(record: dict[str, 
     value = distance.reranked_similarities(images.rows, images.rows[torch.tensor(first)], known)
     np.testing.assert_allclose((value - cosine).numpy(), record[f"{case}_structural"], rtol=1e-9)
     everything = np.arange(len(images))
-    lists = [columns for _, columns, _ in rematched(images, None, distance, 39, wanted=everything, tile_bytes=2**29)]
+    lists = [
+        columns for _, columns, _ in rerank_nearest(images, None, distance, 39, wanted=everything, tile_bytes=2**29)
+    ]
     np.testing.assert_array_equal(np.concatenate(lists)[:, :39], expected)
     plain = evaluate(EmbeddingSet(centers, images.labels, images.ids), spec=SPEC).scores["p_at_1"]
     again = evaluate(images, spec=SPEC, distance=distance).scores["p_at_1"]
@@ -189,7 +191,7 @@ def test_tiles_and_missing_memory_change_no_list(monkeypatch: pytest.MonkeyPatch
 
 def test_the_nearest_are_the_first_of_the_new_lists() -> None:
     distance, images = DimlDistance(grid_size=2, num_neighbors=3), some_images(20)
-    (found,) = rematched(images, None, distance, 5, wanted=np.arange(20), tile_bytes=2**29)
+    (found,) = rerank_nearest(images, None, distance, 5, wanted=np.arange(20), tile_bytes=2**29)
     neighbors = nearest(images, images, 5, distance=distance)
     np.testing.assert_array_equal(neighbors.index, found[1])
     np.testing.assert_array_equal(neighbors.distance[:, :3], found[2])

@@ -1,4 +1,4 @@
-"""Where an evaluation fails: its scores query by query and class by class, and the queries with the lowest."""
+"""Tables of scores by query and by class, and the queries with the lowest scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def per_query_table(queries: EmbeddingSet, evaluation: Evaluation) -> pd.DataFrame:
-    """One row per query, in their order: id, label and every score of a query; none for one without a positive."""
+    """One row per query: id, label and every score (NaN without a positive)."""
     return pd.DataFrame({"id": ids_of(queries), "label": labels_of(queries), **evaluation.per_query})
 
 
 def per_class_table(
     queries: EmbeddingSet, evaluation: Evaluation, *, class_names: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """One row per class of the queries, by label: its queries, those skipped, and means over the others (or none).
+    """One row per class of the queries, by label: number of queries, skipped ones, and mean scores of the others.
 
     Args:
-        queries: what was evaluated.
-        evaluation: its scores.
+        queries: the evaluated queries.
+        evaluation: their scores.
         class_names: by label, for a column "class".
     """
     table = per_query_table(queries, evaluation).drop(columns="id")
@@ -46,7 +46,7 @@ def per_class_table(
 
 @dataclass(frozen=True)
 class HardQuery:
-    """A query with a low score, and the gallery item that is nearest to it."""
+    """A query with a low score, and its nearest gallery item."""
 
     id: int
     label: int
@@ -57,7 +57,7 @@ class HardQuery:
 
 
 def check_hardest(count: int, metric: str, known: Sequence[str]) -> None:
-    """Raises ConfigError unless ``count`` is at least 1 and ``metric`` one of ``known``, the scores of a query."""
+    """Raises ConfigError unless ``count`` is at least 1 and ``metric`` is in ``known``."""
     if count < 1:
         raise ConfigError(f"hardest ({count}) must be at least 1")
     if metric not in known:
@@ -75,10 +75,7 @@ def hardest_queries(
     tile_bytes: int = TILE_BYTES,
     distance: "BaseDistance | None" = None,
 ) -> list[HardQuery]:
-    """The ``count`` queries with the lowest ``metric``, hardest first, those that are equal in their order.
-
-    Queries without a positive have no score and are not among them. The nearest items are those by
-    ``distance``, None being that of unit vectors; their search takes at most ``tile_bytes`` of memory.
+    """The ``count`` queries with the lowest ``metric``, lowest first. Queries without a positive are left out.
 
     Raises:
         ConfigError: ``count`` is below 1, or ``metric`` is no score of a query that was computed.
@@ -108,5 +105,5 @@ def hardest_queries(
 
 
 def to_csv(table: pd.DataFrame) -> bytes:
-    """A table as comma-separated values that read back to the same numbers; what is missing is "nan"."""
+    """CSV whose floats read back to the same numbers."""
     return table.to_csv(index=False, na_rep="nan").encode()

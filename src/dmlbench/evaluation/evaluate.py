@@ -1,4 +1,4 @@
-"""The scores of a set of embeddings: from rows, labels and ids to every metric."""
+"""Compute every metric of a set of embeddings."""
 
 import logging
 from collections.abc import Iterator
@@ -11,16 +11,13 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
-from dmlbench.evaluation.metrics.ranking import mean_scores
-from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names, set_scores
-
-# configurations of runs name EvaluationSpec as this module's
-from dmlbench.evaluation.relevance import Relevance, fit_width, relevance_of
+from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
+from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import check_shortlist, ranks_lists, rematched, reranked
-from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
-from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
+from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
+from dmlbench.evaluation.search.shortlist import check_shortlist, rank_shortlists
+from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -36,8 +33,8 @@ class Evaluation:
     Attributes:
         scores: mean over the queries that have a positive, by name; then the scores of the whole set.
         per_query: [Q] by name; NaN for a query without a positive.
-        n_query: queries given.
-        n_gallery: gallery items searched (the queries, where no gallery was given).
+        n_query: number of queries.
+        n_gallery: number of gallery items searched (the queries, if no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
@@ -63,28 +60,19 @@ def evaluate(
     """Rank the gallery for every query and score the ranking.
 
     A query never finds the gallery item with its own row id. Queries without a positive are skipped and counted.
-
-    With the Euclidean distance of unit vectors (``distance`` None, or one that ranks alike) rows are normalized to
-    float32 unit rows once, the ranking is that of their float64 inner products with ties by gallery index, and the
-    scores of given rows are bit-equal for every back end, tile size, thread count and device (the rows themselves are
-    not: a model's embeddings vary by some 1e-6 with the size of its batches). So they are with a distance that bounds
-    its float32 error (see ``pairwise``): float64 arithmetic on the float32 rows decides. With any other distance
-    its matrix in float64 decides (in the distance's own precision if it has parameters); what that distance separates
-    by rounding alone may depend on the tile.
+    Without a ``distance`` (or with one that ranks alike), the ranking is by float64 inner products of float32 unit
+    rows, ties by gallery index. Otherwise float64 values of the distance decide (see ``search.pairwise``).
 
     Args:
-        queries: rows [Q, D]; they are searched on their device, where ``spec`` names no other.
+        queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
         spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance, larger is nearer if ``is_inverted``; one with parameters and without a bound of
-            its error runs where these lie.
-        progress: whether to show a bar, with a ``distance``.
+        distance: the model's distance.
+        progress: whether to show a bar; only with a ``distance``.
 
     Raises:
-        RunError: no query has a positive; empty sets, widths that differ, NaN, repeated gallery ids, or an id with two
-            labels.
-        ConfigError: the back end is missing; a metric of classes or clusters or a back end is asked for that unit
-            vectors alone have; a shortlist that the distance does not offer, or too short a one.
+        RunError: no query has a positive, or the sets cannot be searched.
+        ConfigError: the back end is missing, or the distance does not support a metric, back end or shortlist.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
@@ -104,20 +92,16 @@ def evaluate(
                     per_query[name][part] = scores
                 bar.update(len(part))
     if relevance.n_skipped_queries:
-        logger.info(
-            "%d of %d queries have no positive in the gallery and are skipped",
-            relevance.n_skipped_queries,
-            len(queries),
-        )
+        skipped = relevance.n_skipped_queries
+        logger.info("%d of %d queries have no positive in the gallery and are skipped", skipped, len(queries))
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
     on_gpu = spec.back_end == "faiss" and spec.device_for(queries.rows).type == "cuda"
-    of_the_set: dict[str, float] = {}
-    if len(of_queries(spec.scores)) < len(spec.scores):
-        of_the_set = set_scores(
-            WholeSet(queries, gallery, kmeans_settings=spec.kmeans_settings, on_gpu=on_gpu), spec.scores
-        )
+    means = mean_scores(per_query)
+    if len(names) < len(spec.scores):
+        whole = WholeSet(queries, gallery, kmeans_settings=spec.kmeans_settings, on_gpu=on_gpu)
+        means |= set_scores(whole, spec.scores)
     return Evaluation(
-        mean_scores(per_query) | of_the_set,
+        means,
         per_query,
         len(queries),
         len(reference),
@@ -149,32 +133,27 @@ def evaluate_arrays(
         spec: what to compute; None is ``EvaluationSpec()``.
 
     Raises:
-        RunError: what cannot be evaluated, naming the rows or the value at fault.
+        RunError: the arrays cannot be evaluated.
     """
     queries = embedding_set(rows, labels, ids, what="query")
     gallery = None
-    if gallery_rows is not None:
-        if gallery_labels is None:
-            raise RunError("the gallery has rows but no labels; give gallery_labels too")
+    if gallery_rows is not None and gallery_labels is not None:
         gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
-    elif gallery_labels is not None or gallery_ids is not None:
-        raise RunError("the gallery has labels or ids but no rows; give gallery_rows too")
+    elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
+        raise RunError("a gallery needs both rows and labels; give gallery_rows and gallery_labels")
     queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
     return evaluate(queries, gallery, spec)
 
 
 def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> None:
-    """
-    Raises:
-        ConfigError: metrics of clusters or the back end faiss are asked for, which need unit vectors.
-    """
+    """Raises ConfigError for metrics or a back end that need unit vectors."""
     name = type(distance).__name__
     asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
     if asked:
         raise ConfigError(
             f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
         )
-    if spec.back_end == "faiss" and spec.shortlist is None and not ranks_lists(distance):
+    if spec.back_end == "faiss" and spec.shortlist is None and not isinstance(distance, Reranker):
         raise ConfigError(
             f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
         )
@@ -188,26 +167,22 @@ def _rankings(
     distance: "BaseDistance | None",
 ) -> Iterator[tuple[IntArray, NDArray[np.bool_]]]:
     """(queries [T], relevance by rank [T, k or the gallery's size]); without a distance, of unit vectors."""
-    k, wanted, device = relevance.k, relevance.valid, spec.device_for(queries.rows)
-    if distance is not None and ranks_lists(distance):
-        for part, columns, _ in rematched(
-            queries, gallery, distance, k,
-            wanted=wanted, tile_bytes=spec.tile_bytes, back_end=spec.back_end, device=device,
-        ):  # fmt: skip
-            yield part, fit_width(relevance.relevant(part, columns), min(k, len(relevance.gallery_labels)))
+    k, wanted = relevance.k, relevance.valid
+    device, back_end, tile_bytes = spec.device_for(queries.rows), spec.back_end, spec.tile_bytes
+    if isinstance(distance, Reranker):
+        for part, columns, _ in rerank_nearest(
+            queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes, back_end=back_end, device=device
+        ):
+            yield part, relevance.relevant(part, columns)
         return
 
     def by_rank(part: IntArray, keys: Keys) -> NDArray[np.bool_]:
         return relevance.relevant_by_rank(part, keys, search.exact(part), slack=search.slack)
 
-    search: UnitSearch | PairwiseSearch
-    if distance is None:
-        search = unit_search(queries, gallery, back_end=spec.back_end, tile_bytes=spec.tile_bytes, device=device)
-    else:
-        search = PairwiseSearch(queries, gallery, distance, tile_bytes=spec.tile_bytes, device=device)
-    if isinstance(search, UnitSearch) or spec.shortlist is None:
-        yield from search.ranked(k, by_rank, wanted=wanted)
-    else:
-        yield from reranked(
-            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.shortlist, back_end=spec.back_end
+    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
+    if isinstance(search, PairwiseSearch) and spec.shortlist is not None:
+        yield from rank_shortlists(
+            search, queries, gallery, by_rank, wanted=wanted, num_items=spec.shortlist, back_end=back_end
         )
+    else:
+        yield from search.ranked(k, by_rank, wanted=wanted)

@@ -1,4 +1,4 @@
-"""What labels and ids alone say of a retrieval: which items are relevant to which queries, whatever the embeddings."""
+"""Which gallery items are relevant to which queries, from labels and ids alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, labels_of, self_columns
-from dmlbench.evaluation.metrics.ranking import positives_per_query
+from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, own_columns
 from dmlbench.evaluation.metrics.table import Score, depth
 from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
 from dmlbench.types import EmbeddingSet, IntArray, RunError
@@ -15,7 +14,7 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 @dataclass(frozen=True)
 class Relevance:
-    """Which gallery items are relevant to which queries, and how many first places of a ranking the scores need.
+    """Relevant items of every query, and how many places of a ranking the scores need.
 
     Attributes:
         query_labels: [Q].
@@ -38,23 +37,23 @@ class Relevance:
         return len(self.query_labels) - len(self.valid)
 
     def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
-        """Whether gallery items ``columns`` [T, C] are of the classes of ``queries`` [T]; False at padding (-1)."""
+        """Whether gallery items ``columns`` [T, C] match the labels of ``queries`` [T]; False at padding (-1)."""
         return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
 
     def relevant_by_rank(
         self, queries: IntArray, keys: Keys, exact: ExactSimilarity, *, slack: float
     ) -> NDArray[np.bool_]:
-        """Whether the items at the first min(k, N) places are of the queries' classes.
+        """Whether the items at the first min(k, N) places match the labels of ``queries`` [T].
 
         Args:
             queries: [T].
             keys: their candidates [T, C].
-            exact: float64 similarities of pairs, to order what float32 cannot.
+            exact: float64 similarities of pairs.
             slack: float32 values further apart than this are in the right order.
         """
         found = self.relevant(queries, column_of(keys))
         ordered = settle(keys | found, exact, k=self.k, slack=slack, by_mark=True)
-        return fit_width(marked(ordered), min(self.k, len(self.gallery_labels)))
+        return marked(ordered)[:, : self.k]
 
 
 def relevance_of(
@@ -67,17 +66,15 @@ def relevance_of(
     Raises:
         RunError: no query has a positive, an id has two labels, or the sets cannot be searched.
     """
-    check_sets(queries, gallery)
-    ids = ids_of(queries)
-    own = self_columns(ids, ids_of(gallery))
+    own = own_columns(queries, gallery)
     query_labels, gallery_labels = labels_of(queries), labels_of(gallery)
     held = np.flatnonzero(own >= 0)
     differs = held[query_labels[held] != gallery_labels[own[held]]]
     if len(differs):
         first = differs[0]
         raise RunError(
-            f"row id {ids[first]} has label {query_labels[first]} as a query and {gallery_labels[own[first]]} in the "
-            "gallery; embed both from one table"
+            f"row id {ids_of(queries)[first]} has label {query_labels[first]} as a query and "
+            f"{gallery_labels[own[first]]} in the gallery; embed both from one table"
         )
     positives = positives_per_query(query_labels, gallery_labels, own)
     valid = np.flatnonzero(positives > 0)
@@ -90,7 +87,9 @@ def relevance_of(
     return Relevance(query_labels, gallery_labels, own, positives, valid, k)
 
 
-def fit_width(relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
-    """The first k places of ``relevant`` [Q, C], filled up with False: [Q, k]."""
-    kept = relevant[:, :k]
-    return np.pad(kept, ((0, 0), (0, k - kept.shape[1])))
+def positives_per_query(query_labels: IntArray, gallery_labels: IntArray, own_column: IntArray) -> IntArray:
+    """R [Q]: gallery items of each query's class, without the query itself (``own_column`` [Q], else -1)."""
+    classes, counts = np.unique(gallery_labels, return_counts=True)
+    place = np.minimum(np.searchsorted(classes, query_labels), len(classes) - 1)
+    found = np.where(classes[place] == query_labels, counts[place], 0)
+    return (found - (own_column >= 0)).astype(np.int64)

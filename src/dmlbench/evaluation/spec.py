@@ -1,4 +1,4 @@
-"""What is to be evaluated, and how."""
+"""How to evaluate embeddings."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,19 +24,16 @@ _SHORTLIST = "shortlist@"
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """How to evaluate.
+    """How to evaluate. ``back_end``, ``tile_bytes`` and ``device`` do not change the scores of a ranking.
 
     Attributes:
         recall_at: values of K for R@K, increasing.
-        back_end: float32 pass of the search; every choice gives the same scores of rankings of the same embeddings.
-            "faiss" with rows on a GPU also looks for the clusters of nmi and ami there.
-        tile_bytes: bound of the memory taken beyond the embeddings; no influence on the scores.
-        metrics: what to compute, names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
-        kmeans_seed, kmeans_library, kmeans_init, kmeans_restarts, kmeans_max_steps: how the clusters of nmi and ami are
-            found, see ``KmeansSettings``.
-        device: where products run and candidates are selected, as in configurations ("auto": a GPU where there is one);
-            None: where the rows lie. No influence on the scores.
-        shortlist: N, with a distance that offers it: it ranks the N nearest items by its cheap rows instead of all.
+        back_end: float32 pass of the search. "faiss" with rows on a GPU also runs k-means there.
+        tile_bytes: bound of the memory beyond the embeddings.
+        metrics: names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
+        kmeans_seed, kmeans_library, kmeans_init, kmeans_restarts, kmeans_max_steps: see ``KmeansSettings``.
+        device: where products run ("auto": a GPU if available); None: the device of the rows.
+        shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.shortlist``); None: all.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -66,11 +63,7 @@ class EvaluationSpec:
             )
 
     def device_for(self, rows: Tensor) -> torch.device:
-        """Where ``rows`` are searched.
-
-        Raises:
-            ConfigError: ``device`` is unknown or not on this machine.
-        """
+        """The device on which ``rows`` are searched."""
         device = rows.device if self.device is None else select_device(self.device)
         if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
             return torch.device("cuda", torch.cuda.current_device())
@@ -78,12 +71,12 @@ class EvaluationSpec:
 
     @property
     def search(self) -> str:
-        """How the ranking is found, as results name it."""
+        """How the ranking is found, for results."""
         return "exact" if self.shortlist is None else f"{_SHORTLIST}{self.shortlist}"
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """What is computed, in the order in which results list it."""
+        """The requested scores in the order of the metrics table."""
         return asked_scores(self.metrics, self.recall_at)
 
     @property
@@ -94,19 +87,17 @@ class EvaluationSpec:
 
     @property
     def kmeans(self) -> str:
-        """How the clusters of nmi and ami are found, as results name it."""
+        """How the clusters of nmi and ami are found, for results."""
         return str(self.kmeans_settings)
 
     def replaced(self, **changes: Any) -> "EvaluationSpec":
-        """A copy with ``changes``, checked in the same way."""
         return dataclasses.replace(self, **changes)
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """Names of the scores, in the order in which results list them."""
         return score_names(self.scores)
 
 
 def shortlist_of(search: str) -> int | None:
-    """The N of "shortlist@N", None of "exact": what ``EvaluationSpec.search`` was made from."""
+    """The N of ``EvaluationSpec.search`` (None for an exact search)."""
     return int(search.removeprefix(_SHORTLIST)) if search.startswith(_SHORTLIST) else None

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
-from dmlbench.evaluation.search.rerank import ranks_lists
+from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
@@ -138,7 +138,7 @@ class Collections:
         asked = [s for s in of_queries(spec.scores) if _JOINED + s.name not in ranked and _can_be_joined(config)]
         distances = [[config.distance_of(config.runs[key]) for key in fold] for fold in keys]
         rows = loaded[0][0].queries.rows
-        if distances[0][0] is not None and ranks_lists(distances[0][0]):  # cells are no dimensions of the embedding
+        if isinstance(distances[0][0], Reranker):  # cells are no dimensions of the embedding
             rows = distances[0][0].center_rows(rows[:1])
         frame = collections(
             [[stored.queries for stored in fold] for fold in loaded],

@@ -1,8 +1,8 @@
-"""Exact scores of joined embeddings: one model per fold, every choice of a repeat per fold, in one pass over the pairs.
+"""Exact scores of concatenated fold models, for every choice of one repeat per fold, in one pass over the pairs.
 
 Ranking by the sum of the models' squared distances of unit rows is ranking by the distance of the concatenated unit
-vectors, so one tile of similarities per model serves every collection, and the models' own rankings as well. Letters:
-M models, Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
+vectors, so one tile of similarities per model serves every collection and the models themselves. Letters: M models,
+Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
 """
 
 import itertools
@@ -12,7 +12,6 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -20,11 +19,10 @@ from dmlbench.evaluation.collections import ranking
 from dmlbench.evaluation.collections.ranking import Near, joined, largest_on_average, reached_by, select
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.metrics.ranking import mean_scores
-from dmlbench.evaluation.metrics.table import of_queries, query_scores, score_names
+from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Bounds
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
+from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.scan import (
     Search,
     empty_tile,
@@ -36,7 +34,7 @@ from dmlbench.evaluation.search.scan import (
     single_threaded_products,
     tiles_on_host,
 )
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, unit_search
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import IntArray
 
@@ -62,24 +60,21 @@ def concatenated_scores(
     own: bool = False,
     progress: bool = False,
 ) -> tuple[dict[Choice, Evaluation], list[list[Evaluation]]]:
-    """Evaluate the joined embedding of every choice of one repeat per fold.
+    """Evaluate the concatenated embedding of every choice of one repeat per fold.
 
-    The ranking is that of the sum over folds, in their order, of the models' exact similarities; ties go by gallery
-    index.
+    The ranking is by the sum over folds, in their order, of the models' exact similarities, ties by gallery index.
 
     Args:
-        members: query rows [Q, D] by every model, [fold][repeat]; all with the same ids and labels in the same order
-            (the caller checks), D may differ.
+        members: query rows [Q, D] by every model, [fold][repeat]; equal ids and labels in the same order (the caller
+            checks), D may differ.
         galleries: gallery rows by the same models, or None: the queries are searched among themselves.
         spec: what to compute; ``back_end`` is ignored.
-        distances: the models' own distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors,
-            and so is every distance that ranks as they do.
-        own: whether to evaluate every model by itself, too, which takes the same products.
+        distances: the models' distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors.
+        own: whether to evaluate every model alone, too, from the same products.
         progress: whether to show a bar.
 
     Returns:
-        Evaluations by choice, the last fold's repeat changing fastest, and those of the models [fold][repeat], if
-        ``own``.
+        Evaluations by choice, the last fold's repeat changing fastest, and of the models [fold][repeat] if ``own``.
 
     Raises:
         RunError: no query has a positive, or a set cannot be searched.
@@ -93,7 +88,19 @@ def concatenated_scores(
     first = list(itertools.accumulate(map(len, members), initial=0))
     rankings = [np.array(choices) + first[:-1], *(np.array([[model]]) for model in range(first[-1]) if own)]
     scores = np.full((sum(map(len, rankings)), len(names), len(queries)), np.nan)
-    models = _fold_models(members, galleries, distances, spec, device=spec.device_for(queries.rows))
+    # of its share, a model may hold a quarter in unit rows: all together half of the memory
+    share = max(2 * spec.tile_bytes // first[-1], MIN_TILE_BYTES)
+    models: list[Search] = [
+        search_by(
+            None if distances is None else distances[fold][repeat],
+            rows,
+            None if galleries is None else galleries[fold][repeat],
+            tile_bytes=share,
+            device=spec.device_for(queries.rows),
+        )
+        for fold, repeats in enumerate(members)
+        for repeat, rows in enumerate(repeats)
+    ]
     _score(models, rankings, relevance, scores, spec, progress=progress)
     found = []
     for one in scores:
@@ -101,28 +108,6 @@ def concatenated_scores(
         found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
     joint, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
     return joint, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
-
-
-def _fold_models(
-    queries: ModelEmbeddings,
-    galleries: ModelEmbeddings | None,
-    distances: ModelDistances | None,
-    spec: EvaluationSpec,
-    *,
-    device: torch.device,
-) -> list[Search]:
-    """The models, fold by fold, searched on ``device``; they hold unit rows in at most half of the memory."""
-    share = max(2 * spec.tile_bytes // sum(map(len, queries)), MIN_TILE_BYTES)  # of which a quarter may be held
-    models: list[Search] = []
-    for fold, repeats in enumerate(queries):
-        for repeat, rows in enumerate(repeats):
-            gallery = None if galleries is None else galleries[fold][repeat]
-            distance = None if distances is None else distances[fold][repeat]
-            if distance is None or ranks_like_unit_vectors(distance):
-                models.append(unit_search(rows, gallery, back_end="torch", tile_bytes=share, device=device))
-            else:
-                models.append(PairwiseSearch(rows, gallery, distance, tile_bytes=share, device=device))
-    return models
 
 
 def _score(
@@ -134,16 +119,7 @@ def _score(
     *,
     progress: bool,
 ) -> None:
-    """Scores of every ranking, where a query has a positive.
-
-    Args:
-        models: fold by fold.
-        rankings: groups [S, F] of sums of models.
-        relevance: of the gallery to the queries, and how deep to rank.
-        scores: filled, [rankings of all groups in turn, names, Q].
-        spec: what to compute.
-        progress: whether to show a bar.
-    """
+    """Fill ``scores`` [rankings of all groups, names, Q] for ``rankings``: groups [S, F] of sums of ``models``."""
     device = models[0].device
     on_host = tiles_on_host(device)
     rank = (numba_ranking() or ranking).rank
@@ -169,7 +145,7 @@ def _score(
             halved_where_crowded(half)
 
     def near_items(part: IntArray) -> list[tuple[Near, IntArray, float]] | None:
-        """For each group what is near, its sums and their slack; None where there is no memory for all that is."""
+        """For each group what is near, its sums and their slack; None if that exceeds the memory."""
         found: list[list[Near]] = [[] for _ in rankings]
         slacks = np.zeros(len(rankings))
         for start in range(0, num_gallery, columns):
@@ -214,7 +190,7 @@ def _score(
 
 
 def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
-    """How far apart sums [S, F] of models are in the right order."""
+    """Sums [S, F] of models further apart than this are in the right order."""
     error, largest = (
         sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T) for name in ("error", "largest")
     )
@@ -224,7 +200,7 @@ def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
 
 @cache
 def numba_ranking() -> ModuleType | None:
-    """The compiled twin of ``ranking``, which gives the same bits; None where numba cannot be used."""
+    """The numba kernels of ``ranking``, which give the same bits; None where numba cannot be used."""
     try:
         from dmlbench.evaluation.collections import numba_ranking as kernels
     except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache

@@ -1,11 +1,9 @@
-"""Compiled ranking of the gallery by sums of fold models' similarities, query by query; it needs numba.
+"""``ranking.rank`` in numba kernels, query by query and bit-equal.
 
-It finds what ``ranking.rank`` finds, bit by bit. Letters: M models, T queries of a tile, S sums of F models each, n
-items that some sum may need, k places that matter.
+Letters: M models, T queries of a tile, S sums of F models each, n items that some sum may need, k places that matter.
 
-Which places of a ranking are relevant depends only on how many irrelevant items lie above each relevant one: with these
-numbers in order, a_0 <= a_1 <= .., the places a_j + j are relevant and no others. So relevant items are compared with
-irrelevant ones only, and exactly only where the two are near.
+With a_0 <= a_1 <= .. the numbers of irrelevant items above each relevant one, the places a_j + j are relevant and no
+others. So relevant items are compared with irrelevant ones only, and exactly only where the two are near.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +28,7 @@ _LANES = 32  # numbers that a vector unit compares at a time
 
 
 def _compiled(function: Function) -> Function:
-    """Machine code of ``function``, which keeps order and rounding and runs without Python's lock; kept next to the
-    source or in the user's cache where either can be written to."""
+    """``numba.njit`` without the GIL, cached next to the source or in the user's cache if either is writable."""
     try:
         return cast(Function, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError:  # numba finds no folder that can be written to
@@ -80,11 +77,11 @@ def _rank(
     pending: NDArray[np.bool_],
     ranked: NDArray[np.bool_],
 ) -> None:
-    """Rank a tile by every sum that is ``pending`` [S, T], which then says where a similarity was missed.
+    """Rank a tile by every sum that is ``pending`` [S, T]; afterwards ``pending`` marks where a similarity was missing.
 
     The first ``lead`` [T] items of a query in ``order`` [n] are the relevant ones. ``known`` [M, n] are the exact
-    similarities so far, NaN at first; in place of one that is missed, ``_WANTED`` is written. ``held`` [M, 3]: the
-    addresses of a model's unit rows, of queries, which ``part`` [T] counts, and of the gallery, and their width; or 0.
+    similarities so far, NaN at first; ``_WANTED`` marks the missing ones. ``held`` [M, 3]: the addresses of a model's
+    unit rows of queries (indexed by ``part`` [T]) and of the gallery, and their width; or 0.
     """
     models, width, k = len(known), tile.counts.max(), ranked.shape[2]
     near, total = np.empty((models, width), np.float32), np.zeros((sums.shape[1] + 1, width), np.float32)
@@ -150,7 +147,7 @@ def _add_up(value: FloatRows, sums: IntArray, at: int, before: int, size: int, t
 def _count_above(
     total: FloatRows, lead: int, size: int, slack: np.float32, above: NDArray[np.int32], unsure: NDArray[np.int32]
 ) -> None:
-    """Of each of the first ``lead`` sums: how many of the others are above for certain, and how many possibly."""
+    """For each of the first ``lead`` sums: how many of the others are above for certain, and how many possibly."""
     padded = (lead + _LANES - 1) // _LANES * _LANES  # an odd end would take longer than all else
     above[:padded] = 0
     unsure[:padded] = 0
@@ -165,7 +162,7 @@ def _count_above(
 def _exact_sum(
     query: int, item: int, column: IntArray, models: IntArray, held: IntArray, known: NDArray[np.float64]
 ) -> float:
-    """Sum over folds, in their order, of exact similarities; NaN if one is missed."""
+    """Sum over folds, in their order, of exact similarities; NaN if one is missing."""
     total = 0.0
     for model in models:
         if np.isnan(known[model, item]):
@@ -194,12 +191,11 @@ def _exact(held: IntArray, query: int, column: int) -> float:
 
 @_compiled
 def _row(address: int, number: int, width: int) -> NDArray[np.float32]:
-    """Row ``number`` of a C-ordered array of float32 numbers that begins at ``address``."""
+    """Row ``number`` of a C-ordered float32 array at ``address``."""
     return numba.carray(_pointer(address + 4 * width * number), (width,), np.float32)
 
 
 def _as_pointer(_: Any, address: Any) -> Any:
-    """What numba makes of a number that is used as a pointer."""
     return voidptr(address), lambda context, builder, _, arguments: builder.inttoptr(
         arguments[0], context.get_value_type(voidptr)
     )

@@ -38,7 +38,7 @@ _workspace = Workspace()
 
 
 class Near(NamedTuple):
-    """What some sum of models may need of a tile: n items, those of one query after those of the other.
+    """Items that some sum of models may need, query by query.
 
     Attributes:
         value: [M, n] float32 similarities.
@@ -54,18 +54,12 @@ class Near(NamedTuple):
 
 
 def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRows, Tile]:
-    """``value`` of ``count`` items [M, T, C] that are large on average, and the bound [T, W] that no sum exceeds.
-
-    Args:
-        value: [M, T, W] similarities.
-        sums: [S, F] the models of every sum.
-        count: C, less where the block has less.
-    """
+    """``value`` [M, T, W] of ``count`` items [M, T, C] large on average, and a bound [T, W] of all ``sums`` [S, F]."""
     if isinstance(value, Tensor):
-        average, bound = _middle_and_upper_there(value, sums)
+        average, bound = _middle_and_upper(value, sums)
         nearest = average.topk(min(count, average.shape[1]), dim=1, sorted=False).indices
         return to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
-    middle, upper = _middle_and_upper(value, sums)
+    middle, upper = to_host(*_middle_and_upper(torch.from_numpy(value), sums))
     height, width = middle.shape
     place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
     return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1), upper
@@ -77,11 +71,11 @@ def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
 
 
 def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, slack: float) -> Near:
-    """What may be among the k nearest items by any sum of similarities, of a block of the gallery.
+    """Items of a block of the gallery that may be among the k nearest by any sum of similarities.
 
     Args:
         value: [M, T, W] similarities to the block, -inf for the query itself.
-        largest: [T, W] what no sum exceeds.
+        largest: [T, W] bound of every sum.
         first_column: gallery item of the block's first column.
         reach: [T, S] values that at least k items reach, here or in blocks before.
         slack: sums further apart than this are in the right order.
@@ -99,7 +93,7 @@ def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, s
 
 
 def joined(blocks: Sequence[Near]) -> Near:
-    """What matters of the whole gallery, of what matters of its blocks."""
+    """Concatenate the items of all blocks, query by query."""
     if len(blocks) == 1:
         return blocks[0]
     value, column, counts, _ = zip(*blocks, strict=True)
@@ -120,9 +114,9 @@ def rank(
     """Relevance by rank [S, T, k] of every sum of similarities.
 
     Args:
-        models: [M] where exact similarities come from.
+        models: [M] source of exact similarities.
         part: [T] queries.
-        near: what may be among the k nearest.
+        near: candidates for the k nearest.
         sums: [S, F] the models of every sum.
         relevant: [n] whether an item of ``near`` is of the query's class.
         k: places that matter.
@@ -170,36 +164,24 @@ def _exact_sums(
     return total
 
 
-def _middle_and_upper(value: FloatRows, sums: IntArray) -> tuple[FloatRows, FloatRows]:
-    """Of what every sum of ``value`` [M, T, W] lies between: twice the middle, which stands for the average, and the
-    upper end [T, W]. The next call overwrites them."""
+def _middle_and_upper(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
+    """Twice the middle and the upper end [T, W] of the range of all ``sums`` [S, F] of ``value`` [M, T, W]."""
     if len(value) == 1:
         return value[0], value[0]
-    lower, upper = (_workspace.array(name, value.shape[1:], np.float32) for name in ("lower", "upper"))
-    one = _workspace.array("one", (_TOGETHER, upper.shape[1]), np.float32)
-    for start in range(0, len(upper), _TOGETHER):
-        rows = slice(start, start + _TOGETHER)
-        for bound, total in ((np.minimum, lower[rows]), (np.maximum, upper[rows])):
-            for number, fold in enumerate(sums.T):
-                out = one[: len(total)] if number else total
-                bound.reduce(value[fold.min() : fold.max() + 1, rows], axis=0, out=out)
-                if number:
-                    total += out
-        lower[rows] += upper[rows]
-    return lower, upper
-
-
-def _middle_and_upper_there(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
-    """``_middle_and_upper`` on a device."""
-    if len(value) == 1:
-        return value[0], value[0]
-    folds = [value[fold.min() : fold.max() + 1] for fold in sums.T]
-    lower, upper = (torch.stack([bound(x, 0) for x in folds]).sum(0) for bound in (torch.amin, torch.amax))
-    return lower + upper, upper
+    middle, upper = torch.zeros(2, *value.shape[1:], device=value.device)
+    step = _TOGETHER if value.device.type == "cpu" else len(upper)
+    for start in range(0, len(upper), step):
+        rows = slice(start, start + step)
+        for fold in sums.T:
+            repeats = value[fold.min() : fold.max() + 1, rows]
+            middle[rows] += repeats.amin(0)
+            upper[rows] += repeats.amax(0)
+        middle[rows] += upper[rows]
+    return middle, upper
 
 
 def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
-    """Every sum of ``value`` [M, ..], fold by fold, valid until the next; what both have in common is added once."""
+    """Every sum of ``value`` [M, ..], valid until the next; a prefix shared with the sum before is not added again."""
     before: list[int] = []
     totals: list[FloatRows] = []
     for models in sums.tolist():

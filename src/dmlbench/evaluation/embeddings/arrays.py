@@ -1,7 +1,4 @@
-"""Embeddings from anywhere: numpy arrays or torch tensors, checked and made into sets.
-
-Letters: Q queries, N gallery items, D dimensions.
-"""
+"""Convert numpy arrays and torch tensors to embedding sets."""
 
 import logging
 from typing import Any
@@ -21,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def embedding_set(rows: Array, labels: Array, ids: Array | None, *, what: str) -> EmbeddingSet:
-    """A set for ``evaluate``: rows float32, labels and ids (row numbers where None) int64.
+    """An embedding set: rows float32, labels and ids (row numbers if None) int64.
 
     Args:
         rows: [N, D] floating point of any width and byte order.
@@ -30,7 +27,7 @@ def embedding_set(rows: Array, labels: Array, ids: Array | None, *, what: str) -
         what: name of the set in messages.
 
     Raises:
-        RunError: wrong kinds or shapes of numbers, lengths that differ, rows with NaN or infinity, repeated ids.
+        RunError: wrong types, shapes or lengths, NaN or infinity, repeated ids.
     """
     x = _float_rows(rows, what)
     y = _whole_numbers(labels, f"{what} labels")
@@ -47,10 +44,10 @@ def embedding_set(rows: Array, labels: Array, ids: Array | None, *, what: str) -
 def with_distinct_ids(
     queries: EmbeddingSet, gallery: EmbeddingSet | None, *, given: tuple[bool, bool]
 ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-    """Number the gallery on from the queries where neither has ids, so that no query is left out of its search.
+    """Number the gallery on from the queries if neither has ids, so that no query is left out of its search.
 
     Raises:
-        RunError: one of the two has ids and the other has none; there are fewer than two rows to compare.
+        RunError: only one of the two has ids, or there are fewer than two rows to compare.
     """
     if gallery is None:
         if len(queries) < 2:
@@ -68,7 +65,7 @@ def with_distinct_ids(
 
 
 def zero_rows(part: EmbeddingSet) -> list[int]:
-    """Ids of the rows that are all zeros; their similarity to everything is 0."""
+    """Ids of all-zero rows; their similarity to everything is 0."""
     return part.ids[(part.rows == 0).all(dim=1).cpu()].tolist()
 
 
@@ -104,15 +101,14 @@ def _whole_numbers(values: Array, what: str) -> Tensor:
 
 
 def _tensor(values: Array, what: str) -> Tensor:
-    """A tensor that shares memory where it can; arrays of the other byte order are turned."""
+    """A tensor that shares memory if possible, in native byte order."""
     if isinstance(values, Tensor):
         if values.layout != torch.strided:
             raise RunError(f"{what} are sparse; make them dense, as by values.to_dense()")
         return values.detach()
     if isinstance(values, np.ma.MaskedArray):
         raise RunError(f"{what} are a masked array, whose mask would be lost; leave out what it hides")
-    if not isinstance(values, np.ndarray):
-        raise RunError(f"{what} are a {type(values).__name__}; give a numpy array or a torch tensor")
+    values = np.asarray(values)
     if values.dtype.kind not in "fiubc":
         text = "; numpy.unique(names, return_inverse=True)[1] numbers names" if values.dtype.kind in "USO" else ""
         raise RunError(f"{what} are {_kind(values)}; they must be numbers{text}")
@@ -127,7 +123,6 @@ def _tensor(values: Array, what: str) -> Tensor:
 
 
 def _kind(values: Array) -> str:
-    """Name of the numbers' kind, without the byte order."""
     if isinstance(values, Tensor):
         return str(values.dtype).removeprefix("torch.")
     return {"U": "strings", "S": "bytes", "O": "Python objects"}.get(values.dtype.kind, values.dtype.name)

@@ -1,4 +1,4 @@
-"""Embeddings of images: computing them batch by batch, and keeping them in one file."""
+"""Compute embeddings batch by batch; save and load them."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredEmbeddings:
-    """What an embedding file holds: queries, gallery (None: the queries search among themselves) and named strings."""
+    """Contents of an embedding file; without a gallery, the queries search among themselves."""
 
     queries: EmbeddingSet
     gallery: EmbeddingSet | None
@@ -49,19 +49,18 @@ def embed(
     """Embed every image of ``batches`` once, in their order, without gradients.
 
     Args:
-        model: images [B, 3, H, W] on ``device`` to rows [B, D]; already in evaluation mode.
-        batches: what to embed; their ids become the set's ids.
-        device: where the model lies.
+        model: images [B, 3, H, W] on ``device`` to rows [B, D]; in evaluation mode.
+        batches: images, labels and ids.
+        device: the model's.
         describe: what is embedded, for the progress bar and messages.
         progress: whether to show a bar.
-        count: number of images to come, where it is known: the result is then allocated once.
+        count: number of images, if known: the result is then allocated once.
 
     Returns:
         rows [N, D] float32 and labels, ids [N] int64, on the CPU.
 
     Raises:
-        RunError: a row holds NaN or infinity (the message names its id); there are no images, or not ``count``.
-        ValueError: ``model`` is a module in training mode or returns something else than rows.
+        RunError: a row holds NaN or infinity; there are no images, or not ``count``.
     """
     if isinstance(model, nn.Module) and model.training:
         raise ValueError("the model is in training mode; call model.eval() before embed(...)")
@@ -99,11 +98,10 @@ def embed(
 def save_embeddings(
     path: str | os.PathLike[str], queries: EmbeddingSet, gallery: EmbeddingSet | None, metadata: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file, whole or not at all: tensors rows, labels, ids and role (0 both, 1 query, 2 gallery).
+    """Write one safetensors file atomically: tensors rows, labels, ids and role (0 both, 1 query, 2 gallery).
 
     Raises:
         RunError: queries and gallery differ in width.
-        OSError: the folder cannot be written or the disk is full.
     """
     sets = [queries] if gallery is None else [queries, gallery]
     if len({part.rows.shape[1] for part in sets}) > 1:
@@ -122,35 +120,23 @@ def save_embeddings(
 
 
 def save_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
-    """Write the state of a distance next to the embeddings that it compares, atomically.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Write the state of a distance atomically."""
     atomic_write(path, save({name: x.detach().cpu().contiguous() for name, x in distance.state_dict().items()}))
 
 
 def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
-    """Put a distance where ``save_distance`` left it.
+    """Load the state of ``save_distance`` into ``distance``.
 
     Raises:
         RunError: the file is missing, damaged, or of another distance.
     """
-    path = Path(path)
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
-    if not path.is_file():
-        raise RunError(
-            f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
-            "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped"
-        )
+    state, _ = _read(
+        path,
+        f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
+        "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped",
+    )
     try:
-        with safe_open(path, framework="pt") as file:
-            distance.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
-    except PermissionError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
-    except SafetensorError as error:
-        raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
+        distance.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"{path} is the state of another distance: {' '.join(str(error).split())}") from error
 
@@ -161,43 +147,52 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     Raises:
         RunError: the file is missing, truncated, or not an embedding file.
     """
+    tensors, metadata = _read(path, f"there is no embedding file {path}; run `dmlbench train` for this config first")
+    if missing := [name for name in _TENSORS if name not in tensors]:
+        raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
+    rows, *whole = (tensors[name] for name in _TENSORS)
+    labels, ids, role = whole
+    if not (
+        rows.ndim == 2
+        and rows.is_floating_point()
+        and all(x.shape == (len(rows),) and not x.is_floating_point() for x in whole)
+        and bool(((role >= ROLE_BOTH) & (role <= ROLE_GALLERY)).all())
+    ):
+        raise RunError(
+            f"{path} is not an embedding file: expected floating-point rows [N, D] with whole numbers labels, ids and "
+            f"role (0 to 2) [N]"
+        )
+    if _ABOUT in metadata:  # the metadata of earlier files is not nested
+        metadata = json.loads(metadata[_ABOUT])
+
+    def part(code: int) -> EmbeddingSet:
+        chosen = role == code
+        return EmbeddingSet(rows[chosen], labels[chosen], ids[chosen])
+
+    both = role == ROLE_BOTH
+    if bool(both.all()):
+        return StoredEmbeddings(part(ROLE_BOTH), None, metadata)
+    if bool(both.any()):
+        raise RunError(f"{path} mixes rows that are both query and gallery with rows that are one of them")
+    return StoredEmbeddings(part(ROLE_QUERY), part(ROLE_GALLERY), metadata)
+
+
+def _read(path: str | os.PathLike[str], missing: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Raises:
+        RunError: the file is damaged or cannot be read; ``missing`` if there is none.
+    """
     path = Path(path)
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
-        raise RunError(f"there is no embedding file {path}; run `dmlbench train` for this config first")
+        raise RunError(missing)
     try:
         with safe_open(path, framework="pt") as file:
-            missing = [name for name in _TENSORS if name not in file.keys()]  # noqa: SIM118 - not a mapping
-            if missing:
-                raise RunError(f"{path} is not an embedding file: it has no tensor '{missing[0]}'")
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
-            metadata = dict(file.metadata() or {})  # in earlier files as it is
-            if _ABOUT in metadata:
-                metadata = json.loads(metadata[_ABOUT])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return tensors, dict(file.metadata() or {})
     except PermissionError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except SafetensorError as error:
         raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
-    role = tensors["role"]
-    sizes = {len(tensor) for tensor in tensors.values()}
-    others = [tensors[name] for name in _TENSORS if name != "rows"]
-    if any(tensor.ndim != 1 or tensor.is_floating_point() for tensor in others):
-        raise RunError(f"{path} is not an embedding file: labels, ids and role must be whole numbers [N]")
-    if not tensors["rows"].is_floating_point():
-        raise RunError(
-            f"{path} is not an embedding file: its rows are {tensors['rows'].dtype}, no floating-point numbers"
-        )
-    known = (role >= ROLE_BOTH) & (role <= ROLE_GALLERY)
-    if len(sizes) != 1 or tensors["rows"].ndim != 2 or not bool(known.all()):
-        raise RunError(f"{path} is not an embedding file: rows, labels, ids and role do not fit together")
-
-    def part(code: int) -> EmbeddingSet:
-        chosen = role == code
-        return EmbeddingSet(tensors["rows"][chosen], tensors["labels"][chosen], tensors["ids"][chosen])
-
-    if bool((role == ROLE_BOTH).all()):
-        return StoredEmbeddings(part(ROLE_BOTH), None, metadata)
-    if bool((role == ROLE_BOTH).any()):
-        raise RunError(f"{path} mixes rows that are both query and gallery with rows that are one of them")
-    return StoredEmbeddings(part(ROLE_QUERY), part(ROLE_GALLERY), metadata)

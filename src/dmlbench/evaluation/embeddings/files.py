@@ -1,4 +1,4 @@
-"""Embedding files of other code: .safetensors, .npz, .npy and .pt, labels inside or apart, never unpickled."""
+"""Read embedding files of other code: .safetensors, .npz, .npy and .pt, never unpickled."""
 
 import pickle
 import struct
@@ -22,16 +22,9 @@ ROWS, LABELS, IDS = ("rows", "embeddings", "features"), ("labels", "targets"), (
 """Names under which a file may hold each part."""
 
 _DAMAGED = (
-    *(SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError),
-    *(
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        struct.error,
-        tokenize.TokenError,
-    ),  # of broken headers and pickles
-)
+    SafetensorError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError,
+    LookupError, TypeError, AttributeError, AssertionError, struct.error, tokenize.TokenError,  # of broken headers
+)  # fmt: skip
 
 SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth")
 
@@ -49,12 +42,12 @@ def read_embeddings(
         path: rows, and labels and ids if they are inside: an array "rows" (or "embeddings", "features"), "labels" (or
             "targets") and "ids" by name, or one nameless array of rows. A file of ``save_embeddings``, with its roles,
             may hold the gallery too.
-        labels: file of the labels, where they are not inside.
+        labels: file of the labels, if they are not inside.
         gallery: file of a separate gallery; None searches the queries among themselves.
         gallery_labels: file of its labels.
 
     Raises:
-        RunError: a file is missing, damaged, of an unknown kind, lacks a part, or holds what cannot be evaluated.
+        RunError: a file is missing, damaged, of an unknown type, lacks a part, or cannot be evaluated.
     """
     if gallery is None and gallery_labels is not None:
         raise RunError(f"gallery_labels ({gallery_labels}) belongs to a gallery; give gallery=<file> too")
@@ -94,7 +87,7 @@ def _embedding_set(
 
 
 def _part(path: str | Path, parts: dict[str, Array], names: tuple[str, ...]) -> Array | None:
-    """The array under one of ``names``; the nameless one counts as rows."""
+    """The array under one of ``names``; a nameless one counts as rows."""
     found = [name for name in (*names, *([""] if names is ROWS else [])) if name in parts]
     if len(found) > 1:
         raise RunError(f"{path} holds {' and '.join(map(repr, found))}: which one is meant? Remove the others")
@@ -106,7 +99,7 @@ def _listing(parts: dict[str, Array]) -> str:
 
 
 def _read(path: str | Path) -> dict[str, Array]:
-    """Every array of a file by name; "" is the name of a file's only, nameless one."""
+    """Arrays of a file by name; "" if the file holds one nameless array."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise RunError(f"{path} is of an unknown kind; known: {', '.join(SUFFIXES)}")
@@ -124,22 +117,15 @@ def _read(path: str | Path) -> dict[str, Array]:
             return {"": loaded}
         with loaded:
             return {name: loaded[name] for name in loaded.files}
-    except pickle.UnpicklingError as error:
-        raise RunError(
-            f"{path} is damaged, or holds Python objects, which are never loaded; save tensors alone"
-        ) from error
-    except _DAMAGED as error:
-        raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
-    except ValueError as error:
-        if "pickle" in str(error):
+    except (pickle.UnpicklingError, *_DAMAGED) as error:
+        if isinstance(error, pickle.UnpicklingError) or (isinstance(error, ValueError) and "pickle" in str(error)):
             raise RunError(
-                f"{path} holds Python objects or is no numpy file; objects are never loaded: save arrays of numbers"
+                f"{path} is damaged, or holds Python objects, which are never loaded; save arrays or tensors of numbers"
             ) from error
         raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
 
 
 def _tensors(path: Path, loaded: Any) -> dict[str, Array]:
-    """A tensor, or those of a dictionary."""
     if isinstance(loaded, torch.Tensor):
         return {"": loaded}
     if not isinstance(loaded, dict):

@@ -1,4 +1,4 @@
-"""Checks of embedding sets, and which row of a gallery is a query itself."""
+"""Checks of embedding sets, and the gallery index of each query."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +12,8 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
 
+MAX_ROWS = 2**31  # indices of a search fit into half of a key
+
 ModelEmbeddings = Sequence[Sequence[EmbeddingSet]]
 """Embeddings of one test set by every model, [fold][repeat]."""
 
@@ -20,7 +22,7 @@ ModelDistances = Sequence[Sequence["BaseDistance | None"]]
 
 
 def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
-    """Gallery index [Q] of the item with the query's own id, -1 where the gallery has none.
+    """Gallery index [Q] of the item with the query's own id, -1 if the gallery has none.
 
     Raises:
         RunError: an id occurs twice in the gallery.
@@ -36,12 +38,18 @@ def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
     return np.where(ordered[place] == query_ids, order[place], -1).astype(np.int64)
 
 
-def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
-    """Both sets hold finite rows of one width, with a label and an id each.
+def own_columns(queries: EmbeddingSet, gallery: EmbeddingSet) -> IntArray:
+    """``self_columns`` [Q] of two sets that can be searched.
 
     Raises:
-        RunError: what is wrong, naming the first row id at fault.
+        RunError: see ``check_sets`` and ``self_columns``.
     """
+    check_sets(queries, gallery)
+    return self_columns(ids_of(queries), ids_of(gallery))
+
+
+def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
+    """Raises RunError unless both sets hold finite rows of one width, with a label and an id each."""
     named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
     for name, part in named.items():
         if part.rows.ndim != 2 or not len(part.rows) == len(part.labels) == len(part.ids):
@@ -49,8 +57,8 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
                 f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
                 f"{len(part.labels)} labels and {len(part.ids)} ids"
             )
-        if len(part) == 0:
-            raise RunError(f"the {name} set is empty; there is nothing to search")
+        if not 0 < len(part) < MAX_ROWS:
+            raise RunError(f"the {name} set has {len(part)} rows, expected 1 to {MAX_ROWS - 1}")
         check_finite(part.rows, part.ids, what=f"{name} embedding")
     if queries.rows.shape[1] != gallery.rows.shape[1]:
         raise RunError(

@@ -1,4 +1,4 @@
-"""Scores of a whole set of embeddings: how well k-means finds the classes, and how far apart images and classes lie."""
+"""Scores of a whole set of embeddings: k-means clusters and distances within and between classes."""
 
 import importlib.util
 import logging
@@ -30,11 +30,11 @@ class KmeansSettings:
     """How clusters are found.
 
     Attributes:
-        seed: decides where clusters start, in [0, 2^31).
-        library: "auto" takes faiss where it is installed, else scikit-learn. Their clusters differ.
+        seed: in [0, 2^31).
+        library: "auto" takes faiss if installed, else scikit-learn. Their clusters differ.
         init: first centers, "random" rows or those of "k-means++".
-        restarts: starts, at least 1; the one with the least sum of squared distances counts.
-        max_steps: of Lloyd's algorithm, at least 1; 25 is faiss's default. Scikit-learn ends earlier at its tolerance.
+        restarts: the run with the least sum of squared distances counts.
+        max_steps: of Lloyd's algorithm; 25 is faiss's default. Scikit-learn ends earlier at its tolerance.
     """
 
     seed: int = 0
@@ -54,11 +54,12 @@ class KmeansSettings:
 
     @property
     def chosen_library(self) -> str:
-        """The library that runs here."""
-        return kmeans_library() if self.library == "auto" else self.library
+        if self.library != "auto":
+            return self.library
+        return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
 
     def __str__(self) -> str:
-        """As results name them: what differs from the defaults, beside library and seed."""
+        """For results: library, seed and settings that differ from the defaults."""
         starts = f", {self.restarts} starts" if self.restarts > 1 else ""
         steps = f", {self.max_steps} steps" if self.max_steps != KmeansSettings.max_steps else ""
         init = f", {self.init}" if self.init != "random" else ""
@@ -66,7 +67,7 @@ class KmeansSettings:
 
 
 def kmeans_of(text: str) -> KmeansSettings:
-    """The settings that results name by ``text``."""
+    """The settings of ``str(settings)``."""
     library, *others = text.removesuffix(ON_GPU).split(", ")
     found: dict[str, Any] = {"library": library}
     for part in others:
@@ -83,14 +84,12 @@ def kmeans_of(text: str) -> KmeansSettings:
 class WholeSet:
     """All items of an evaluation, each once: the queries, then the gallery's other ones.
 
-    pytorch-metric-learning clusters the queries alone; where there is no separate gallery, that is the same set.
+    pytorch-metric-learning clusters the queries alone; without a separate gallery, that is the same set.
 
     Attributes:
         rows: unit rows [N, D].
-        raw_rows: the same as they were given, float32.
+        raw_rows: rows as given [N, D].
         labels: [N].
-        kmeans_settings: how clusters are found.
-        on_gpu: whether faiss looks for them on a GPU.
     """
 
     def __init__(
@@ -128,22 +127,17 @@ class WholeSet:
 
     @cached_property
     def raw_first_hits(self) -> IntArray:
-        """Of the queries that have a positive: how many items are nearer than the nearest, by rows not normalized."""
         return first_hits(*self._searched)
 
     @cached_property
     def class_distances(self) -> tuple[float, float]:
-        """(intra, inter), see the function of this name."""
         return class_distances(self.rows, self.labels)
 
 
 def first_hits(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> IntArray:
-    """How many gallery items are nearer than a query's nearest positive, by the Euclidean distance of the rows given.
+    """Number of gallery items nearer than a query's nearest positive [Q'], by Euclidean distance of the given rows.
 
-    Float64 products of float32 rows decide, ties by gallery index; no query finds itself.
-
-    Returns:
-        [Q'] of the queries that have a positive.
+    Float64 products of float32 rows decide, ties by gallery index. Queries without a positive are left out.
     """
     reference = queries if gallery is None else gallery
     own = torch.from_numpy(self_columns(ids_of(queries), ids_of(reference)))
@@ -164,18 +158,11 @@ def first_hits(queries: EmbeddingSet, gallery: EmbeddingSet | None) -> IntArray:
     return np.concatenate(found)
 
 
-def kmeans_library() -> str:
-    """What ``kmeans`` runs on by default: faiss where it is installed, else scikit-learn."""
-    return "faiss" if importlib.util.find_spec("faiss") is not None else "scikit-learn"
-
-
 def kmeans(rows: FloatRows, num_clusters: int, settings: KmeansSettings, *, on_gpu: bool = False) -> IntArray:
-    """Cluster [N] of each row [N, D] by Lloyd's algorithm.
+    """Cluster [N] of each row [N, D] by Lloyd's algorithm on all rows (faiss would sample 256 per cluster by default).
 
-    All rows take part (faiss would draw 256 a cluster by default). The clusters, and with them NMI and AMI, depend on
-    the settings, the library and, by rounding, the machine; only scores of rankings are the same bits everywhere, for
-    the same rows.
-    ``on_gpu`` lets faiss use the first GPU; that way is checked with a stand-in of faiss alone.
+    The clusters, and with them NMI and AMI, depend on the settings, the library and, by rounding, the machine.
+    ``on_gpu`` lets faiss use the first GPU; tests cover that only with a mock of faiss.
     """
     logger.info("k-means: %d clusters, %s%s", num_clusters, settings, ON_GPU * on_gpu)
     if settings.chosen_library == "faiss":
@@ -198,7 +185,7 @@ def kmeans(rows: FloatRows, num_clusters: int, settings: KmeansSettings, *, on_g
 
 
 def mutual_information(labels: IntArray, clusters: IntArray) -> dict[str, float]:
-    """Normalized (nmi) and adjusted (ami) mutual information of two partitions [N], both by the arithmetic mean."""
+    """nmi and ami of two partitions [N], both by the arithmetic mean."""
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     return {
@@ -208,22 +195,18 @@ def mutual_information(labels: IntArray, clusters: IntArray) -> dict[str, float]
 
 
 def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
-    """Mean cosine distance 1 - x.y within classes, and between the directions of class means.
+    """(intra, inter): mean cosine distance 1 - x.y within classes, and between the directions of class means.
 
     With S the sum of a class's n unit vectors, its n (n - 1) ordered pairs have the mean distance
-    1 - (|S|^2 - sum_i |x_i|^2) / (n (n - 1)); *intra* is the mean of that over the classes with at least two items.
-    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)). Both are exact without a matrix
-    of pairs.
+    1 - (|S|^2 - sum_i |x_i|^2) / (n (n - 1)); *intra* is the mean over the classes with at least two items.
+    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)).
 
     Args:
-        rows: unit vectors [N, D]; a row of zeros is at distance 1 from everything.
+        rows: unit vectors [N, D]; a zero row is at distance 1 from everything.
         labels: [N].
 
-    Returns:
-        (intra, inter).
-
     Raises:
-        RunError: there is one class only, or no class has two items.
+        RunError: all items are of one class, or no class has two items.
 
     Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
     2020 (pi_intra, pi_inter), as their code computes them.
@@ -252,7 +235,7 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
 
 
 def _float64_units(rows: FloatRows, members: IntArray) -> Iterator[NDArray[np.float64]]:
-    """Parts of ``rows[members]`` in float64, of unit length to float64's rounding (zero rows stay zero)."""
+    """``rows[members]`` in parts, float64, renormalized in float64 (zero rows stay zero)."""
     for start in range(0, len(members), _CHUNK_ROWS):
         part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
         norm = np.sqrt((part * part).sum(axis=1, keepdims=True))

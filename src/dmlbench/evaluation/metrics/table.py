@@ -1,15 +1,15 @@
-"""The one table of metrics: names, labels, formulas, and what each reads; all else about a metric follows from it.
+"""The table of metrics: names, labels, formulas and what each reads.
 
-Every value is a fraction in [0, 1] unless its entry says otherwise. R is the number of relevant gallery items of a
-query (itself not counted), rel(r) whether the item at rank r is relevant, P(r) the share of relevant items among the
-nearest r. A name that ends in ``_at_k`` stands for every K of ``recall_at``; with a number, as in ``ndcg_at_10``, for
-that K.
+R is the number of relevant gallery items of a query (itself not counted), rel(r) whether the item at rank r is
+relevant, P(r) the share of relevant items among the nearest r. A name that ends in ``_at_k`` stands for every K of
+``recall_at``; with a number, as in ``ndcg_at_10``, for that K.
 """
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.metrics.clustering import WholeSet
-from dmlbench.evaluation.metrics.ranking import Ranking
 from dmlbench.types import ConfigError, IntArray, closest
 
 Reads = Literal["nearest", "ranking", "clusters", "distances"]
@@ -31,15 +30,15 @@ class Metric:
     """An entry of the table.
 
     Attributes:
-        name: as configurations write it; ``_at_k`` at its end takes a K.
-        label: as tables print it, ``{k}`` being that K.
+        name: as in configurations; ``_at_k`` at its end takes a K.
+        label: as in printed tables, with ``{k}`` for that K.
         formula: what is computed.
         source: where it is defined.
-        reads: "nearest" (the first places of each query's ranking), "ranking" (all of it), "clusters" (of k-means) or
+        reads: "nearest" (the first places of each ranking), "ranking" (all of it), "clusters" (of k-means) or
             "distances" (between images of the whole set).
         score: from what it reads and K (None without one) to the scores [Q] of the queries, or the score of the set.
         places: how many first places of a ranking it needs: K, "R" for every query's own, or a number.
-        better: "higher", or None where neither direction is.
+        better: "higher", or None if the metric has no direction.
         percent: whether tables print it times 100.
     """
 
@@ -59,8 +58,43 @@ class Metric:
 
     @property
     def is_of_queries(self) -> bool:
-        """Whether every query has a score, so that embeddings can be joined and a mean taken; else the set has one."""
+        """Whether every query has a score; otherwise only the whole set has one."""
         return self.reads in ("nearest", "ranking")
+
+
+class Ranking:
+    """Relevance by rank, and the sums over it that several metrics share.
+
+    Attributes:
+        relevant: [Q, k] nearest first, False beyond the end of the gallery.
+        positives: R [Q], relevant gallery items (the query itself not counted), at least 1 each.
+    """
+
+    def __init__(self, relevant: NDArray[np.bool_], positives: IntArray) -> None:
+        self.relevant = relevant
+        self.positives = positives
+
+    @cached_property
+    def hits(self) -> NDArray[np.int32]:
+        """[Q, k] relevant items among the nearest r."""
+        return np.cumsum(self.relevant, axis=1, dtype=np.int32)
+
+    @cached_property
+    def precision_sum(self) -> NDArray[np.float64]:
+        """[Q, k] sum over r' <= r of rel(r') P(r'), where P(r) = hits(r) / r."""
+        precision = self.hits / np.arange(1, self.relevant.shape[1] + 1)
+        precision *= self.relevant
+        # cumsum adds from left to right, so the sum up to R has the same bits for every k
+        return np.cumsum(precision, axis=1)
+
+    def at(self, values: NDArray, k: int) -> NDArray:
+        """``values`` [Q, k] at place k (from 1), or the last one if the gallery ends before."""
+        return values[:, min(k, self.relevant.shape[1]) - 1]
+
+    def at_r(self, values: NDArray) -> NDArray:
+        """``values`` [Q, k] at each query's place R."""
+        last = np.minimum(self.positives, self.relevant.shape[1])[:, None] - 1
+        return np.take_along_axis(values, last, axis=1)[:, 0]
 
 
 def _ndcg(ranking: Ranking, k: int) -> NDArray[np.float64]:
@@ -155,7 +189,7 @@ DEFAULT_METRICS = ("p_at_1", "recall_at_k", "r_precision", "map_at_r")
 
 @dataclass(frozen=True)
 class Score:
-    """A metric with its K, if it takes one: what results name."""
+    """A metric with its K, if it takes one."""
 
     metric: Metric
     k: int = 0
@@ -170,15 +204,15 @@ class Score:
 
     @property
     def scale(self) -> float:
-        """What tables multiply it by."""
+        """Factor in printed tables."""
         return 100.0 if self.metric.percent else 1.0
 
 
 def score_named(name: str) -> Score:
-    """What a single score's name means, such as ``map_at_r`` or ``recall_at_10``.
+    """The score of a name such as ``map_at_r`` or ``recall_at_10``.
 
     Raises:
-        ConfigError: there is no such score.
+        ConfigError: the name is unknown.
     """
     if name in METRICS and not METRICS[name].takes_k:
         return Score(METRICS[name])
@@ -191,7 +225,7 @@ def score_named(name: str) -> Score:
 
 
 def score_labeled(label: str) -> Score | None:
-    """The score that tables print as ``label``, such as R@10; None where there is none."""
+    """The score with a printed label such as R@10, or None."""
     for metric in TABLE:
         pattern = re.escape(metric.label).replace(re.escape("{k}"), "([1-9][0-9]*)")
         if match := re.fullmatch(pattern, label):
@@ -200,17 +234,17 @@ def score_labeled(label: str) -> Score | None:
 
 
 def is_share(name: str) -> bool:
-    """Whether a score of this name is at most 1, as those are that tables print in percent."""
+    """Whether tables print the score of this name in percent."""
     with contextlib.suppress(ConfigError):
         return score_named(name).metric.percent
     return False
 
 
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
-    """All scores that ``metrics`` name, each once, in the order in which results list them.
+    """All scores that ``metrics`` name, each once, in the order of the table.
 
     Raises:
-        ConfigError: a name is unknown or repeated, there is none at all, or a K is wrong.
+        ConfigError: a name is unknown or repeated, ``metrics`` is empty, or a K is wrong.
     """
     values = list(recall_at)
     if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):
@@ -239,23 +273,16 @@ def score_names(scores: Iterable[Score]) -> tuple[str, ...]:
 
 
 def in_table_order(names: Iterable[str]) -> list[str]:
-    """Names of scores, each once, in the order in which results list them."""
+    """Names of scores, each once, in the order of the table."""
     return [score.name for score in sorted({score_named(name) for name in names}, key=_order)]
 
 
 def of_queries(scores: Sequence[Score]) -> tuple[Score, ...]:
-    """Those that every query has."""
     return tuple(score for score in scores if score.metric.is_of_queries)
 
 
 def depth(positives: IntArray, num_gallery: int, scores: Sequence[Score]) -> int:
-    """First places of a ranking that the scores need, k; a gallery may end before.
-
-    Args:
-        positives: R [Q].
-        num_gallery: gallery items.
-        scores: what is computed.
-    """
+    """First places k of a ranking that the scores need, for ``positives`` R [Q]; a gallery may end before."""
     needed = {"R": int(positives.max())}
     k = 1
     for score in of_queries(scores):
@@ -267,13 +294,12 @@ def depth(positives: IntArray, num_gallery: int, scores: Sequence[Score]) -> int
 def query_scores(
     relevant: NDArray[np.bool_], positives: IntArray, scores: Sequence[Score]
 ) -> dict[str, NDArray[np.float64]]:
-    """Those of ``scores`` that queries have, [Q] by name.
+    """Per-query scores [Q] by name.
 
     Args:
-        relevant: [Q, k] by rank, nearest first, False beyond the end of the gallery; k >= ``depth``, or the gallery's
-            end.
+        relevant: [Q, k] by rank, nearest first, False beyond the end of the gallery; k >= ``depth``.
         positives: R [Q], at least 1 each.
-        scores: what to compute.
+        scores: what to compute; scores of the whole set are left out.
     """
     ranking = Ranking(relevant, positives)
     return {
@@ -281,6 +307,10 @@ def query_scores(
     }
 
 
+def mean_scores(per_query: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """Means over the queries that have a score (NaN: skipped)."""
+    return {name: float(np.mean(values[~np.isnan(values)])) for name, values in per_query.items()}
+
+
 def set_scores(whole: WholeSet, scores: Sequence[Score]) -> dict[str, float]:
-    """Those of ``scores`` that belong to the whole set of embeddings."""
     return {score.name: float(score.metric.score(whole, score.k)) for score in scores if not score.metric.is_of_queries}

@@ -1,11 +1,8 @@
-"""Which gallery items may be among the k nearest, and their exact order: float32 values propose, float64 ones decide.
+"""Candidates for the k nearest gallery items, and their exact order: float32 values propose, float64 values decide.
 
-A candidate is one 64-bit number, its *key*: the float32 similarity in the upper half, turned so that larger
-similarities give smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark).
-Sorting keys sorts by similarity, nearest first, ties by gallery index.
-
-Tiles of similarities are arrays on the host or tensors on an accelerator. What is selected of them is settled on the
-host, so where a tile is changes no result.
+A candidate is one 64-bit *key*: the float32 similarity in the upper half, mapped so that larger similarities give
+smaller numbers, and twice the gallery index in the lower half (the lowest bit is free for a mark). Sorting keys sorts
+by similarity, nearest first, ties by gallery index. Keys are settled on the host for tiles of any device.
 
 Letters: T queries of a tile, W columns, C candidates of a query, k places that matter.
 """
@@ -26,7 +23,6 @@ Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
 LOWEST = np.finfo(np.float32).min  # a floor that all but -inf, which marks the query itself, reach
-MAX_GALLERY = 2**31 - 1  # indices that fit into a key
 
 Tile = FloatRows | Tensor
 """Similarities [T, W], on the host or on an accelerator."""
@@ -36,11 +32,11 @@ ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
 
 
 class Bounds(NamedTuple):
-    """What is known of the float32 similarities of a tile.
+    """Bounds of the float32 similarities of a tile.
 
     Attributes:
         error: two values of a row that are more than ``2 * error`` apart are in the right order.
-        largest: bound of the size of every value.
+        largest: bound of the absolute values.
     """
 
     error: float
@@ -48,13 +44,13 @@ class Bounds(NamedTuple):
 
 
 class Workspace(threading.local):
-    """Arrays that a thread writes again and again: fresh memory would be cleared by the system page by page."""
+    """Arrays that a thread reuses, because the system clears fresh memory page by page."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray:
-        """An array with any content; asking for the same ``name`` again destroys what the former holds."""
+        """An uninitialized array; asking for the same ``name`` again invalidates the former one."""
         size = int(np.prod(shape))
         held = self._arrays.get(name)
         if held is None or held.size < size or held.dtype != dtype:
@@ -66,12 +62,11 @@ _workspace = Workspace()
 
 
 def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
-    """Copies as arrays."""
     return [tensor.cpu().numpy() for tensor in tensors]
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Copies as tensors on ``device``; on a CPU the arrays themselves."""
+    """Copies on ``device``; on a CPU the tensors share the arrays' memory."""
     return [torch.from_numpy(array).to(device) for array in arrays]
 
 
@@ -87,7 +82,7 @@ def pack(value: FloatRows, column: IntArray) -> Keys:
 
 
 def value_of(keys: Keys) -> FloatRows:
-    """Float32 similarities of keys of any shape; -inf for padding."""
+    """Float32 similarities of keys; -inf for padding."""
     upper = keys >> np.uint64(32)
     bits = np.where(upper >= 2**31, upper, np.uint64(2**31 - 1) - upper).astype(np.uint32)
     bits[keys >= PADDING] = 0xFF800000
@@ -95,14 +90,13 @@ def value_of(keys: Keys) -> FloatRows:
 
 
 def column_of(keys: Keys) -> IntArray:
-    """Gallery indices of keys of any shape; -1 for padding."""
+    """Gallery indices of keys; -1 for padding."""
     column = ((keys & np.uint64(2**32 - 1)) >> np.uint64(1)).astype(np.int64)
     column[keys >= PADDING] = -1
     return column
 
 
 def marked(keys: Keys) -> NDArray[np.bool_]:
-    """Whether keys of any shape carry a mark."""
     return (keys & np.uint64(1)).astype(bool)
 
 
@@ -111,7 +105,7 @@ class Found(NamedTuple):
 
     Attributes:
         counts: [T] entries of each row.
-        keys: [M] their keys, the rows one after the other.
+        keys: [M] their keys, row by row.
     """
 
     counts: IntArray
@@ -126,7 +120,7 @@ class Found(NamedTuple):
 
 
 def padded_place(count: IntArray) -> tuple[IntArray, tuple[int, int]]:
-    """Where entries [M], ``count`` [T] for each row, stand in a flattened [T, C], C the largest count; its shape."""
+    """Positions [M] of entries, ``count`` [T] per row, in a flattened [T, C], C the largest count; its shape."""
     width = int(count.max(initial=0))
     first = np.cumsum(count) - count
     place = np.arange(int(count.sum())) + np.repeat(np.arange(len(count)) * width - first, count)
@@ -147,14 +141,14 @@ def entries_above(similarity: Tile, floor: FloatRows, *, first_column: int = 0) 
 
 
 def by_row(place: IntArray, shape: tuple[int, ...]) -> tuple[IntArray, IntArray]:
-    """Of ascending places [M] in a flattened [T, W]: how many are in each row [T], and their columns [M]."""
+    """Counts per row [T] and columns [M] of ascending places [M] in a flattened [T, W]."""
     height, width = shape
     count = np.diff(np.searchsorted(place, np.arange(height + 1) * width))
     return count, place - np.repeat(np.arange(height) * width, count)
 
 
 def floor_below(kth: FloatRows, slack: float) -> FloatRows:
-    """Float32 floors that lie at least ``slack`` under ``kth``, and above -inf."""
+    """Float32 floors at least ``slack`` below ``kth``, and above -inf."""
     # float32 minus float32 rounds; nextafter keeps the floor on the safe side
     floor = np.nextafter(kth - np.float32(slack), np.float32(-np.inf), dtype=np.float32)
     return np.maximum(floor, LOWEST)
@@ -163,8 +157,7 @@ def floor_below(kth: FloatRows, slack: float) -> FloatRows:
 def kth_bound(similarity: Tile, k: int) -> FloatRows:
     """Values [T, 1] that at least k entries of each row of ``similarity`` [T, W] reach; close to the k-th largest.
 
-    The k-th largest of the maxima of groups of columns: k groups hold an entry as large. Finding maxima is many times
-    faster than partitioning. Rows of fewer than k entries have no such value: -inf.
+    The k-th largest of the maxima of groups of columns, which is many times faster than partitioning. -inf if k > W.
     """
     height, width = similarity.shape
     if k > width:
@@ -179,7 +172,7 @@ def kth_bound(similarity: Tile, k: int) -> FloatRows:
 
 
 class TopK:
-    """What may be among the k nearest of T queries, from one tile of the gallery after the other.
+    """Candidates for the k nearest of T queries, tile by tile of the gallery.
 
     Attributes:
         keys: [T, C] so far.
@@ -193,7 +186,7 @@ class TopK:
         self._lock = threading.Lock()
 
     def add(self, similarity: Tile, *, first_column: int) -> None:
-        """Take a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
+        """Add a tile [T, W] whose column 0 is item ``first_column``; -inf marks what a query must not find."""
         floor = self.floor
         if (floor == LOWEST).any():
             floor = np.maximum(floor, floor_below(kth_bound(similarity, self._k), self._slack))
@@ -205,7 +198,6 @@ class TopK:
                 self._narrow()
 
     def _narrow(self) -> None:
-        """Drop candidates that others rule out."""
         kth = value_of(np.partition(self.keys, self._k - 1, axis=1)[:, self._k - 1 : self._k])
         self.floor = np.maximum(self.floor, floor_below(kth, self._slack))
         mask = value_of(self.keys) >= self.floor
@@ -216,12 +208,11 @@ def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark:
     """Order candidates by (exact similarity descending, column ascending); only near ones are computed exactly.
 
     Args:
-        keys: [T, C] that hold the k nearest of every row for certain.
+        keys: [T, C] that contain the k nearest of every row.
         exact: float64 similarities of (row, column) pairs.
         k: places that matter; the order beyond may be that of the float32 values.
         slack: values further apart than this are in the right order.
-        by_mark: whether candidates of a query's class are marked, and only the order between them and others has to
-            be right: no score depends on the rest.
+        by_mark: only the order between marked (relevant) and other candidates has to be right: no score needs more.
 
     Returns:
         The keys [T, C] in order, padding last.
@@ -243,8 +234,8 @@ def _undecided(ordered: Keys, *, k: int, slack: float, by_mark: bool) -> tuple[I
     """(row [M], place [M]) of sorted keys [T, C] that the float32 values cannot put in order.
 
     These are the entries that lie within ``slack`` of one with the other mark (without marks: of their neighbor) and
-    may be among the k first, or lie near such ones. All between two such entries are among them, so ordering each
-    stretch by exact similarities gives the right order of relevant against irrelevant ones.
+    may be among the k first, or lie near such ones. All entries between two of them are included, so sorting each
+    stretch by exact similarities is enough.
     """
     keys, width = ordered.reshape(-1), ordered.shape[1]
     ends = np.ones(ordered.shape, dtype=bool)  # of runs of equal marks

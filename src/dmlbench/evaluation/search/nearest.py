@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors
-from dmlbench.evaluation.search.rerank import ranks_lists, rematched
+from dmlbench.evaluation.search.pairwise import search_by
+from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
 from dmlbench.evaluation.search.scan import nearest_columns
-from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
 from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
 
 if TYPE_CHECKING:
@@ -27,33 +27,29 @@ def nearest(
     """The k nearest gallery items of every query, ties by gallery index.
 
     Args:
-        queries: rows to look for.
+        queries: rows [Q, D].
         gallery: rows to search; None searches the queries. A query never finds the item with its own row id.
-        k: neighbors per query, in [1, items that every query may find].
+        k: neighbors per query, at most the items that every query may find.
         distance: None, and one that ranks alike, is the Euclidean distance of unit vectors.
-        back_end: float32 pass among unit vectors; every choice gives the same result.
+        back_end: float32 pass among unit vectors; does not change the result.
         tile_bytes: bound of the memory taken beyond the sets and the result.
 
     Returns:
-        index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: of unit vectors
-        sqrt(2 - 2 s), else the distance's own values; NaN behind the items that one which ranks lists has compared.
+        index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: sqrt(2 - 2 s) of unit vectors,
+        else the distance's own values; NaN behind the items that a reranker compares.
 
     Raises:
         ConfigError: k out of range, or the back end is missing.
-        RunError: the sets cannot be searched (see ``unit_search``), or the distance gives NaN.
+        RunError: the sets cannot be searched, or the distance gives NaN.
     """
     wanted = np.arange(len(queries))
-    if distance is not None and ranks_lists(distance):
-        found = rematched(queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes)
+    if isinstance(distance, Reranker):
+        found = rerank_nearest(queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes)
         _, indices, values = zip(*found, strict=True)
         behind = ((0, 0), (0, indices[0].shape[1] - values[0].shape[1]))
         value = np.pad(np.concatenate(values), behind, constant_values=np.nan)
         return Neighbors(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(value))
-    search: UnitSearch | PairwiseSearch
-    if distance is None or ranks_like_unit_vectors(distance):
-        search = unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
-    else:
-        search = PairwiseSearch(queries, gallery, distance, tile_bytes=tile_bytes)
+    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
     available = search.num_gallery - int((search.own_column >= 0).any())
     if not 1 <= k <= available:
         raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")

@@ -1,18 +1,16 @@
-"""Search by any distance of pytorch-metric-learning: fast values with a known error propose, exact ones decide.
+"""Exact search by any distance of pytorch-metric-learning: fast values with a known error propose, exact ones decide.
 
-Fast values are compared on the scale f(s) = sign(s) log(1 + |s| / unit), which keeps their order and turns an error
-relative to the value into a constant one, so that the search of unit vectors' parts serve.
+Fast values are compared on the scale f(s) = sign(s) log(1 + |s| / unit), which keeps their order and turns a relative
+error into a constant one.
 
-What a distance may tell of itself, beyond pytorch-metric-learning's ``BaseDistance``:
+Optional attributes of a distance, beyond pytorch-metric-learning's ``BaseDistance``:
 
-- ``is_symmetric``: True where d(x, y) and d(y, x) are the same number, bit for bit;
-- ``float32_error(queries, gallery) -> (relative, absolute)``: for rows of these two sets [Q, D] and [N, D], the matrix
-  of float32 rows differs from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02;
-  absolute may be infinite: then float64 decides all). ``pairwise_distance`` must then be the same function, and a copy
-  in float64 possible;
-- ``tiles(dtype, device)``: an object that computes the same matrices as the distance, and by ``pairs(x, y) -> [M]``
-  pairs, after preparing once what all of them need;
-- ``shortlist_rows(rows) -> Tensor``: rows [N, d] whose comparison as unit vectors is a cheap stand-in (``rerank``).
+- ``is_symmetric``: True if d(x, y) and d(y, x) are bit-equal;
+- ``float32_error(queries, gallery) -> (relative, absolute)``: for rows [Q, D] and [N, D], the float32 matrix differs
+  from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02; absolute may be infinite:
+  then float64 decides all). ``pairwise_distance`` must be the same function, and a copy in float64 possible;
+- ``tiles(dtype, device)``: an object that computes the distance's matrices, and pairs by ``pairs(x, y) -> [M]``;
+- ``shortlist_rows``: see ``shortlist``.
 
 Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs, k places.
 """
@@ -28,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
-from dmlbench.evaluation.search.candidates import MAX_GALLERY, Bounds, ExactSimilarity, Keys, Tile, pack
+from dmlbench.evaluation.embeddings.sets import own_columns
+from dmlbench.evaluation.search.candidates import Bounds, ExactSimilarity, Keys, Tile, pack
 from dmlbench.evaluation.search.scan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_WAITING,
@@ -39,6 +37,7 @@ from dmlbench.evaluation.search.scan import (
     scan,
     tiles_on_host,
 )
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch, unit_search
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
@@ -58,49 +57,37 @@ logger = logging.getLogger(__name__)
 
 
 def ranks_like_unit_vectors(distance: "BaseDistance") -> bool:
-    """Whether ``distance`` orders pairs as the Euclidean distance of unit vectors does: then the exact search serves.
-
-    Asked of the exact type: a subclass may compute anything.
-    """
-    from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-    if not distance.normalize_embeddings or distance.p != 2:
+    """Whether ``distance`` ranks as the Euclidean distance of unit vectors; exact types only, no subclasses."""
+    if not _is_lp_or_product(distance) or not distance.normalize_embeddings or distance.p != 2:
         return False
-    if type(distance) is LpDistance:
-        return distance.power > 0
-    return type(distance) in (CosineSimilarity, DotProductSimilarity)
+    return bool(distance.power == 1 if distance.is_inverted else distance.power > 0)
 
 
 def is_symmetric(distance: "BaseDistance") -> bool:
-    """Whether both sides of a pair see the same value; a distance that does not say so is not asked to."""
+    """Whether d(x, y) and d(y, x) are known to be bit-equal."""
+    return _is_lp_or_product(distance) or bool(getattr(distance, "is_symmetric", False))
+
+
+def _is_lp_or_product(distance: "BaseDistance") -> bool:
     from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 
-    known = type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
-    return known or bool(getattr(distance, "is_symmetric", False))
+    return type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
 
 
 class PairwiseSearch:
-    """Two sets, or one within itself, ready to be searched by a distance; larger is nearer whatever its sign.
+    """Queries and gallery, ready to be searched by a distance; larger similarities are nearer.
 
-    The value of a pair is that of float64 arithmetic on the rows where the distance bounds its float32 error, and is
-    computed on the CPU, ``_PAIRS`` pairs at a time; tiles are in float32. Without such a bound the value is that of the
-    distance's matrix of one query and ``_COLUMNS`` gallery items in float64, or in the precision of the distance's own
-    parameters; tiles are in that precision too, and differ by rounding alone. Equal rows are the same item either way:
-    they get the same bits.
+    With ``float32_error``, tiles are float32, and float64 values of the rows, computed on the CPU ``_PAIRS`` pairs at a
+    time, decide. Otherwise tiles are float64 (or the precision of the distance's parameters), and the distance's matrix
+    of one query and ``_COLUMNS`` gallery items in that precision decides. Equal rows get the same bits either way.
 
     Args:
         queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
         distance: larger is nearer if ``is_inverted``.
         tile_bytes: memory for tiles and candidates.
-        device: where tiles are computed by a distance that bounds its float32 error or has no parameters; one of the
-            others, and without a ``device`` any, computes them where its parameters lie, or the queries if it has none.
-
-    Attributes:
-        device: where tiles are computed.
-        on_host: whether tiles are arrays on the host; else tensors on ``device``.
-        own_column: [Q] gallery index that a query must not find, or -1.
-        num_gallery: N.
+        device: where tiles are computed; ignored for a distance with parameters and without ``float32_error``, which
+            runs where these are. None: the device of the parameters, or of the queries.
 
     Raises:
         RunError: the sets cannot be searched, or the distance gives NaN.
@@ -116,11 +103,8 @@ class PairwiseSearch:
         device: torch.device | None = None,
     ) -> None:
         reference = queries if gallery is None else gallery
-        check_sets(queries, reference)
+        self.own_column = own_columns(queries, reference)
         self.distance, self.free_bytes, self.num_gallery = distance, tile_bytes, len(reference)
-        if self.num_gallery > MAX_GALLERY:
-            raise RunError(f"the gallery has {self.num_gallery} rows, more than {MAX_GALLERY}; search it in parts")
-        self.own_column = self_columns(ids_of(queries), ids_of(reference))
         self._within, self._symmetric = gallery is None, is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), reference.rows.detach().to(queries.rows.device))
@@ -149,7 +133,7 @@ class PairwiseSearch:
         self._unit = self._scale_unit()
 
     def _scale_unit(self) -> float:
-        """Where the error's absolute part equals its relative one, and else a usual value; any is right."""
+        """Where the error's absolute part equals its relative one, else a typical value; any unit is correct."""
         if self._absolute and self._relative:
             return self._absolute / self._relative
         some = [np.linspace(0, len(x) - 1, min(len(x), _PROBE)).astype(np.int64) for x in self._sets]
@@ -163,18 +147,14 @@ class PairwiseSearch:
         return 2 * 1.02 * (tile + _LIMIT * 2.0**-24)
 
     def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
-        """Similarities [T, W] float64, on the device, of the queries ``part`` [T] to the gallery items ``columns`` [W].
-
-        Raises:
-            RunError: the distance gives NaN or infinity.
-        """
+        """Similarities [T, W] float64 of the queries ``part`` [T] to the gallery items ``columns`` [W]."""
         index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(self.device)
         with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
             value = self._tiles(self._queries[torch.from_numpy(part).to(self.device)], self._gallery[index])
             return self._checked(value.to(torch.float64)) * self._sign
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        """Values on the scale of the queries ``part`` [T] and gallery items start .. stop - 1 into ``out`` [T, W]."""
+        """Write scaled values of queries ``part`` [T] and items start .. stop - 1 into ``out`` [T, W]."""
         there = out if isinstance(out, Tensor) else torch.from_numpy(out)
 
         def work(first: int, last: int) -> None:
@@ -183,7 +163,7 @@ class PairwiseSearch:
         halved_where_full(work, start, stop, device=self.device)
 
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """As ``similarities``, but the distance's own values, up to their sign, which can be added up."""
+        """As ``similarities``, but the signed values of the distance, which add up over models."""
         value = self.tile(part, slice(start, stop))
         (out if isinstance(out, Tensor) else torch.from_numpy(out)).copy_(value)
         largest = float(value.abs().max())
@@ -213,8 +193,7 @@ class PairwiseSearch:
         return scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)))
 
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
-        """How the scan is shared out: by half where a distance is the same for both sides of a pair and the candidates
-        of all queries fit into memory."""
+        """By half where the distance is symmetric and the candidates of all queries fit into memory."""
         size, threads = self.num_gallery, num_threads() if self.on_host else 1
         entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
@@ -227,28 +206,18 @@ class PairwiseSearch:
 
     @property
     def _bytes_per_pair(self) -> int:
-        """Memory that a pair of a tile takes: its values, and what the distance makes of it by itself.
-
-        One that bounds its error is taken to work in parts; any other but those of one matrix product may expand pairs.
-        """
-        from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-
-        expands = not self._bounded and type(self.distance) not in (LpDistance, CosineSimilarity, DotProductSimilarity)
+        """Memory per pair of a tile; a distance of unknown implementation may expand pairs."""
+        expands = not self._bounded and not _is_lp_or_product(self.distance)
         return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
 
     def exact(self, part: IntArray) -> ExactSimilarity:
-        """The values that decide, of pairs (place in ``part`` [T], gallery index)."""
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
 
     def held_rows(self) -> None:
         """None: no unit rows decide."""
 
     def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
-        """The values [M] that decide, of the pairs (query [M], gallery item [M]).
-
-        Raises:
-            RunError: the distance gives NaN or infinity.
-        """
+        """The values [M] that decide, of the pairs (query [M], gallery item [M])."""
         first, second = self._places[0][queries], self._places[-1][columns]
         if self._symmetric:
             first, second = np.minimum(first, second), np.maximum(first, second)
@@ -282,7 +251,7 @@ class PairwiseSearch:
         return result
 
     def _rows_at(self, places: IntArray) -> Tensor:
-        """Rows [M, D] float64 on the CPU, of places among the queries and, behind them, the gallery."""
+        """Rows [M, D] float64 on the CPU; places of the gallery follow those of the queries."""
         queries, gallery = self._sets
         result = torch.empty(len(places), queries.shape[1], dtype=torch.float64)
         behind = torch.from_numpy(places >= len(queries))
@@ -290,6 +259,21 @@ class PairwiseSearch:
         result[~behind] = queries[index[~on_device]].to("cpu", torch.float64)
         result[behind] = gallery[index[on_device] - len(queries)].to("cpu", torch.float64)
         return result
+
+
+def search_by(
+    distance: "BaseDistance | None",
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    *,
+    back_end: BackEnd = "auto",
+    tile_bytes: int = TILE_BYTES,
+    device: torch.device | None = None,
+) -> UnitSearch | PairwiseSearch:
+    """The search by ``distance``: among unit vectors if that ranks alike (None: the distance of unit vectors)."""
+    if distance is None or ranks_like_unit_vectors(distance):
+        return unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
+    return PairwiseSearch(queries, gallery, distance, tile_bytes=tile_bytes, device=device)
 
 
 def _prepared(
@@ -309,7 +293,7 @@ def _prepared(
 
 
 def _offers_tiles(distance: "BaseDistance") -> bool:
-    """Whether ``tiles`` are those of the distance itself, not of a base whose matrices it computes otherwise."""
+    """Whether no class below the one that defines ``tiles`` overrides how the distance is computed."""
     for owner in type(distance).__mro__:
         if "tiles" in vars(owner):
             return True
@@ -319,12 +303,11 @@ def _offers_tiles(distance: "BaseDistance") -> bool:
 
 
 def _filled(places: IntArray, count: int) -> IntArray:
-    """``places`` and its last one again, ``count`` in all."""
     return np.pad(places, (0, count - len(places)), mode="edge")
 
 
 def _places_of_content(sets: Sequence[Tensor]) -> list[IntArray]:
-    """Of every row of every set, the place of the first row with the same numbers, counted through all sets."""
+    """For every row of every set, the place of the first equal row, counted through all sets."""
     seen: dict[bytes, int] = {}
     result, offset = [], 0
     for rows in sets:

@@ -1,10 +1,7 @@
-"""The scan of the gallery for every query, tile by tile: of all similarities, or of half of them within one set.
+"""The scan of the gallery for every query, tile by tile, for every ``Search``.
 
-It serves every similarity (``Search``). By half means that a tile above the diagonal serves its columns as
-queries, too: a block of rows is compared with itself and everything behind it, and when its turn comes, the blocks
-before have compared it with all else.
-
-A tile is worked on by one thread, from the matrix product to its result.
+A scan by half, of a set within itself, uses each tile above the diagonal for its columns as queries, too. One thread
+works on a tile from the matrix product to its result.
 
 Letters: N gallery items, T queries of a tile or block, W columns of a tile, k places that matter.
 """
@@ -50,14 +47,14 @@ _workspace = Workspace()
 
 
 class Search(Protocol):
-    """Two sets, or one within itself, ready to be searched: ``UnitSearch`` and ``PairwiseSearch``.
+    """Queries and gallery, ready to be searched: ``UnitSearch`` and ``PairwiseSearch``.
 
     Attributes:
         own_column: [Q] gallery index that a query must not find, or -1.
         num_gallery: N.
         slack: float32 similarities further apart than this are in the right order.
-        device: where they are computed,
-        on_host: and whether tiles are arrays on the host; else they are tensors on ``device``, and stay there.
+        device: where they are computed.
+        on_host: whether tiles are arrays on the host; else they are tensors on ``device``.
     """
 
     @property
@@ -72,11 +69,11 @@ class Search(Protocol):
     def on_host(self) -> bool: ...
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        """Similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
+        """Write similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
         ...
 
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """Like ``similarities``, right up to a constant per query, on a scale on which those of models can be added."""
+        """As ``similarities``, up to a constant per query, on a scale that adds up over models."""
         ...
 
     def exact(self, part: IntArray) -> ExactSimilarity:
@@ -84,7 +81,7 @@ class Search(Protocol):
         ...
 
     def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
-        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held and decide by themselves."""
+        """Unit rows [Q, D] and [N, D] if they are held and their inner products decide."""
         ...
 
     def ranked(
@@ -96,13 +93,13 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """How a scan is shared out.
+    """How a scan is divided.
 
     Attributes:
         rows: queries of a tile or rows of a block.
         columns: gallery items of a tile.
         threads: that share the tiles.
-        by_half: whether the queries are the gallery, similarities are the same for both sides, and half serve.
+        by_half: whether each tile of a symmetric search within one set serves both sides.
     """
 
     rows: int
@@ -114,17 +111,17 @@ class ScanPlan:
 def scan(
     source: Search, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan
 ) -> Iterator[tuple[IntArray, Result]]:
-    """``finish(queries [T], candidates [T, C])`` for the k nearest of the queries ``wanted`` [W], tile by tile.
+    """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest of the queries ``wanted``, tile by tile.
 
     Args:
         source: what is scanned.
         k: places that matter.
-        finish: what to make of candidates.
+        finish: called once per tile.
         wanted: queries, ascending.
-        plan: how the work is shared out.
+        plan: how the work is divided.
 
     Yields:
-        (queries [T], what ``finish`` gave), in the order of ``wanted``.
+        (queries [T], result of ``finish``), in the order of ``wanted``.
     """
 
     def work(part: IntArray) -> tuple[IntArray, Result]:
@@ -147,7 +144,7 @@ def nearest_columns(search: Search, k: int, *, wanted: IntArray) -> Iterator[tup
 
 
 def candidates(source: Search, part: IntArray, k: int, *, columns: int) -> Keys:
-    """What may be among the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time: [T, C]."""
+    """Candidates [T, C] for the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time."""
     top = TopK(len(part), k, slack=source.slack)
 
     def work(start: int, stop: int) -> None:
@@ -210,17 +207,15 @@ def exclude(similarity: Tile, own: IntArray) -> None:
 
 
 def parts_of(items: IntArray, size: int) -> list[IntArray]:
-    """``items`` [M] in parts of ``size``."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def tiles_on_host(device: torch.device) -> bool:
-    """Whether tiles are arrays on the host; else they are tensors on ``device``, and stay there."""
     return device.type == "cpu"
 
 
 def moved_to(device: torch.device, rows: Tensor | None) -> Tensor | None:
-    """``rows`` on ``device``; None, where there are none or no memory for them: then they go there tile by tile."""
+    """``rows`` on ``device``; None if there are none or the device lacks memory."""
     try:
         return None if rows is None else rows.to(device)
     except torch.OutOfMemoryError:
@@ -229,9 +224,7 @@ def moved_to(device: torch.device, rows: Tensor | None) -> Tensor | None:
 
 
 def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *, device: torch.device) -> None:
-    """``work(start, stop)``, in halves again and again where the device has no memory for it.
-
-    ``work`` must leave nothing behind where it fails.
+    """Call ``work(start, stop)``, recursively in halves where the device is out of memory; failed calls have no effect.
 
     Raises:
         RunError: there is no memory for one item.
@@ -260,14 +253,13 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def single_threaded_products() -> Iterator[None]:
-    """Matrix products of numpy and torch use the calling thread alone inside, for two pools of threads would fight for
-    the cores; those of float32 tensors are float32 products, whatever is set outside."""
+    """Limit numpy and torch products to the calling thread and float32; our threads share the tiles."""
     with _controller().limit(limits=1, user_api="blas"), single_threaded_torch(), strict_float32_products():
         yield
 
 
 def over_threads(function: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> Iterator[Result]:
-    """``function`` of every item, in the order of ``items``; at most ``threads`` + 1 results wait to be taken."""
+    """``function`` of every item, in order; at most ``threads`` + 1 results wait to be taken."""
     if threads == 1 or len(items) == 1:
         yield from map(function, items)
         return
@@ -285,5 +277,4 @@ def over_threads(function: Callable[[Item], Result], items: Sequence[Item], *, t
 
 
 def num_threads() -> int:
-    """Threads that the tiles are shared out to: torch's setting."""
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Similarities of unit vectors that are the same numbers on every machine, and the error of a fast product of them.
+"""Similarities of unit vectors that are the same bits on every machine, and the error of a fast product of them.
 
 THE similarity of two rows is the float64 inner product of their float32 unit vectors, summed in one fixed order.
 Letters: N set, D dimensions, M pairs.
@@ -27,10 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def halving_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum ``terms`` [M, D] over D by adding the second half to the first until one column is left; destroys ``terms``.
-
-    Only elementwise additions take part, so the order, and with it every bit, depends on D alone.
-    """
+    """Sum ``terms`` [M, D] over D by halves, in place; the order, and so every bit, depends on D alone."""
     width = terms.shape[1]
     if width == 0:
         return np.zeros(len(terms))
@@ -44,14 +41,13 @@ def halving_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
 def unit_rows(rows: Tensor) -> FloatRows:
     """Rows of unit length [N, D], float32: float64 division by the float64 norm, rounded once.
 
-    The same row gives the same bits wherever it stands. A row of zeros has no direction: it stays zero (similarity 0 to
-    everything) and is reported in the log.
+    The bits of a row do not depend on the others. Zero rows stay zero (similarity 0 to everything) and are logged.
     """
     return _divided(rows, row_norms(rows))
 
 
 def row_norms(rows: Tensor) -> NDArray[np.float64]:
-    """Lengths [N] of rows [N, D]; zeros are reported in the log."""
+    """Lengths [N] of rows [N, D]; zeros are logged."""
     norm = np.empty(len(rows))
     for start, part in _float64_parts(rows):
         part *= part
@@ -63,7 +59,7 @@ def row_norms(rows: Tensor) -> NDArray[np.float64]:
 
 
 def _float64_parts(rows: Tensor) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """(index of the first row, float64 values of float32 rows) a few rows at a time; the arrays may be overwritten."""
+    """(index of the first row, float64 copy) a few rows at a time."""
     step = max(1, _CHUNK_BYTES // (8 * max(1, rows.shape[1])))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].detach().to("cpu", torch.float32).numpy()
@@ -71,7 +67,6 @@ def _float64_parts(rows: Tensor) -> Iterator[tuple[int, NDArray[np.float64]]]:
 
 
 def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
-    """Rows [N, D] by their lengths [N], rounded to float32."""
     result = np.empty(tuple(rows.shape), dtype=np.float32)
     for start, part in _float64_parts(rows):
         length = norm[start : start + len(part), None]
@@ -82,7 +77,7 @@ def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Unit rows [N, D] of an embedding set: held, or computed wherever they are needed because memory is short.
+    """Unit rows [N, D] of an embedding set, held in memory or recomputed when needed.
 
     Attributes:
         source: [N, D] rows as given.
@@ -120,7 +115,7 @@ class UnitRows:
 
 
 def hold_unit_rows(rows: Tensor, *, within_bytes: int) -> UnitRows:
-    """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``. Zero rows are reported in the log."""
+    """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``."""
     norm = row_norms(rows)
     return UnitRows(rows, norm, _divided(rows, norm) if 4 * rows.numel() <= within_bytes else None)
 
@@ -141,13 +136,13 @@ def exact_similarities(left: UnitRows, right: UnitRows, rows: IntArray, columns:
 class FastProduct:
     """A float32 product that ranks every query's gallery as the exact similarities do, up to ``error``.
 
-    ``query(x) @ gallery(y).T`` of unit rows x [Q, D], y [N, D] differs from the similarities by one constant per query,
-    which no ranking sees, and otherwise by at most ``error``, whatever the order of summation.
+    ``query(x) @ gallery(y).T`` of unit rows x [Q, D], y [N, D] differs from the similarities by one constant per query
+    and otherwise by at most ``error``, whatever the order of summation.
 
     Attributes:
-        mean: [D] what both are taken relative to, or None: the operands are the unit rows themselves.
+        mean: [D] subtracted from both sides, or None: the operands are the unit rows themselves.
         error: two values of a row that are more than ``2 * error`` apart are in the right order.
-        largest: bound of the size of every value.
+        largest: bound of the absolute values.
     """
 
     mean: NDArray[np.float64] | None
@@ -175,9 +170,7 @@ def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
     With the gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so
     the operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
 
-    Source of the bound: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5. At D = 128 it is
-    8e-6, some ten times what is met in practice: the difference makes a few more pairs be computed twice and can never
-    cost a result.
+    Source of the bound: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5.
     """
     roundings = 1.01 * (query.width + 4) * 2.0**-24
     plain = FastProduct(None, roundings + _FLOAT64_ERROR, 1.001)
@@ -211,13 +204,12 @@ def _centered(rows: FloatRows, mean: NDArray[np.float64]) -> FloatRows:
 
 
 def _largest_length(rows: FloatRows) -> float:
-    """Largest Euclidean length of a row, rounded up."""
     return 1.001 * float(np.sqrt(np.einsum("nd,nd->n", rows, rows).max(initial=0.0)))
 
 
 @contextmanager
 def strict_float32_products() -> Iterator[None]:
-    """Matrix products of float32 tensors are float32 products inside (no TF32, no bf16), whatever is set outside."""
+    """Matrix products of float32 tensors are float32 products inside: no TF32, no bf16."""
     back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
     held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]

@@ -1,8 +1,7 @@
-"""Exact nearest-neighbor search among unit vectors, with results that no back end, tile or thread count can change.
+"""Exact nearest-neighbor search among unit vectors; no back end, tile or thread count changes the results.
 
-Rows are compared by ``unit_rows.exact_similarities``; equal values are ordered by gallery index. A float32 matrix
-product does almost all of the work: what it separates by more than twice its proven rounding error is decided, and only
-what is nearer is computed again.
+Rows are compared by ``unit_rows.exact_similarities``, ties by gallery index. A float32 product decides what it
+separates by more than twice its proven rounding error; only nearer pairs are computed exactly.
 
 Letters: Q queries, N gallery items, D dimensions, k items wanted, T queries and W gallery items of a tile.
 """
@@ -20,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import check_sets, ids_of, self_columns
+from dmlbench.evaluation.embeddings.sets import own_columns
 from dmlbench.evaluation.search.candidates import (
-    MAX_GALLERY,
     PADDING,
     Bounds,
     ExactSimilarity,
@@ -53,7 +51,7 @@ from dmlbench.evaluation.search.unit_rows import (
     fast_product,
     hold_unit_rows,
 )
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray
 
 BackEnd = Literal["auto", "torch", "faiss"]
 Result = TypeVar("Result")
@@ -74,17 +72,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_tile_bytes(tile_bytes: int) -> None:
-    """Raises ConfigError for a tile memory that holds next to nothing."""
     if tile_bytes < MIN_TILE_BYTES:
         raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
 
 
 def resolve_back_end(back_end: BackEnd) -> Literal["torch", "faiss"]:
-    """The float32 pass to use. "auto" is "torch", the fastest wherever it was measured, on the device of the rows.
-    "faiss" is a checked alternative on a CPU, and searches on the GPU of the rows.
+    """The float32 pass to use; "auto" is "torch", the fastest wherever we measured.
 
     Raises:
-        ConfigError: faiss is asked for and is not installed.
+        ConfigError: faiss is requested and not installed.
     """
     if back_end not in ("auto", "torch", "faiss"):
         raise ConfigError(f"back_end '{back_end}' is unknown; known: auto, torch, faiss")
@@ -126,19 +122,14 @@ class UnitSearch:
 
     @property
     def num_gallery(self) -> int:
-        """N."""
         return len(self.gallery)
 
     @property
     def slack(self) -> float:
-        """Float32 similarities further apart than this are in the right order."""
         return 2 * self.product.error
 
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
-        """How the scan for the k nearest of ``num_wanted`` queries is shared out.
-
-        By half where these products, and keeping what the other half would tell, take less time than all products.
-        """
+        """By half where those products, and keeping the candidates of later rows, are faster than all products."""
         size = len(self.gallery)
         threads = num_threads() if self.on_host and self.back_end == "torch" else 1
         free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
@@ -192,11 +183,11 @@ class UnitSearch:
 
     @cached_property
     def _operand_there(self) -> Tensor | None:
-        """The operand where the product runs, if it has room for it."""
+        """The operand on ``device``, if it fits."""
         return moved_to(self.device, None if self.operand is None else torch.from_numpy(self.operand))
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        """Float32 similarities of the queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
+        """Write float32 similarities of queries ``part`` [T] to items start .. stop - 1 into ``out`` [T, W]."""
         (query,) = to_device(self.device, self.product.query(self.query.take(part)))
         if self._operand_there is not None:
             right = self._operand_there[start:stop]
@@ -211,18 +202,18 @@ class UnitSearch:
             there.copy_(query @ right.T)
 
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """``similarities`` and what is known of them; they are right up to a constant per query."""
+        """See ``Search``."""
         self.similarities(part, start, stop, out=out)
         return Bounds(self.product.error, self.product.largest)
 
     def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
-        """Unit rows of the queries [Q, D] and the gallery [N, D], where they are held."""
+        """Unit rows of the queries [Q, D] and the gallery [N, D], or None."""
         if self.query.held is None or self.gallery.held is None:
             return None
         return self.query.held, self.gallery.held
 
     def exact(self, part: IntArray) -> ExactSimilarity:
-        """``exact_similarities`` of pairs whose first member counts within the tile ``part`` [T]."""
+        """``exact_similarities`` of pairs (place in ``part`` [T], gallery index)."""
         return lambda rows, columns: exact_similarities(self.query, self.gallery, part[rows], columns)
 
 
@@ -242,18 +233,16 @@ def unit_search(
     tile_bytes: int = TILE_BYTES,
     device: torch.device | None = None,
 ) -> UnitSearch:
-    """Check and normalize two sets (or one, searched within itself); products run on ``device``, and without one where
-    ``queries.rows`` lies.
+    """Check and normalize two sets (or one, searched within itself). ``device`` defaults to that of ``queries.rows``.
 
     Unit rows are held where they take at most a quarter of ``tile_bytes``, else computed for every tile.
 
     Raises:
         RunError: empty sets, widths that differ, NaN, an id twice in the gallery.
-        ConfigError: faiss is asked for and missing; too small a tile memory.
+        ConfigError: faiss is requested and missing, or ``tile_bytes`` is too small.
     """
     check_tile_bytes(tile_bytes)
-    check_sets(queries, queries if gallery is None else gallery)
-    own = self_columns(ids_of(queries), ids_of(queries if gallery is None else gallery))
+    own = own_columns(queries, queries if gallery is None else gallery)
     device = device or queries.rows.device
     chosen = resolve_back_end(back_end)
     free = tile_bytes
@@ -266,8 +255,6 @@ def unit_search(
 
     unit_gallery = hold(queries.rows if gallery is None else gallery.rows)
     unit_query = unit_gallery if gallery is None else hold(queries.rows)
-    if len(unit_gallery) > MAX_GALLERY:
-        raise RunError(f"the gallery has {len(unit_gallery)} rows, more than {MAX_GALLERY}; search it in parts")
     product = fast_product(unit_query, unit_gallery)
     operand = unit_gallery.held
     if product.mean is not None and operand is not None:
@@ -281,7 +268,6 @@ def unit_search(
 
 
 def _faiss_finds(k: int, num_gallery: int, device: torch.device) -> bool:
-    """Whether faiss can find k neighbors on ``device``; where it cannot, the log says that torch searches."""
     if device.type == "cpu" or min(num_gallery, k + 1 + _FAISS_EXTRA) <= _FAISS_GPU_LIMIT:
         return True
     logger.info("faiss finds at most %d neighbors on a GPU and %d are needed; torch searches", _FAISS_GPU_LIMIT, k)
@@ -294,8 +280,7 @@ def _faiss_candidates(
     """Candidates [T, C] by faiss on ``device`` and, per query [T], whether they are known to be complete.
 
     Faiss orders ties against the index and cuts them at its k, so a query is complete only if the last neighbor that
-    faiss returned lies below the floor. Its products on a GPU are float32's (no TF32). The way over a GPU is checked
-    with a stand-in of faiss alone.
+    faiss returned is below the floor. Tests cover the GPU only with a mock of faiss.
     """
     import faiss
 
@@ -317,7 +302,6 @@ def _faiss_candidates(
 
 @lru_cache(maxsize=1)
 def _faiss_memory() -> Any:
-    """Working memory of faiss on GPUs, which it takes once."""
     import faiss
 
     return faiss.StandardGpuResources()
