@@ -25,7 +25,7 @@ from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs,
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of
-from dmlbench.results.tables import Table
+from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
 from dmlbench.types import DmlbenchError, RunError, RunInUse

@@ -16,8 +16,9 @@ from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
+from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config
-from dmlbench.results.tables import NAMING_GROUPS, Table, config_labels, make_table
+from dmlbench.results.table import Table
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
     from dmlbench.apps.tables import build_tables, find_configs, runs_to_csv
     from dmlbench.build import component
-    from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write, remove_leftovers
     from dmlbench.types import ConfigError, is_file_name
 
@@ -25,13 +24,12 @@ def task(cfg: DictConfig) -> None:
     grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
     tables = build_tables(grouped, spec, facts=list(cfg.facts))
     for (dataset, protocol), table in tables.items():
-        print(to_text(table))
+        print(table.to_text())
         name = cfg.name or f"{dataset}-{protocol}"
         if cfg.name and len(tables) > 1:
             name = f"{cfg.name}-{dataset}-{protocol}"
         folder.mkdir(parents=True, exist_ok=True)
-        for suffix, render in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
-            atomic_write(folder / f"{name}.{suffix}", render(table).encode())
+        table.write(folder / name)
         print(f"written: {folder / name}.md, .csv, .tex\n")
     atomic_write(folder / "runs.csv", runs_to_csv(grouped).encode())
     print(f"written: {folder / 'runs.csv'}, a row per run")

@@ -68,9 +68,15 @@ def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
 
 def by_fact(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
     """Facts of rows as lines: each fact once, with the rows that it holds for unless these are all."""
+    rows = rows_of_facts(facts, labels)
+    everywhere = set(labels)
+    return [fact if set(held) == everywhere else f"{fact} ({', '.join(held)})" for fact, held in rows.items()]
+
+
+def rows_of_facts(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> dict[str, list[str]]:
+    """Labels of the rows that a fact holds for, by fact, each once."""
     rows: dict[str, dict[str, None]] = {}
     for own, label in zip(facts, labels, strict=True):
         for fact in own:
             rows.setdefault(fact, {})[label] = None
-    everywhere = set(labels)
-    return [fact if held.keys() == everywhere else f"{fact} ({', '.join(held)})" for fact, held in rows.items()]
+    return {fact: list(held) for fact, held in rows.items()}

@@ -16,7 +16,7 @@ from dmlbench.config import config_settings, read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.results.paired import paired_difference
 from dmlbench.results.store import CONFIG, read_result
-from dmlbench.results.tables import Entry, Table
+from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
@@ -31,8 +31,8 @@ _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
     """The table of the configs; what holds for one row alone stands with it."""
     rows = []
-    for config, (label, entries), competes, notes in zip(
-        configs, table.rows, table.competes, table.row_notes, strict=True
+    for config, (label, *entries), competes, notes in zip(
+        configs, table.frame.itertuples(name=None), table.competes, table.row_notes, strict=True
     ):
         best = table.best() if competes else [None] * len(entries)
         rows.append({
@@ -41,9 +41,9 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
             "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
             "notes": [note for note in notes if note not in table.notes],
         })  # fmt: skip
-    of_rows = tuple(f"{label}: " for label, _ in table.rows)
+    of_rows = tuple(f"{label}: " for label in table.frame.index)
     return {
-        "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
+        "columns": [{"kind": kind, "metric": metric} for kind, metric in table.frame.columns],
         "rows": rows,
         "notes": [note for note in table.notes if not note.startswith(of_rows)],
     }

@@ -1,16 +1,14 @@
-"""Aggregated configs side by side: text, Markdown, CSV and LaTeX with percentages, deviations and the best in bold."""
+"""Table of aggregated configs, and the labels of its rows."""
 
-import csv
-import io
-import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dmlbench.evaluation.metrics.table import score_named
+import pandas as pd
+
+from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.results.cautions import PARTIAL, by_fact, by_row, cautions_of_rows, queries
-from dmlbench.types import ConfigError, escape_latex
+from dmlbench.results.table import Entry, Table
+from dmlbench.types import ConfigError
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
 """Groups whose chosen options name a config; the last only where the others do not tell it apart."""
@@ -20,44 +18,6 @@ _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "featur
 _OF_RERANK = ("rerank.grid_size", "rerank.num_neighbors")
 """Settings of it that a label says in words."""
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A score in percent (a class distance as it is); ``std`` is None where there is nothing to deviate."""
-
-    mean: float
-    std: float | None
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of entries under two-line column heads, with the notes that belong under the numbers.
-
-    ``cautions`` are those of the notes that no caption may leave out, ``row_notes`` are all notes by row.
-    """
-
-    title: str
-    columns: tuple[tuple[str, str], ...]  # (kind, metric) as printed; facts of the splits have no kind
-    higher_is_better: tuple[bool, ...]  # of each column
-    rows: tuple[tuple[str, tuple[Entry | str | None, ...]], ...]
-    notes: tuple[str, ...]
-    competes: tuple[bool, ...]  # of each row: whether it may be the best
-    cautions: tuple[str, ...]
-    row_notes: tuple[tuple[str, ...], ...]
-
-    def best(self) -> list[float | None]:
-        """Highest printed mean of each column among the rows that compete; None where there is nothing to compare, or
-        more is not better."""
-        rows = [entries for (_, entries), competes in zip(self.rows, self.competes, strict=True) if competes]
-        result: list[float | None] = []
-        for i, higher_is_better in enumerate(self.higher_is_better):
-            means = [round(entry.mean, 2) for entries in rows if isinstance(entry := entries[i], Entry)]
-            result.append(max(means) if higher_is_better and len(means) > 1 else None)
-        return result
 
 
 def make_table(
@@ -90,24 +50,28 @@ def make_table(
     for fact in facts:
         if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
             raise ConfigError(f"no split of these results has the fact '{fact}'")
-    for summary, label in zip(summaries, labels, strict=True):
-        entries: list[Entry | str | None] = [_fact(summary, fact) for fact in facts]
+    for summary in summaries:
         of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
-        entries += [_entry(found.get(score.name), score.scale) for found in of_kinds for score in scores]
-        rows.append((label, tuple(entries)))
+        entries = [entry_of(found, score) for found in of_kinds for score in scores]
+        rows.append([*(_fact(summary, fact) for fact in facts), *entries])
     cautions = cautions_of_rows(summaries)
     facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
     settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
-    warned = by_row(cautions, labels) + settings
     deviations = [summary.get("deviations", ()) for summary in summaries]
     notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + settings
     if any(not score.metric.percent for score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
-    better = (False,) * len(facts) + tuple(score.metric.better is not None for score in scores) * len(kinds)
     return Table(
-        title, tuple(columns), better, tuple(rows), tuple(notes), competing(summaries), tuple(warned),
-        tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
-    )  # fmt: skip
+        title,
+        pd.DataFrame(rows, index=list(labels), columns=pd.MultiIndex.from_tuples(columns), dtype=object),
+        notes=tuple(notes),
+        align="l" + "c" * len(columns),
+        higher_is_better=(False,) * len(facts)
+        + tuple(score.metric.better is not None for score in scores) * len(kinds),
+        competes=competing(summaries),
+        cautions=(*by_row(cautions, labels), *settings),
+        row_notes=tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
+    )
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
@@ -118,12 +82,12 @@ def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
     return tuple(on == usual and not s["missing"] for on, s in zip(scored_on, summaries, strict=True))
 
 
-def _entry(score: Mapping[str, float | None] | None, scale: float) -> Entry | None:
-    if score is None:
+def entry_of(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> Entry | None:
+    """A score of ``{name: {"mean", "std"}}`` as the table prints it; None where it is absent or undefined."""
+    found = scores.get(score.name)
+    if found is None or found["mean"] is None:
         return None
-    mean, std = score["mean"], score["std"]
-    assert mean is not None
-    return Entry(scale * mean, None if std is None else scale * std)
+    return Entry(score.scale * found["mean"], None if found["std"] is None else score.scale * found["std"])
 
 
 def _fact(summary: Mapping[str, Any], name: str) -> str | None:
@@ -160,95 +124,6 @@ def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
             how += f" (concatenated: {summary['concatenated_search']})"
         facts.append(f"{how}, {searched}" + (f", {skipped} without a positive left out" if skipped else ""))
     return facts
-
-
-def _marked(table: Table, bold: str, escape: Callable[[str], str] = str) -> list[list[str]]:
-    """Labels and entries as text, the best of each column put into the template ``bold``."""
-    best = table.best()
-    lines = []
-    for (label, entries), competes in zip(table.rows, table.competes, strict=True):
-        cells = [escape(label)]
-        for entry, top in zip(entries, best, strict=True):
-            text = escape("–" if entry is None else str(entry))
-            is_best = competes and isinstance(entry, Entry) and top == round(entry.mean, 2)
-            cells.append(bold.format(text) if is_best else text)
-        lines.append(cells)
-    return lines
-
-
-def to_text(table: Table) -> str:
-    """For the terminal: aligned columns, a star at the best."""
-    heads = ["", *(metric for _, metric in table.columns)]
-    lines = _marked(table, "{}*")
-    lines = [[cells[0], *(cell if cell.endswith("*") else cell + " " for cell in cells[1:])] for cells in lines]
-    groups = _groups(table)
-    widths = [max(len(row[i]) for row in [heads, *lines]) for i in range(len(heads))]
-    top = " " * widths[0]
-    for name, start, stop in groups:
-        room = sum(widths[start + 1 : stop + 1]) + 2 * (stop - start - 1)
-        widths[stop] += max(0, len(name) - room)
-        top += "  " + name.center(max(len(name), room))
-    body = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in [heads, *lines]
-    ]
-    rule = "-" * max(len(line) for line in [top, *body])
-    notes = [f"  {note}" for note in ("percent; * best of the column", *table.notes)]
-    return "\n".join(
-        [table.title, rule, top.rstrip(), body[0].rstrip(), rule, *(line.rstrip() for line in body[1:]), rule, *notes]
-    )
-
-
-def _groups(table: Table) -> list[tuple[str, int, int]]:
-    """Runs of columns with the same first head: (name, first, one past the last)."""
-    runs = itertools.groupby(range(len(table.columns)), key=lambda i: table.columns[i][0])
-    members = [(kind, list(run)) for kind, run in runs]
-    return [(kind, run[0], run[-1] + 1) for kind, run in members]
-
-
-def to_markdown(table: Table) -> str:
-    heads = ["", *(f"{kind} {metric}" for kind, metric in table.columns)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * len(table.columns) + "|"]
-    lines += ["| " + " | ".join(cells) + " |" for cells in _marked(table, "**{}**")]
-    notes = [f"- {note}" for note in ("percent; best of each column in bold", *table.notes)]
-    return "\n".join([f"### {table.title}", "", *lines, "", *notes, ""])
-
-
-def to_csv(table: Table) -> str:
-    """Means and deviations in columns of their own, in percent with full precision, and what is noted of each row."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    parts = (f"{kind} {metric} {part}" for kind, metric in table.columns for part in ("mean", "std"))
-    writer.writerow(["row", *parts, "notes"])
-    for (label, entries), notes in zip(table.rows, table.row_notes, strict=True):
-        cells: list[object] = [label]
-        for entry in entries:
-            if isinstance(entry, Entry):
-                cells += [entry.mean, "" if entry.std is None else entry.std]
-            else:
-                cells += [entry or "", ""]
-        writer.writerow([*cells, "; ".join(notes)])
-    return buffer.getvalue()
-
-
-def to_latex(table: Table) -> str:
-    """A floating ``table`` with caption and label, for the package booktabs; the caption has the cautions."""
-    escape = escape_latex
-    top = " & ".join(
-        ["", *(rf"\multicolumn{{{stop - start}}}{{c}}{{{escape(name)}}}" for name, start, stop in _groups(table))]
-    )
-    heads = " & ".join(["", *(escape(metric) for _, metric in table.columns)])
-    rows = [" & ".join(cells) + r" \\" for cells in _marked(table, r"\textbf{{{}}}", escape)]
-    notes = [r"% needs \usepackage{booktabs}", *(f"% {note}" for note in table.notes)]
-    columns = "l" + "c" * len(table.columns)
-    label = re.sub("[^a-z0-9]+", "-", table.title.lower())
-    head = [
-        *(r"\begin{table}", r"\centering"),
-        rf"\caption{{{escape('. '.join([f'{table.title}, percent; best of each column in bold', *table.cautions]))}.}}",
-        *(rf"\label{{tab:{label}}}", rf"\begin{{tabular}}{{{columns}}}"),
-        *(r"\toprule", top + r" \\", heads + r" \\", r"\midrule"),
-    ]
-    return "\n".join([*notes, *head, *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
 def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
