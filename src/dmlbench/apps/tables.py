@@ -127,7 +127,7 @@ def build_tables(
     return tables
 
 
-def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> str:
+def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd.DataFrame:
     """Every run of the configs: where it stands, what its scores are not, and these as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": config.label, "config": config.path.name, "run": run,
@@ -137,7 +137,7 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> s
     ]  # fmt: skip
     places = ["dataset", "protocol", "row", "config", "run", "scored_on", "notes"]
     frame = pd.DataFrame(rows)
-    return str(frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]].to_csv(index=False))
+    return frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]]
 
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:

@@ -9,9 +9,9 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.build import component
     from dmlbench.oodml.episodes import read_official
     from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run
-    from dmlbench.oodml.few_shot_table import FewShotRow, draw, to_csv, to_markdown
+    from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot_table
     from dmlbench.oodml.split_runs import chosen_runs, named_runs
-    from dmlbench.runtime import atomic_write, set_strict_float32
+    from dmlbench.runtime import set_strict_float32
     from dmlbench.types import ConfigError, is_file_name
 
     if not is_file_name(cfg.name):
@@ -38,12 +38,10 @@ def task(cfg: DictConfig) -> None:
             for run in runs
         ]
         scores, title = plan.spec.score_names, f"{dataset} under {protocol}"
-        text = to_markdown(f"{title}, few-shot adaptation", rows, scores)
-        print(text)
-        folder.mkdir(parents=True, exist_ok=True)
+        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
+        print(table.to_markdown())
         stem = folder / f"{cfg.name}-{dataset}-{protocol}"
-        atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
-        atomic_write(stem.with_name(f"{stem.name}.csv"), to_csv(rows, scores).encode())
+        table.write(stem, ["md", "csv"])
         for score in scores:
             draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
         print(f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n")

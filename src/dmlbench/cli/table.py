@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
-    from dmlbench.apps.tables import build_tables, find_configs, runs_to_csv
+    from dmlbench.apps.tables import build_tables, find_configs, runs_frame
     from dmlbench.build import component
     from dmlbench.runtime import atomic_write, remove_leftovers
     from dmlbench.types import ConfigError, is_file_name
@@ -31,5 +31,5 @@ def task(cfg: DictConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         table.write(folder / name)
         print(f"written: {folder / name}.md, .csv, .tex\n")
-    atomic_write(folder / "runs.csv", runs_to_csv(grouped).encode())
+    atomic_write(folder / "runs.csv", runs_frame(grouped).to_csv(index=False).encode())
     print(f"written: {folder / 'runs.csv'}, a row per run")

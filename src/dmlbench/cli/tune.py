@@ -66,11 +66,12 @@ def _tune(cfg: DictConfig, given: Sequence[str], config_dir: Path | None) -> Non
 
 
 def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, config_dir: Path | None) -> None:
-    from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
+    from dmlbench.tuning.findings import notes, ranked, trials_table
 
     monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
-    written = write_table(search, found, monitor)
-    print(to_markdown(search, found, monitor))
+    table = trials_table(search, found, monitor)
+    written = table.write(search.folder / "trials", ["csv", "md"])
+    print(table.to_markdown())
     best = ranked(found)[0]
     if best.state != "complete":
         if any(outcome.state == "running" for outcome in found):

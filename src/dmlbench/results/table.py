@@ -56,6 +56,11 @@ class Table:
     row_notes: tuple[tuple[str, ...], ...] = ()
     data: pd.DataFrame | None = None
 
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        """Heads of the columns, behind their group where they have one."""
+        return [column if isinstance(column, tuple) else (str(column),) for column in self.frame.columns]
+
     def best(self) -> list[float | None]:
         """Highest printed mean of each column among rows that compete; None where fewer than two do."""
         result: list[float | None] = []
@@ -67,7 +72,7 @@ class Table:
 
     def to_text(self) -> str:
         """For the terminal: aligned columns, a star at the best."""
-        heads = [str(self.frame.index.name or ""), *(column[-1] for column in self._columns())]
+        heads = [str(self.frame.index.name or ""), *(column[-1] for column in self.columns)]
         rows = self._cells("{}*", "{} ") if self.higher_is_better else self._cells()
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
         top = " " * widths[0]
@@ -91,7 +96,7 @@ class Table:
         return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
     def to_markdown(self) -> str:
-        heads = [str(self.frame.index.name or ""), *map(" ".join, self._columns())]
+        heads = [str(self.frame.index.name or ""), *map(" ".join, self.columns)]
         lines = [f"### {self.title}", *([self.about] if self.about else [])]
         for name, rows in self._blocks(self._cells("**{}**")):
             lines += ["", *([f"**{name}**", ""] if name else []), *markdown_lines(heads, rows, self._align())]
@@ -106,19 +111,19 @@ class Table:
         if self.data is not None:
             return self.data
         columns: dict[str, Iterable[object]] = {"row": self.frame.index}
-        for name, entries in zip(map(" ".join, self._columns()), self._entries().T, strict=True):
+        for name, entries in zip(map(" ".join, self.columns), self._entries().T, strict=True):
             columns[f"{name} mean"] = [entry.mean if isinstance(entry, Entry) else entry for entry in entries]
             deviations = (entry.std if isinstance(entry, Entry) else None for entry in entries)
             columns[f"{name} std"] = [np.nan if std is None else std for std in deviations]
         return pd.DataFrame({**columns, "notes": ["; ".join(notes) for notes in self.row_notes]})
 
     def to_latex(self) -> str:
-        """A floating ``table``, or a ``longtable`` of blocks, with the cautions in its caption; for the package booktabs."""
+        """A floating ``table``, or a ``longtable`` of blocks; the caption has the cautions."""
         escape = escape_latex
         title = f"{self.title}, {_BEST}" if self.higher_is_better else self.title
         caption = rf"\caption{{{escape('. '.join([title, *self.cautions]))}.}}"
         label = rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', self.title.lower())}}}"
-        heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self._columns())])
+        heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self.columns)])
         rows = self._cells(r"\textbf{{{}}}", escape=True)
         if self.blocks:
             lines = [
@@ -141,26 +146,23 @@ class Table:
         ]
         return "\n".join(lines)
 
-    def write(self, base: Path) -> list[Path]:
+    def write(self, base: Path, suffixes: Sequence[str] = ("md", "csv", "tex")) -> list[Path]:
         """Write ``<base>.md``, ``.csv`` and ``.tex``."""
         base.parent.mkdir(parents=True, exist_ok=True)
-        texts = {"md": self.to_markdown(), "csv": self.to_csv(), "tex": self.to_latex()}
-        paths = [base.with_name(f"{base.name}.{suffix}") for suffix in texts]
-        for path, text in zip(paths, texts.values(), strict=True):
-            atomic_write(path, text.encode())
-        return paths
+        forms = {"md": self.to_markdown, "csv": self.to_csv, "tex": self.to_latex}
+        paths = {suffix: base.with_name(f"{base.name}.{suffix}") for suffix in suffixes}
+        for suffix, path in paths.items():
+            atomic_write(path, forms[suffix]().encode())
+        return list(paths.values())
 
     def _align(self) -> str:
         return self.align or "l" + "r" * len(self.frame.columns)
-
-    def _columns(self) -> list[tuple[str, ...]]:
-        return [column if isinstance(column, tuple) else (str(column),) for column in self.frame.columns]
 
     def _groups(self) -> list[tuple[str, int, int]]:
         """Runs of columns with the same group: (name, number of columns, one past the last)."""
         if self.frame.columns.nlevels == 1:
             return []
-        runs = itertools.groupby(enumerate(self._columns()), key=lambda column: column[1][0])
+        runs = itertools.groupby(enumerate(self.columns), key=lambda column: column[1][0])
         members = [(name, list(run)) for name, run in runs]
         return [(name, len(run), run[-1][0] + 1) for name, run in members]
 

@@ -43,7 +43,7 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
         })  # fmt: skip
     of_rows = tuple(f"{label}: " for label in table.frame.index)
     return {
-        "columns": [{"kind": kind, "metric": metric} for kind, metric in table.frame.columns],
+        "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
         "rows": rows,
         "notes": [note for note in table.notes if not note.startswith(of_rows)],
     }
