@@ -268,8 +268,6 @@ def test_one_collection_has_no_std() -> None:
     summary = summarize(collections(runs(folds=2, repeats=1, size=30), recall_at=(1,)))
     assert all(value["std"] is None for value in summary.values())
     assert "repeat_fold0" not in summary
-    with pytest.raises(ConfigError, match="no collection"):
-        summarize(pd.DataFrame())
 
 
 def test_members_of_different_test_sets_are_refused_with_the_first_difference() -> None:

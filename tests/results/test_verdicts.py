@@ -60,7 +60,7 @@ def test_what_is_missing_or_of_something_else_gets_no_verdict_on_the_paper() -> 
     assert compare(_score(metric="NMI"), _summary()).verdict == "needs"
 
 
-def test_a_paper_that_does_not_say_which_models_means_those_of_its_size_or_the_best_of_single_numbers() -> None:
+def test_scores_of_a_paper_without_kind_are_of_its_size_or_the_best() -> None:
     fold_models = _summary(dimension={"separated": 128, "concatenated": 512})
     assert compare(_score(kind=""), fold_models).kind == "concatenated"
     assert compare(_score(kind="", embedding_size=128), fold_models).kind == "separated"

@@ -1,6 +1,5 @@
 """Compare the runs of a table with a paper's scores."""
 
-import re
 import sys
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, code_of
+from dmlbench.results.store import CONFIG, RunInfo, code_of, coordinates_of
 from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
@@ -107,11 +106,10 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
 
 def _runs_in(folder: Path, config: PlannedConfig) -> list[RunInfo]:
     """Every run in a config's folder."""
-    found = [(path, re.fullmatch(r"fold(\d+)_rep(\d+)", path.name)) for path in sorted(folder.glob("fold*_rep*"))]
     return [
-        RunInfo(path, config.dataset, config.protocol, folder.name, int(match[1]), int(match[2]))
-        for path, match in found
-        if match and path.is_dir()
+        RunInfo(path, config.dataset, config.protocol, folder.name, *coordinates)
+        for path in sorted(folder.iterdir())
+        if (coordinates := coordinates_of(path.name)) and path.is_dir()
     ]
 
 

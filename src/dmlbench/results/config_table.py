@@ -11,9 +11,9 @@ from dmlbench.results.table import Entry, Table
 from dmlbench.types import ConfigError
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
-"""Groups whose chosen options name a config; the last only where the others do not tell it apart."""
+"""Groups whose options name a config; the last only if configs differ in it alone."""
 IMPORTED = "imported"
-"""The one choice of an imported config: what its row is called."""
+"""The only choice of an imported config: its label."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "feature_size")
 _OF_RERANK = ("rerank.grid_size", "rerank.num_neighbors")
 """Settings of it that a label says in words."""
@@ -28,12 +28,15 @@ def make_table(
     facts: Sequence[str] = (),
     differing: Sequence[str] = (),
 ) -> Table:
-    """A table of summaries that ``aggregate_config`` made, one row each; ``facts`` of the splits are its first columns.
+    """A row for each summary of ``aggregate_config``.
 
-    ``differing`` are notes on settings in which the rows differ and which their labels do not say.
-
-    Raises:
-        ConfigError: a metric or a fact is in none of the summaries.
+    Args:
+        title: above the table.
+        summaries: of the configs.
+        labels: of the rows.
+        metrics: names of the scores.
+        facts: of the splits, as first columns.
+        differing: notes on settings in which the rows differ beyond their labels.
     """
     kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
     known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
@@ -75,7 +78,7 @@ def make_table(
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
-    """Which summaries may be the best: complete ones, scored on the same images as the most of these."""
+    """Which summaries may be the best: complete ones, scored on the same images as most of them."""
     scored_on = [(s["scored_on"], s["n_query"], s["n_gallery"], s["dataset_fingerprint"]) for s in summaries]
     complete = [on for on, summary in zip(scored_on, summaries, strict=True) if not summary["missing"]]
     usual = max(complete, key=lambda on: (on[0] == "test", complete.count(on)), default=None)
@@ -91,14 +94,14 @@ def entry_of(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> 
 
 
 def _fact(summary: Mapping[str, Any], name: str) -> str | None:
-    """The values of a fact over the runs' splits: one, or each of them once."""
+    """The different values of a fact over the runs' splits."""
     own = [facts[name] for facts in summary.get("facts", {}).values() if facts and name in facts]
     texts = dict.fromkeys(f"{value:.4g}" if isinstance(value, float) else str(value) for value in own)
     return ", ".join(texts) or None
 
 
 def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
-    """What a reader must know to trust the numbers of a row, ``cautions`` among it."""
+    """Number of runs, spread, caveats and search of a row."""
     facts = []
     runs = f"{summary['n_runs']} runs"
     if summary["missing"]:
@@ -139,15 +142,15 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
 def config_labels(
     configs: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Shortest names that tell configs apart, and what else differs between them.
+    """Shortest different labels of configs, and notes on what else differs between them.
 
     Args:
         configs: per config the chosen option of each group, and the flattened configuration.
-        by_hand: per config, what is to be said of each setting that is not as its chosen option has it.
+        by_hand: per config, a remark on each setting that differs from its chosen option.
 
     Returns:
-        Of each config the chosen options that differ, then single values that differ between configs of the same
-        options; and notes on other settings that two configs have with different values.
+        Labels: the chosen options that differ, then values that differ between configs of the same options. Notes:
+        other settings with different values, and those of ``by_hand``.
     """
     made_here = [choices for choices, _ in configs if IMPORTED not in choices]
     *usual, last = NAMING_GROUPS
@@ -161,15 +164,15 @@ def config_labels(
         words = [" ".join(_words(choices, groups)) for choices, _ in configs]
     settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
     is_untrained = [config.get("fit.max_steps") == 0 for config in settings]
-    kinds = [(_matched(config), no) for config, no in zip(settings, is_untrained, strict=True)]
+    kinds = [(_reranking(config), no) for config, no in zip(settings, is_untrained, strict=True)]
     labels = []
     for name, config, kind in zip(words, settings, kinds, strict=True):
         alike = zip(words, settings, kinds, strict=True)
         rivals = [other for word, other, of_kind in alike if (word, of_kind) == (name, kind)]
         differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
         values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
-        matched, untrained = kind
-        labels.append(" ".join([name, *values]) + matched + " (untrained)" * untrained)
+        reranking, untrained = kind
+        labels.append(" ".join([name, *values]) + reranking + " (untrained)" * untrained)
     trained = [(label, config) for label, config, no in zip(labels, settings, is_untrained, strict=True) if not no]
     notes = []
     for key in sorted({key for _, config in trained for key in config}):
@@ -191,8 +194,8 @@ def config_labels(
     return labels, notes
 
 
-def _matched(config: Mapping[str, Any]) -> str:
-    """How the first neighbors of the test are ranked again, behind the name of a row."""
+def _reranking(config: Mapping[str, Any]) -> str:
+    """The reranking, behind the label."""
     if "rerank._target_" not in config:
         return ""
     name = str(config["rerank._target_"]).rpartition(".")[2].removesuffix("Distance").upper()

@@ -6,7 +6,7 @@ import pandas as pd
 
 from dmlbench.results.cautions import rows_of_facts
 from dmlbench.results.table import Table
-from dmlbench.results.verdicts import RULE, Comparison, counts
+from dmlbench.results.verdicts import RULE, Comparison, count_of_verdicts
 
 _HEADS = ("score", "ours", "paper", "difference", "tolerance", "verdict")
 _OF_SCORE = ("row", "setting", "dataset", "backbone", "embedding_size", "protocol", "kind", "metric")
@@ -23,7 +23,7 @@ def side_by_side(name: str, about: str, comparisons: Sequence[Comparison], notes
     """
     reasons = rows_of_facts([[c.note] if c.note else [] for c in comparisons], [c.score.row for c in comparisons])
     foot = (
-        counts(comparisons),
+        count_of_verdicts(comparison.verdict for comparison in comparisons),
         f"percent, mean ± population std; {RULE}",
         *(f"{', '.join(rows)}: {reason}" for reason, rows in reasons.items()),
         *notes,
