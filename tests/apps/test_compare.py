@@ -66,7 +66,7 @@ def test_configs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "net-other-3", 0, 0, 0.5, dataset_fingerprint="g")
     write(tmp_path, "net-late-4", 5, 0, 0.5)
     root = str(tmp_path)
-    with pytest.raises(ConfigError, match="names 1 configs"):
+    with pytest.raises(ConfigError, match="got 1 configs"):
         compare_configs(root, ["*gap*"], P_AT_1)
     with pytest.raises(RunError, match=r"'\*net\*' must match one config under .* it matches .*net-gap-1, "):
         compare_configs(root, ["*net*", "*gsp*"], P_AT_1)
