@@ -394,7 +394,7 @@ def test_what_to_adapt_must_be_said_in_one_way(made: Path) -> None:
     for overrides, message in (
         (["shots=[2,x]"], "must be whole numbers"),
         (["merge_order=[a,b]"], "merge_order belongs to official"),
-        (["name=a/b"], "name .* names files"),
+        (["name=a/b"], "name: got "),
     ):
         with pytest.raises(ConfigError, match=message):
             task(compose("oodml_few_shot", [f"paths.output_dir={made}", "configs=none", *overrides]))

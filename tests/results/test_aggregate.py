@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -377,3 +378,15 @@ def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage
         file.write_bytes(others[damage])
     aggregate_config(runs, progress=False, allow_partial=True)
     assert file.read_bytes() == whole
+
+
+def test_stored_collections_keep_their_bits(tmp_path) -> None:
+    """2 folds x 2 repeats, written by an earlier version."""
+    shutil.copytree(Path(__file__).resolve().parents[1] / "fixtures" / "stored_results", tmp_path / "out")
+    runs = find_runs(tmp_path / "out", "glyphs/mlrc/resnet20_small-gap-multi_similarity-5b7b7316")
+    config_dir = runs[0].path.parent
+    before, written = read_aggregate(config_dir), (config_dir / COLLECTIONS).read_bytes()
+    again = aggregate_config(runs, force=True, progress=False)
+    assert before is not None
+    assert (again["scores"], again["interval_95"]) == (before["scores"], before["interval_95"])
+    assert (config_dir / COLLECTIONS).read_bytes() == written

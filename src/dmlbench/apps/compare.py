@@ -46,6 +46,26 @@ class PairedConfigs:
     differing: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
 
+    def to_text(self) -> str:
+        """Percent (distances as they are), one line per metric."""
+        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
+        for metric, found in self.differences.items():
+            scale = score_named(metric).scale
+            low_high = "none: a fold has a single pair and others more, or there is one"
+            if found.interval is not None:
+                low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
+            numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
+            lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
+        one = next(iter(self.differences.values()))
+        shared = "fold and repeat" if any(IMPORTED in note for note in self.cautions) else "fold, repeat and seed"
+        lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
+        lines += [f"  {note}" for note in self.cautions]
+        lines += [f"  DIFFERENT SETTINGS: {note}" for note in self.differing]
+        if self.left_out:
+            lines.append(f"  PARTIAL: without {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
 
 def compare_configs(
     output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
@@ -91,27 +111,6 @@ def compare_configs(
     )
     warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
     return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(differing), tuple(warned))
-
-
-def to_text(comparison: PairedConfigs) -> str:
-    """Percent (distances as they are), one line per metric."""
-    lines = [f"A  {comparison.first}", f"B  {comparison.second}", ""]
-    lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
-    for metric, found in comparison.differences.items():
-        scale = score_named(metric).scale
-        low_high = "none: a fold has a single pair and others more, or there is one"
-        if found.interval is not None:
-            low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
-        numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
-        lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
-    one = next(iter(comparison.differences.values()))
-    shared = "fold and repeat" if any(IMPORTED in note for note in comparison.cautions) else "fold, repeat and seed"
-    lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
-    lines += [f"  {note}" for note in comparison.cautions]
-    lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]
-    if comparison.left_out:
-        lines.append(f"  PARTIAL: without {', '.join(comparison.left_out)}")
-    return "\n".join(lines)
 
 
 def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:

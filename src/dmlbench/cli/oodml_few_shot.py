@@ -12,10 +12,9 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot_table
     from dmlbench.oodml.split_runs import chosen_runs, named_runs
     from dmlbench.runtime import set_strict_float32
-    from dmlbench.types import ConfigError, is_file_name
+    from dmlbench.types import ConfigError, check_file_name
 
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     shots = _listed(cfg.shots)
     if any(isinstance(k, bool) or not isinstance(k, int) for k in shots):
         raise ConfigError(f"shots ({cfg.shots}) must be whole numbers, such as shots=2,5,10")

@@ -15,10 +15,9 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.oodml.structure import structure_of_run
     from dmlbench.results.run_scores import scores_of_run
     from dmlbench.runtime import atomic_write, set_strict_float32
-    from dmlbench.types import ConfigError, is_file_name
+    from dmlbench.types import check_file_name
 
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     spec = component(cfg.evaluation)
     set_strict_float32()
     grouped = named_runs(chosen_runs([], cfg.configs, cfg.paths.output_dir))

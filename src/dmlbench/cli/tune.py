@@ -15,7 +15,7 @@ from dmlbench.cli.reproduce import parts_of, quiet
 from dmlbench.cli.train import composed_run
 from dmlbench.config import composing
 from dmlbench.schemas import TuneConfig
-from dmlbench.types import ConfigError, RunError, is_file_name
+from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
     from dmlbench.tuning.search import Outcome, Search
@@ -92,8 +92,7 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
     from dmlbench.tuning.search import Search
     from dmlbench.tuning.space import make_space
 
-    if not is_file_name(str(cfg.name)):
-        raise ConfigError(f"name ({cfg.name!r}) names a folder and a recipe: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):

@@ -19,7 +19,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.config_table import entry_of
 from dmlbench.results.table import Entry, Table
 from dmlbench.runtime import read_json
-from dmlbench.types import RunError, is_file_name
+from dmlbench.types import RunError, check_file_name
 
 Splits = tuple[tuple[str, float], ...]
 """Names of splits with the distances between their halves, ascending."""
@@ -49,11 +49,9 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
             tables.append(table)
             stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
             if cfg.name is not None:
-                if not is_file_name(cfg.name):
-                    raise RunError(f"name ({cfg.name}) must be the name of a file, such as birds")
+                check_file_name(cfg.name)
                 stem = f"{cfg.name}{f'-{len(tables)}' if len(tables) > 1 else ''}"
             folder = Path(cfg.paths.output_dir) / "tables"
-            folder.mkdir(parents=True, exist_ok=True)
             written += table.write(folder / stem)
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"

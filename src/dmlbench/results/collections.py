@@ -66,15 +66,16 @@ def collections(
         ``separated_<score>`` (all scores that the members share) and ``concatenated_<score>``, as fractions.
     """
     _check_members(members, galleries)
-    if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
-        raise RunError("distances must be given for every run, [fold][repeat], or not at all")
+    for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
+        if values is not None and [len(fold) for fold in values] != [len(fold) for fold in members]:
+            raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
     names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
         raise ConfigError(
             f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
         )
-    if scores is not None:
-        _check_scores(scores, members, names)
+    if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:
+        raise RunError(f"the runs' scores lack '{lacking[0]}'. Evaluate them again with these metrics.")
     joined: dict[tuple[int, ...], Evaluation] = {}
     own: list[list[Evaluation]] = []
     if names:
@@ -134,50 +135,22 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
 
 def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
     if not members or not all(len(fold) for fold in members):
-        empty = [f for f, fold in enumerate(members) if not len(fold)]
-        raise RunError(f"fold {empty[0]} has no run" if empty else "there is no fold to make collections of")
+        raise RunError(f"runs by fold: got {[len(fold) for fold in members]}, expected at least one of every fold.")
     count = prod(len(fold) for fold in members)
     if count > MAX_COLLECTIONS:
-        raise ConfigError(
-            f"{'x'.join(str(len(fold)) for fold in members)} repeats make {count} collections, more than "
-            f"{MAX_COLLECTIONS}; aggregate fewer folds or repeats"
-        )
-    _check_common(members, "query")
+        raise ConfigError(f"collections: got {count}, expected at most {MAX_COLLECTIONS}. Aggregate fewer repeats.")
+    _check_same_images(members, "query")
     if galleries is not None:
-        if [len(fold) for fold in galleries] != [len(fold) for fold in members]:
-            raise RunError("members and galleries must come from the same runs, [fold][repeat]")
-        _check_common(galleries, "gallery")
+        _check_same_images(galleries, "gallery")
 
 
-def _check_common(members: ModelEmbeddings, name: str) -> None:
+def _check_same_images(members: ModelEmbeddings, name: str) -> None:
     first = members[0][0]
     for f, fold in enumerate(members):
         for r, member in enumerate(fold):
             for what in ("ids", "labels"):
-                ours, theirs = getattr(first, what), getattr(member, what)
-                place = f"the {name} {what} of fold {f}, repeat {r}"
-                remedy = "aggregate only runs on one version of one data set"
-                if ours.shape != theirs.shape:
-                    raise RunError(f"{place} count {len(theirs)} and those of fold 0, repeat 0 {len(ours)}; {remedy}")
-                differs = torch.nonzero(ours.cpu() != theirs.cpu())
-                if len(differs):
-                    n = int(differs[0, 0])
+                if not torch.equal(getattr(first, what).cpu(), getattr(member, what).cpu()):
                     raise RunError(
-                        f"{place} differ from those of fold 0, repeat 0 first at position {n} "
-                        f"({int(theirs[n])} instead of {int(ours[n])}); {remedy}"
+                        f"the {name} {what} of fold {f}, repeat {r} differ from those of fold 0, repeat 0. "
+                        "Aggregate only runs on one version of one data set."
                     )
-
-
-def _check_scores(
-    scores: Sequence[Sequence[Mapping[str, float]]], members: ModelEmbeddings, names: Sequence[str]
-) -> None:
-    if [len(fold) for fold in scores] != [len(fold) for fold in members]:
-        raise RunError("scores must be given for every run, [fold][repeat], or not at all")
-    for f, fold in enumerate(scores):
-        for r, run in enumerate(fold):
-            missing = [name for name in names if name not in run]
-            if missing:
-                raise RunError(
-                    f"the scores of fold {f}, repeat {r} lack '{missing[0]}'; "
-                    "evaluate the run again with these recall_at, or leave the scores out"
-                )

@@ -24,7 +24,7 @@ from dmlbench.runtime import (
     set_strict_float32,
     write_json,
 )
-from dmlbench.types import ConfigError, RunError, is_file_name
+from dmlbench.types import RunError, check_file_name
 
 _SCHEMA = 1
 _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
@@ -183,8 +183,7 @@ def conduct_study(
         ConfigError: a name that can name no files.
         RunError: files of other settings have that name.
     """
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     set_strict_float32()
     base = Path(cfg.paths.output_dir) / "studies" / cfg.name
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
