@@ -98,7 +98,7 @@ def test_the_text_has_a_block_for_each_data_set_and_says_every_reason_once() -> 
         "1.02",
         "reproduced",
     ]
-    assert lines[4].split() == ["LIBC", "P@1", "–", "67.35", "±", "0.50", "needs"]
+    assert " ".join(lines[4].split()) == "LIBC P@1 – 67.35 ± 0.50 needs"
     assert lines[6] == "sop, bn_inception, mlrc, concatenated, 512-D"
     foot = "\n".join(lines[-6:])
     assert "1 reproduced, 1 not comparable, 1 quoted, 1 needs" in foot
