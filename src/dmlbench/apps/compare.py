@@ -21,6 +21,7 @@ from dmlbench.results.store import (
     require_own_place,
     run_name,
     runs_by_config,
+    runs_in,
 )
 from dmlbench.types import ConfigError, RunError, closest
 
@@ -118,7 +119,7 @@ def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
         raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
-    return find_runs(output_dir, str(configs[0].relative_to(output_dir)))  # also those beyond a pattern of runs
+    return runs_in(configs[0])  # also those beyond a pattern of runs
 
 
 def _results(runs: Sequence[RunInfo]) -> dict[Coordinates, dict[str, Any]]:

@@ -23,7 +23,7 @@ from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, code_of, coordinates_of
+from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
@@ -72,7 +72,7 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
         return Summary(None)
     folder = done[0].path.parent
     unusable = {run.path for run in runs if run.state == "unusable"}
-    found = [run for run in _runs_in(folder, done[0].config) if run.path not in unusable]
+    found = [run for run in runs_in(folder) if run.path not in unusable]
     try:
         while True:
             try:
@@ -97,14 +97,6 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
     return aggregate_config(
         runs, spec, allow_partial=True, distance_of=distances_by_config(), progress=sys.stderr.isatty()
     )  # fmt: skip
-
-
-def _runs_in(folder: Path, config: PlannedConfig) -> list[RunInfo]:
-    return [
-        RunInfo(path, config.dataset, config.protocol, folder.name, *coordinates)
-        for path in sorted(folder.iterdir())
-        if (coordinates := coordinates_of(path.name)) and path.is_dir()
-    ]
 
 
 def compare_rows(

@@ -14,10 +14,10 @@ from dmlbench.results.store import (
     RESULT,
     Coordinates,
     RunInfo,
-    coordinates_of,
     read_result,
     require_own_files,
     run_name,
+    runs_in,
 )
 from dmlbench.runtime import read_json, remove_leftovers, write_json
 from dmlbench.types import RunError, not_a_file
@@ -184,8 +184,8 @@ def read_aggregate(config_dir: Path) -> dict[str, Any] | None:
 
 def is_current(config_dir: Path, summary: Mapping[str, Any]) -> bool:
     """Whether a summary was made from exactly the results in the config's folder."""
-    found = (coordinates_of(path.parent.name) for path in config_dir.glob(f"*/{RESULT}"))
-    return is_of_runs(config_dir, summary, filter(None, found))
+    found = [(run.fold, run.repeat) for run in runs_in(config_dir) if (run.path / RESULT).exists()]
+    return is_of_runs(config_dir, summary, found)
 
 
 def is_of_runs(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,21 +192,23 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         pattern: shell pattern of that relative path or of its first parts: ``glyphs``, ``*/mlrc/*gsp*``,
             ``*gsp*/fold0_rep?``; ``*`` matches slashes, too; ``output_dir`` may stand before it.
     """
-    from fnmatch import fnmatch
-
     if not str(output_dir).strip():
         raise ConfigError("the output folder is empty; name one, such as outputs")
     root = Path(output_dir)
     pattern = pattern.removeprefix(f"{root}/") if pattern.rstrip("/") != str(root) else "**"
-    runs: list[RunInfo] = []
-    for path in sorted(root.glob("*/*/*/fold*_rep*")):
-        relative = path.relative_to(root)
-        dataset, protocol, config, name = relative.parts
-        coordinates, text = coordinates_of(name), str(relative)
-        wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
-        if wanted and coordinates and path.is_dir():
-            runs.append(RunInfo(path, dataset, protocol, config, *coordinates))
-    return runs
+    patterns = [pattern, f"{pattern.rstrip('/')}/*"]
+    runs = (run for config_dir in sorted(root.glob("*/*/*")) for run in runs_in(config_dir))
+    return [run for run in runs if any(fnmatch(str(run.path.relative_to(root)), each) for each in patterns)]
+
+
+def runs_in(config_dir: Path) -> list[RunInfo]:
+    """Every run directory of a config."""
+    dataset, protocol, config = config_dir.parts[-3:]
+    return [
+        RunInfo(path, dataset, protocol, config, *coordinates)
+        for path in sorted(config_dir.glob("fold*_rep*"))
+        if (coordinates := coordinates_of(path.name)) and path.is_dir()
+    ]
 
 
 def remove_run(path: Path) -> None:
