@@ -11,7 +11,7 @@ from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_timing, two_moons
-from dmlbench.studies.record import Claim, Findings, Parts, conduct_study, to_csv, to_markdown
+from dmlbench.studies.record import Claim, Findings, Parts, conduct_study, to_markdown
 from dmlbench.types import ConfigError, RunError
 
 MOONS = ["temperatures=[1.0,0.1]", "steps=15", "repeats=2", "points=60"]
@@ -98,7 +98,6 @@ def test_tables_say_what_came_out_and_what_did_not() -> None:
     text = to_markdown(findings)
     assert "| one | 1.0 |" in text and "| figure 1 | more is more | 1 → 2 | yes |" in text
     assert "| 2 → 3 | NO |" in text and text.endswith("- a note\n")
-    assert to_csv(findings) == "row,value\none,1.0\n"
 
 
 def test_closed_form_is_the_iterations_forward_and_the_exact_backward() -> None:

@@ -9,13 +9,12 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.build import component
     from dmlbench.oodml.episodes import read_official
     from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run
-    from dmlbench.oodml.few_shot_table import FewShotRow, draw, to_csv, to_markdown
+    from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot_table
     from dmlbench.oodml.split_runs import chosen_runs, named_runs
-    from dmlbench.runtime import atomic_write, set_strict_float32
-    from dmlbench.types import ConfigError, is_file_name
+    from dmlbench.runtime import set_strict_float32
+    from dmlbench.types import ConfigError, check_file_name
 
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     shots = _listed(cfg.shots)
     if any(isinstance(k, bool) or not isinstance(k, int) for k in shots):
         raise ConfigError(f"shots ({cfg.shots}) must be whole numbers, such as shots=2,5,10")
@@ -38,12 +37,10 @@ def task(cfg: DictConfig) -> None:
             for run in runs
         ]
         scores, title = plan.spec.score_names, f"{dataset} under {protocol}"
-        text = to_markdown(f"{title}, few-shot adaptation", rows, scores)
-        print(text)
-        folder.mkdir(parents=True, exist_ok=True)
+        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
+        print(table.to_markdown())
         stem = folder / f"{cfg.name}-{dataset}-{protocol}"
-        atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
-        atomic_write(stem.with_name(f"{stem.name}.csv"), to_csv(rows, scores).encode())
+        table.write(stem, ["md", "csv"])
         for score in scores:
             draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
         print(f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n")

@@ -5,10 +5,9 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.oodml.scores import scores_over_distance
-    from dmlbench.results.tables import to_text
 
     tables, written = scores_over_distance(cfg)
     for table in tables:
-        print(to_text(table))
+        print(table.to_text())
     for path in written:
         print(f"written: {path}")

@@ -15,10 +15,9 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.oodml.structure import structure_of_run
     from dmlbench.results.run_scores import scores_of_run
     from dmlbench.runtime import atomic_write, set_strict_float32
-    from dmlbench.types import ConfigError, is_file_name
+    from dmlbench.types import check_file_name
 
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     spec = component(cfg.evaluation)
     set_strict_float32()
     grouped = named_runs(chosen_runs([], cfg.configs, cfg.paths.output_dir))
@@ -32,12 +31,13 @@ def task(cfg: DictConfig) -> None:
             scores = {name: known[name] for name in spec.score_names}
             measured.append(correlation.Measured(run, found, scores))
         title = f"{dataset} under {protocol}"
-        text = correlation.to_markdown(title, measured, spec.score_names)
+        text = correlation.correlation_tables(title, measured, spec.score_names)
         print(text)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{cfg.name}-{dataset}-{protocol}"
         atomic_write(folder / f"{name}.md", text.encode())
-        atomic_write(folder / f"{name}.csv", correlation.correlations_to_csv(measured, spec.score_names).encode())
-        atomic_write(folder / f"{name}-runs.csv", correlation.points_to_csv(measured).encode())
+        rhos = correlation.correlations_frame(measured, spec.score_names)
+        for suffix, frame in (("", rhos), ("-runs", correlation.points_frame(measured))):
+            atomic_write(folder / f"{name}{suffix}.csv", frame.to_csv(index=False).encode())
         correlation.draw(title, measured, folder / f"{name}.png", scores=spec.score_names)
         print(f"written: {folder / name}.md, .csv, -runs.csv, .png\n")

@@ -14,8 +14,14 @@ import hydra
 from hydra.core.utils import JobReturn, configure_log
 from omegaconf import DictConfig
 
-from dmlbench.apps.measured import measured
-from dmlbench.apps.table_rows import experiments, hours_per_run, paper_tables, reproduce_of, states
+from dmlbench.apps.published_tables import summarize_tables
+from dmlbench.apps.table_rows import (
+    experiments,
+    hours_per_run,
+    paper_tables,
+    reproduce_of,
+    states,
+)
 from dmlbench.cli import train
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.command import Job, prepare_process, require_output_dir, run_command
@@ -58,7 +64,7 @@ def main(line: CommandLine) -> None:
         if cfg.list:
             _print_list(folders)
         elif cfg.measured:
-            print(measured(Path(cfg.measured)), end="")
+            print(summarize_tables(Path(cfg.measured)), end="")
         else:
             _reproduce(cfg, folders, given, launching, line.config_dir)
 

@@ -1,7 +1,7 @@
-"""Few-shot scores of several runs side by side: text, CSV, and a picture like figure 7 of the paper."""
+"""Few-shot scores of several runs: a table, and a picture like figure 7 of the paper."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from dmlbench.apps.report.picture import COLORS
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.few_shot import Compared
 from dmlbench.oodml.split_runs import SplitRun, notes_of
+from dmlbench.results.table import Table
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,17 @@ class FewShotRow:
     compared: Mapping[int, Compared]
 
 
-def to_markdown(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
-    """A row a run: of each score and number of shots zero-shot, few-shot and relative gain, in percent."""
+def few_shot_table(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> Table:
+    """Zero-shot, few-shot and relative gain of each score and number of shots, in percent; the CSV has fractions."""
     columns = [(shots, score) for score in scores for shots in rows[0].compared]
     labels = {score: score_named(score).label for score in scores}
     parts = ("zero-shot", "few-shot", "gain")
-    heads = ["", "split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
-    lines = ["| " + " | ".join(heads) + " |", "|---|---" + "|---:" * (len(heads) - 2) + "|"]
-    for row in rows:
-        cells = [row.run.label, row.run.split, str(row.run.repeat)]
-        for shots, score in columns:
-            cells += map(_in_percent, _parts(row.compared[shots], score).values())
-        lines.append("| " + " | ".join(cells) + " |")
+    heads = ["split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
+    cells = [
+        [row.run.split, str(row.run.repeat)]
+        + [_in_percent(values) for k, score in columns for values in _parts(row.compared[k], score).values()]
+        for row in rows
+    ]
     episodes = len(next(iter(rows[0].compared[columns[0][0]].few_shot.values())))
     notes = [
         f"percent; mean ± population std over {episodes} episodes" if episodes > 1 else "percent; one episode",
@@ -45,12 +45,14 @@ def to_markdown(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -
         "of the same queries",
         *notes_of([row.run for row in rows]),
     ]
-    return "\n".join([f"### {title}", "", *lines, "", *(f"- {note}" for note in notes), ""])
+    return Table(
+        title, pd.DataFrame(cells, [row.run.label for row in rows], heads), tuple(notes),
+        align="ll" + "r" * (len(heads) - 1), data=pd.DataFrame(_fractions(rows, scores)),
+    )  # fmt: skip
 
 
-def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
-    """A line for each run, number of shots and score, as fractions."""
-    lines = []
+def _fractions(rows: Sequence[FewShotRow], scores: Sequence[str]) -> Iterator[dict[str, object]]:
+    """A line for each run, number of shots and score."""
     for row in rows:
         run = row.run
         for shots, compared in row.compared.items():
@@ -62,8 +64,7 @@ def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
                     name = part.replace("-", "_")
                     line[f"{name}_mean"] = None if values is None else float(np.mean(values))
                     line[f"{name}_std"] = None if values is None else float(np.std(values))
-                lines.append({**line, "notes": "; ".join(notes_of([run]))})
-    return str(pd.DataFrame(lines).to_csv(index=False))
+                yield {**line, "notes": "; ".join(notes_of([run]))}
 
 
 def _parts(compared: Compared, score: str) -> dict[str, Sequence[float] | None]:
