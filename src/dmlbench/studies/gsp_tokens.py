@@ -8,29 +8,162 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from matplotlib.path import Path as Polygon
 from numpy.typing import NDArray
 from omegaconf import DictConfig
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.losses import ContrastiveLoss
 from scipy.spatial import ConvexHull
+from torch import Tensor, nn
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.build import component
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.losses.objective import Objective
+from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.runtime import derive_seed, generator, seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.tokens import NUM_CLASSES, TokenModel, bags, scores, train, weight_of_background
-from dmlbench.training.fit import FitSettings
-from dmlbench.types import ConfigError
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.training.fit import FitResult, FitSettings, fit
+from dmlbench.types import Batch, ConfigError, EmbeddingSet, ModelOutput
 
 Float = NDArray[np.float64]
 
+NUM_CLASSES, TOKENS_OF_EACH, TOKENS_OF_A_BAG = 16, 4, 50
+"""Classes, tokens of each class and of the background, and tokens of a sample (GSP, section 5.1 and supplement 2.1)."""
+_NUM_TOKENS = (NUM_CLASSES + 1) * TOKENS_OF_EACH
+_BACKGROUND = NUM_CLASSES * TOKENS_OF_EACH
+"""First token of the background."""
 _TITLES = {"gap": "GAP", "gsp": "GSP"}
 
 
+def bags(
+    per_class: int, rng: np.random.Generator, *, mixing_mean: float = 0.5, mixing_std: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """Draw ``per_class`` samples of every class.
+
+    The share of class tokens of a sample is drawn from N(mixing_mean, mixing_std^2) and clipped to [0, 1].
+
+    Returns:
+        token numbers [16 per_class, 50] and labels [16 per_class].
+    """
+    labels = np.repeat(np.arange(NUM_CLASSES), per_class)
+    shares = np.clip(rng.normal(mixing_mean, mixing_std, len(labels)), 0, 1)
+    own = np.rint(shares * TOKENS_OF_A_BAG).astype(np.int64)  # [N] tokens of the class, which come first
+    numbers = rng.integers(0, TOKENS_OF_EACH, (len(labels), TOKENS_OF_A_BAG))
+    is_own = np.arange(TOKENS_OF_A_BAG) < own[:, None]
+    first = np.where(is_own, labels[:, None] * TOKENS_OF_EACH, _BACKGROUND)
+    return torch.from_numpy(numbers + first), torch.from_numpy(labels)
+
+
+class TokenBatches:
+    """Endless batches of new bags, each drawn from the seed and its number."""
+
+    def __init__(self, per_class: int, *, seed: int, mixing: Mapping[str, float]) -> None:
+        self.per_class, self.seed, self.mixing, self.count = per_class, seed, mixing, 0
+
+    def __next__(self) -> Batch:
+        self.count += 1
+        numbers, labels = bags(self.per_class, generator("tokens", self.seed, self.count), **self.mixing)
+        return Batch(numbers, labels, torch.arange(len(labels)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class TokenModel(nn.Module):
+    """A ``MetricModel`` that pools the vectors of tokens [B, 50], as if these were pixels, to embeddings [B, D]."""
+
+    explains_pairs: ClassVar[bool] = False
+
+    def __init__(self, pooling: Pooling, size: int, *, limit: float) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(_NUM_TOKENS, size).uniform_(-limit, limit))
+        self.pooling = pooling
+        self.project: Any = nn.Identity()
+        self.distance = LpDistance(normalize_embeddings=False, p=2, power=1)
+        self.embedding_size = size
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        vectors = self.tokens[images]  # [B, 50, D]
+        pooled: Pooled = self.pooling(vectors.transpose(1, 2)[..., None], self.project)
+        return ModelOutput(pooled.embedding, pooled.side)
+
+    def observe(self, output: ModelOutput, *, step: int) -> None:
+        self.pooling.observe(Pooled(output.embedding, output.side), step=step)
+
+    @property
+    def observer(self) -> nn.Module:
+        return self.pooling
+
+    @property
+    def started(self) -> bool:
+        return self.pooling.started
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        return self.pooling.provides
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        return {"backbone": [("tokens", self.tokens)], "pooling": list(self.pooling.named_parameters())}
+
+    def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return None, None
+
+
+@torch.no_grad()
+def scores(model: TokenModel, numbers: Tensor, labels: Tensor) -> dict[str, float]:
+    """P@1 and MAP@R of bags, by Euclidean distance without normalization."""
+    rows = model(numbers).embedding.float()
+    found = EmbeddingSet(rows, labels, torch.arange(len(labels)))
+    return evaluate(found, spec=EvaluationSpec(metrics=("p_at_1", "map_at_r")), distance=model.distance).scores
+
+
+@torch.no_grad()
+def weight_of_background(model: TokenModel, numbers: Tensor) -> float:
+    """Mean share of the pooling weights on background tokens."""
+    side = model(numbers).side
+    weights = side["weights"].flatten(1) if "weights" in side else torch.full(numbers.shape, 1 / numbers.shape[1])
+    return float((weights * (numbers >= _BACKGROUND)).sum(dim=1).mean())
+
+
+def train(
+    model: TokenModel, folder: Path, settings: FitSettings, *, lr: float, limit: float, per_class: int, margin: float,
+    seed: int, mixing: Mapping[str, float], validation: tuple[Tensor, Tensor],
+) -> FitResult:  # fmt: skip
+    """Train tokens and pooling in place by the contrastive loss, resumable from ``folder``; restore the best weights.
+
+    Args:
+        limit: tokens are clipped to [-limit, limit] after every step.
+        validation: bags and labels for MAP@R.
+    """
+    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=margin, distance=model.distance))
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+    def cut(*_: Any) -> None:
+        with torch.no_grad():
+            model.tokens.clamp_(-limit, limit)
+
+    def validate() -> Mapping[str, float]:
+        model.eval()
+        return scores(model, *validation)
+
+    optimizer.register_step_post_hook(cut)
+    batches = TokenBatches(per_class, seed=seed, mixing=mixing)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cpu")
+    return fit(model, objective, batches, validate, optimizer, settings, folder, device=device)
+
+
 def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
-    """Share of the points [N, 2] that lie in the convex hull of another class."""
+    """Share of the points [N, 2] in the convex hull of another class."""
     of = np.asarray(labels)
     inside = np.zeros(len(points), dtype=bool)
     for label in np.unique(of):
@@ -42,22 +175,17 @@ def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train both poolings from every seed.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-    for key in ("repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples", "test_samples"):
-        if cfg[key] < 1:
-            raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
+    """Train both poolings from every seed."""
+    require_positive(cfg, "repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples",
+                     "test_samples")  # fmt: skip
     if cfg.embedding_size < 2:
-        raise ConfigError(f"embedding_size ({cfg.embedding_size}) must be at least 2: the picture has two dimensions")
+        raise ConfigError(f"embedding_size: got {cfg.embedding_size}, expected 2 or more for the figure.")
     seeds = range(cfg.seed, cfg.seed + cfg.repeats)
     names = {f"{way}, seed {seed}": (way, seed) for seed in seeds for way in _TITLES}
     found = parts.get(list(names), lambda name: _trained(*names[name], cfg, parts), describe="trainings")
     by_way = {way: [found[f"{way}, seed {seed}"] for seed in seeds] for way in _TITLES}
     columns = ("map_at_r", "p_at_1", "background", "overlap")
-    rows = tuple((_TITLES[way], *(_percent([one[key] for one in runs]) for key in columns), _steps(runs))
+    rows = tuple((_TITLES[way], *(spread([one[key] for one in runs]) for key in columns), _steps(runs))
                  for way, runs in by_way.items())  # fmt: skip
     means = {way: {key: float(np.mean([one[key] for one in runs])) for key in columns} for way, runs in by_way.items()}
     gap, gsp = means["gap"], means["gsp"]
@@ -87,10 +215,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     heads = ("pooling", "MAP@R, %", "P@1, %", "weight on the background, %", "in another class's hull, %", "best step")
     title = "Bags of trainable tokens"
     return Findings(title, heads, rows, claims, notes, partial(_draw, found, cfg.seed, title))
-
-
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}"
 
 
 def _steps(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -138,7 +262,6 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
 
 
 def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
-    """Samples of the first seed with the hulls of their classes, and the tokens."""
     figure, panels = plt.subplots(1, len(_TITLES), figsize=(10, 5), layout="constrained", squeeze=False)
     colors = plt.get_cmap("tab20")
     for axes, (way, name) in zip(panels[0], _TITLES.items(), strict=True):
