@@ -13,12 +13,12 @@ from oodml_runs import small_run
 from scipy.stats import rankdata
 
 from dmlbench.apps.trained import load_run
-from dmlbench.cli.oodml_structure import task
 from dmlbench.config import compose
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.correlation import (
     Measured,
     Point,
+    correlate,
     correlation,
     correlations,
     correlations_to_csv,
@@ -70,7 +70,7 @@ def test_measures_are_those_of_the_public_code(golden_dir: Path) -> None:
             assert ours == pytest.approx(float(golden[key]), rel=1e-5, abs=1e-6)
 
 
-def test_spectral_decay_is_zero_where_all_directions_count_alike_and_undefined_where_one_is_missing() -> None:
+def test_spectral_decay_of_even_and_of_missing_directions() -> None:
     even = np.concatenate([np.eye(3), np.eye(3)])
     labels = np.array([0, 1, 2, 0, 1, 2])
     assert structure(even, labels).spectral_decay == pytest.approx(0, abs=1e-12)
@@ -91,8 +91,6 @@ def test_sets_without_measures_are_refused() -> None:
     for given, labels, message in (
         (rows, [0, 0, 0, 0], "4 images of 1 classes"),
         (rows, [0, 1, 2, 3], "4 images of 4 classes"),
-        (rows[0], [0], "must be"),
-        (rows, [0, 0, 1], "must be"),
         (rows * np.nan, [0, 0, 1, 1], "NaN"),
     ):
         with pytest.raises(DataError, match=message):
@@ -134,18 +132,17 @@ def test_the_training_images_of_a_run_are_measured_once(run_dir: Path, monkeypat
 
 def test_runs_that_cannot_be_measured_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "distance_of_run", lambda run_dir: "its own")
-    with pytest.raises(RunError, match="compares its embeddings by a distance of its own"):
+    with pytest.raises(RunError, match="compares embeddings by its own distance"):
         structure_of_run(run_dir)
     (run_dir / "best.ckpt").unlink()
-    with pytest.raises(RunError, match=r"has no best\.ckpt to embed its training images by"):
+    with pytest.raises(RunError, match=r"has no best\.ckpt"):
         structure_of_run(run_dir)
 
 
-def test_the_command_writes_table_points_and_picture(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_table_points_and_picture(run_dir: Path) -> None:
     output = run_dir.parents[3]
     options = ["configs=glyphs/*", "device=cpu", "num_workers=0", f"paths.output_dir={output}"]
-    task(compose("oodml_structure", [*options, "metrics=[p_at_1,oodml_map_at_1000]"]))
-    printed = capsys.readouterr().out
+    printed = "\n".join(correlate(compose("oodml_structure", [*options, "metrics=[p_at_1,oodml_map_at_1000]"])))
     stem = output / "tables/structure-glyphs-shifted"
     assert stem.with_suffix(".md").read_text() in printed
     assert printed.count("| density | undefined | undefined |") == 2  # one run is no correlation
@@ -153,8 +150,6 @@ def test_the_command_writes_table_points_and_picture(run_dir: Path, capsys: pyte
     assert row["p_at_1"] == read_result(run_dir)["metrics"]["test"]["p_at_1"] and row["distance"] == 1.5
     assert row["intra"] == pytest.approx(read_json(run_dir / STRUCTURE)["measures"]["intra"])
     assert stem.with_suffix(".png").stat().st_size > 5_000
-    with pytest.raises(ConfigError, match=r"name .* names files"):
-        task(compose("oodml_structure", [*options, "name=a/b"]))
 
 
 # --- correlation
@@ -222,9 +217,7 @@ def test_repeats_are_one_point_and_tables_say_what_is_undefined() -> None:
     assert len(pd.read_csv(io.StringIO(points_to_csv(several())))) == 12
 
 
-def test_a_picture_has_a_panel_a_measure_and_a_line_of_the_default_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_has_a_panel_a_measure_and_a_line_of_the_default_split(tmp_path: Path, monkeypatch) -> None:
     figures = []
     monkeypatch.setattr("dmlbench.oodml.correlation.save_figure", lambda figure, path: figures.append(figure))
     draw("x", several(), tmp_path / "a.png", scores=["p_at_1"])

@@ -1,7 +1,7 @@
-"""Whether measures of the training embeddings go along with test scores: rank correlations, and a picture of them."""
+"""Rank correlations of measures of the training embeddings with test scores."""
 
-import textwrap
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,16 +10,21 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from omegaconf import DictConfig
 from scipy.stats import spearmanr
+from tqdm import tqdm
 
 from dmlbench.apps.pictures import save_figure
+from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.oodml.split_runs import SplitRun, notes_of
-from dmlbench.oodml.structure import MEASURES, Structure
+from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
+from dmlbench.oodml.structure import MEASURES, Structure, structure_of_run
+from dmlbench.results.run_scores import scores_of_run
+from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError
 
 DEFAULT = "default"
-"""The kind of the split that everybody uses, in the facts of a run."""
+"""The kind of the published split, in the facts of a run."""
 _FEWEST = 3
 """Points that a rank correlation needs: two lie on a line always."""
 _MARKERS = "osD^vP*X<>"
@@ -42,13 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Point:
-    """A method on a split, mean over repeats.
-
-    Attributes:
-        label: the method.
-        fold: the split.
-        values: measures and scores by name, as they are; None where a run's is undefined.
-    """
+    """Measures and scores of a method on a split, mean over repeats; None where one is undefined."""
 
     label: str
     fold: int
@@ -64,6 +63,25 @@ class Correlation:
 
     def __str__(self) -> str:
         return "undefined" if self.rho is None else f"{self.rho:.2f}"
+
+
+def correlate(cfg: DictConfig) -> Iterator[str]:
+    """Measure the chosen runs, and write tables and a figure of each group."""
+    spec = component(cfg.evaluation)
+    for title, stem, runs in grouped_runs(cfg):
+        measured = []
+        for run in tqdm(runs, desc="structure", disable=not sys.stderr.isatty(), unit="run"):
+            # first: it raises for runs whose embeddings are not compared as unit vectors
+            found = structure_of_run(run.path, device=cfg.device, num_workers=cfg.num_workers)
+            known = scores_of_run(run.path, run.result, spec, distance_of=lambda run_dir: None)
+            measured.append(Measured(run, found, {name: known[name] for name in spec.score_names}))
+        text = to_markdown(title, measured, spec.score_names)
+        yield text
+        atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
+        atomic_write(stem.with_name(f"{stem.name}.csv"), correlations_to_csv(measured, spec.score_names).encode())
+        atomic_write(stem.with_name(f"{stem.name}-runs.csv"), points_to_csv(measured).encode())
+        draw(title, measured, stem.with_name(f"{stem.name}.png"), scores=spec.score_names)
+        yield f"written: {stem}.md, .csv, -runs.csv, .png\n"
 
 
 def points_of(measured: Sequence[Measured]) -> list[Point]:
@@ -82,9 +100,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def normalized(points: Sequence[Point], x: str, y: str) -> list[tuple[Point, float, float]]:
-    """Points with both values moved and scaled to [0, 1] within their split.
+    """Scale both values to [0, 1] within each split.
 
-    Points without one of the values are left out, and so are splits on which one of them is constant.
+    Leaves out points without one of the values, and splits on which one of them is constant.
     """
     result = []
     for fold in dict.fromkeys(point.fold for point in points):
@@ -101,7 +119,7 @@ def normalized(points: Sequence[Point], x: str, y: str) -> list[tuple[Point, flo
 
 
 def correlation(points: Sequence[Point], measure: str, score: str) -> Correlation:
-    """Over all points, normalized by split (of one split that changes no rank)."""
+    """Correlate all points, normalized by split."""
     scaled = normalized(points, measure, score)
     if len(scaled) < _FEWEST:
         return Correlation(None, len(scaled))
@@ -110,7 +128,7 @@ def correlation(points: Sequence[Point], measure: str, score: str) -> Correlatio
 
 
 def correlations(points: Sequence[Point], score: str) -> dict[str, dict[int | None, Correlation]]:
-    """By measure: overall (None), then of every split."""
+    """By measure: over all splits (None), then on every split."""
     folds = sorted({point.fold for point in points})
     return {
         measure: {
@@ -168,10 +186,7 @@ def correlations_to_csv(measured: Sequence[Measured], scores: Sequence[str]) -> 
 
 
 def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequence[str]) -> None:
-    """Write a PNG: a row a score, a panel a measure; both normalized by split, markers by method, colors by split.
-
-    Least-squares lines go through all points, and through those of the default split if the facts of one say that.
-    """
+    """Draw scores over measures, normalized by split, with least-squares lines of all splits and of the default one."""
     points, names = points_of(measured), _names_of_splits(measured)
     default = next((one.run.fold for one in measured if one.run.kind == DEFAULT), None)
     labels = list(dict.fromkeys(point.label for point in points))
@@ -188,12 +203,8 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
         len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1.2), squeeze=False,
         layout="constrained", sharex=True, sharey=True,
     )  # fmt: skip
-    figure.suptitle(
-        f"{title}: measures of the training embeddings over test scores, both normalized by split",
-        x=0.02,
-        ha="left",
-        fontsize=10,
-    )
+    heading = f"{title}: measures of the training embeddings over test scores, both normalized by split"
+    figure.suptitle(heading, x=0.02, ha="left", fontsize=10)
     for line, score in zip(axes, scores, strict=True):
         for axis, measure in zip(line, MEASURES, strict=True):
             _panel(axis, normalized(points, score, measure), markers, colors, default)
@@ -205,8 +216,7 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     if default is not None:
         named.append(Line2D([], [], color="#d73027", linestyle="--", label="default split"))
     figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
-    if notes := notes_of([one.run for one in measured]):
-        figure.supxlabel("\n".join(textwrap.fill(note, 150) for note in notes), fontsize=7)
+    write_notes(figure, notes_of([one.run for one in measured]), 150)
     save_figure(figure, path)
 
 
