@@ -1,4 +1,4 @@
-"""What a search leaves: a table of its trials, and the best one as a recipe."""
+"""The result of a search: a table of its trials, and the best one as a recipe."""
 
 import csv
 import io
@@ -16,9 +16,9 @@ from dmlbench.tuning.space import Value
 from dmlbench.types import flatten
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
-"""Groups for whose options the winner's values were chosen: of others the recipe has nothing."""
+"""Groups whose options the recipe is for."""
 _LEFT = ("protocol", "evaluation", "logger", "paths", "experiment", "recipe", "hydra")
-"""Groups that a recipe leaves as they are."""
+"""Groups that a recipe does not set."""
 
 Choices = Callable[[Sequence[str]], Mapping[str, str | None]]
 """From overrides of ``dmlbench train`` to the option of each group."""
@@ -59,7 +59,7 @@ def to_markdown(search: Search, outcomes: Sequence[Outcome], monitor: str) -> st
 
 
 def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table does not say by itself."""
+    """Notes below the table."""
     complete = [o for o in ranked(outcomes) if o.state == "complete"]
     pruned = [o for o in outcomes if o.state == "pruned"]
     found = []
@@ -109,10 +109,10 @@ def write_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> li
 
 
 def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choices) -> tuple[str, list[str]]:
-    """A recipe of the best trial: what was searched, and all else that its options do not have by themselves.
+    """Make a recipe of the best trial: the searched values, and every other setting that is not a default.
 
     Returns:
-        The content of its file, and the overrides with which ``recipe=<its name>`` makes the winner's settings.
+        The content of the file, and the overrides to use beside ``recipe=<name>``.
     """
     overrides = search.of_run(best.values, 0)
     winner = compose(overrides)
@@ -147,7 +147,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
 
 
 def settings(cfg: DictConfig) -> dict[str, Any]:
-    """What a recipe can hold of a run's configuration, by key and not resolved."""
+    """The unresolved settings of a run that a recipe can hold, by key."""
     left = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, *_LEFT)
     content = flatten(OmegaConf.to_container(cfg, resolve=False))
     return {key: value for key, value in content.items() if not _is_of(key, left)}
