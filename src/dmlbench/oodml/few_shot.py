@@ -135,7 +135,9 @@ def few_shot_of_run(
     trained_by, boundary = component(config.optim), initial_boundary(config.loss)
     adaptations = {shots: plan.adaptation(trained_by, boundary, shots) for shots in plan.shots}
     held = _held(run_dir, bound)
-    keys = {shots: _key(shots, adaptations[shots], plan.official) for shots in plan.shots}
+    settings = {shots: _settings(shots, adaptations[shots], plan.official) for shots in plan.shots}
+    digests = {k: hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest() for k, own in settings.items()}
+    keys = {shots: f"{shots}-{digest[:12]}" for shots, digest in digests.items()}
     names = set(plan.spec.score_names)
     missing = [
         (shots, episode)
@@ -149,7 +151,7 @@ def few_shot_of_run(
         for shots, episode in tqdm(missing, desc=run_dir.name, disable=not sys.stderr.isatty(), unit="episode"):
             scores = loaded.episode(shots, episode, adaptations[shots])
             held = _held(run_dir, bound)  # as another process may have left it meanwhile
-            kept = held.setdefault(keys[shots], {"settings": _settings(shots, adaptations[shots], plan.official)})
+            kept = held.setdefault(keys[shots], {"settings": settings[shots]})
             of_episode = kept.setdefault("episodes", {}).setdefault(str(episode), {})
             for kind, found in scores.items():
                 of_episode[kind] = of_episode.get(kind, {}) | found
@@ -226,11 +228,6 @@ def _settings(shots: int, adaptation: Adaptation, official: OfficialEpisodes | N
     """Everything but the run and the episode that decides the scores."""
     drawn = None if official is None else {"sha256": official.sha256, "merge_order": list(official.merge_order)}
     return {"shots": shots, **asdict(adaptation), "official": drawn}
-
-
-def _key(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> str:
-    text = json.dumps(_settings(shots, adaptation, official), sort_keys=True)
-    return f"{shots}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:

@@ -64,14 +64,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     tables: dict[str, ImageTable] = {layout: made(layout=layout) for layout in PARTS}
     source, classes = classes_of_parts(cfg.paths.data_dir, cfg.paths.cache_dir, "paper")
     parts.bind(data=source.fingerprint)
-    known: dict[bytes, list[int]] = {}
-
-    def compute(layout: str) -> dict[str, Any]:
-        known.update(known or rows_by_pixels(source))
-        return _taken_apart(tables[layout], source, known)
-
-    found = parts.get(list(PARTS), compute, describe="layouts")
-    known.update(known or rows_by_pixels(source))
+    known = rows_by_pixels(source)
+    found = parts.get(list(PARTS), lambda layout: _taken_apart(tables[layout], source, known), describe="layouts")
     firsts = [int(classes[part][name][0]) for name in shown for part in PARTS["paper"]]
     distilled = made(collage=False)
     return Findings(
@@ -120,15 +114,12 @@ def _taken_apart(table: ImageTable, source: ImageTable, known: Mapping[bytes, li
             one["background"] |= classes if len(classes) == 1 else set()
     return {
         part: {
-            "super_classes": len(one["names"]),
-            "targets": len(one["target"]),
-            "backgrounds": len(one["background"]),
-            "collages": one["all"],
-            "as_described": int(one["as"]),
+            "super_classes": len(one["names"]), "targets": len(one["target"]), "backgrounds": len(one["background"]),
+            "collages": one["all"], "as_described": int(one["as"]),
             "classes": sorted(one["target"] | one["background"]),
         }
         for part, one in seen.items()
-    }
+    }  # fmt: skip
 
 
 def _shared(of_parts: Mapping[str, Mapping[str, Any]], part: str) -> set[int]:

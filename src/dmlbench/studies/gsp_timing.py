@@ -8,6 +8,7 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -61,57 +62,60 @@ def in_turns(
     return times
 
 
-def transport_times(
-    *, pixels: int, prototypes: int, iterations: tuple[int, ...], batch: int, rounds: int, ratio: float,
-    smoothing: float, device: torch.device, seed: int,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Median milliseconds of the forward pass from a cost matrix ("forward"), and with its gradient ("both").
+@dataclass(frozen=True)
+class Transport:
+    """Transport of random pixels to random prototypes, by the exact solver and by k iterations for several k."""
 
-    Returns:
-        by solver: "exact", and every k for that many differentiated iterations.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(batch, pixels, _WIDTH, generator=generator) / _WIDTH**0.5
-    omega = torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5
-    cost = prototype_cost(features.to(device), omega.to(device)).requires_grad_()
-    grads = [torch.randn(batch, width, generator=generator).to(device) for width in (pixels, prototypes)]
+    pixels: int
+    prototypes: int
+    iterations: tuple[int, ...]
+    batch: int
+    rounds: int
+    ratio: float
+    smoothing: float
+    device: torch.device
+    seed: int
 
-    def solve(of: Tensor, **how: Any) -> tuple[Tensor, ...]:
-        return tuple(transport_weights(of, transport_ratio=ratio, smoothing=smoothing, **how))
+    def _inputs(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        shapes = (self.batch, self.pixels, _WIDTH), (self.prototypes, _WIDTH)
+        features, omega = (torch.randn(shape, generator=generator) / _WIDTH**0.5 for shape in shapes)
+        return features.to(self.device), omega.to(self.device)
 
-    def both(**how: Any) -> object:
-        return torch.autograd.grad(solve(cost, **how), [cost], grads)
+    def _solvers(self) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
+        solve = partial(transport_weights, transport_ratio=self.ratio, smoothing=self.smoothing)
+        iterated = {str(k): partial(solve, solver="fixed_point", iterations=k) for k in self.iterations}
+        return {"exact": partial(solve, solver="exact"), **iterated}
 
-    actions: dict[str, Action] = {}
-    ways: dict[str, dict[str, Any]] = {"exact": {"solver": "exact"}}
-    ways |= {str(k): {"solver": "fixed_point", "iterations": k} for k in iterations}
-    for name, how in ways.items():
-        actions[f"{name}, forward"] = partial(solve, cost.detach(), **how)
-        actions[f"{name}, both"] = partial(both, **how)
-    times = in_turns(actions, rounds, device, of_processor=True)
-    found = {}
-    for name in ("exact", *map(str, iterations)):
-        forward, whole = (median(times[f"{name}, {what}"]) for what in ("forward", "both"))
-        found[name] = {"forward": forward, "both": whole}
-    return found
+    def times(self) -> dict[str, dict[str, float]]:
+        """Median milliseconds from the cost matrix, "forward" and with its gradient ("both"), by "exact" and k."""
+        generator = torch.Generator().manual_seed(self.seed)
+        cost = prototype_cost(*self._inputs(generator)).requires_grad_()
+        widths = self.pixels, self.prototypes
+        grads = [torch.randn(self.batch, width, generator=generator).to(self.device) for width in widths]
 
+        def both(solve: Callable[[Tensor], tuple[Tensor, ...]]) -> object:
+            return torch.autograd.grad(tuple(solve(cost)), [cost], grads)
 
-def inference_times(
-    *, pixels: int, prototypes: int, iterations: tuple[int, ...], rounds: int, ratio: float, smoothing: float,
-    device: torch.device, seed: int,
-) -> dict[str, float]:  # fmt: skip
-    """Median milliseconds from the pixels of one image to their weights, costs included, by "exact" and every k."""
-    generator = torch.Generator().manual_seed(seed)
-    features = (torch.randn(1, pixels, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
-    omega = (torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
+        actions: dict[str, Action] = {}
+        for name, solve in self._solvers().items():
+            actions[f"{name}, forward"] = partial(solve, cost.detach())
+            actions[f"{name}, both"] = partial(both, solve)
+        times = in_turns(actions, self.rounds, self.device, of_processor=True)
+        return {
+            name: {what: median(times[f"{name}, {what}"]) for what in ("forward", "both")} for name in self._solvers()
+        }
 
-    def weigh(**how: Any) -> object:
-        return transport_weights(prototype_cost(features, omega), transport_ratio=ratio, smoothing=smoothing, **how)
+    @torch.no_grad()
+    def inference_times(self) -> dict[str, float]:
+        """Median milliseconds from the pixels to their weights, costs included, by "exact" and k."""
+        features, omega = self._inputs(torch.Generator().manual_seed(self.seed))
 
-    ways: dict[str, Action] = {str(k): partial(weigh, solver="fixed_point", iterations=k) for k in iterations}
-    with torch.no_grad():
-        times = in_turns({"exact": weigh, **ways}, rounds, device, of_processor=True)
-    return {name: median(values) for name, values in times.items()}
+        def weigh(solve: Callable[[Tensor], tuple[Tensor, ...]]) -> object:
+            return solve(prototype_cost(features, omega))
+
+        actions = {name: partial(weigh, solve) for name, solve in self._solvers().items()}
+        times = in_turns(actions, self.rounds, self.device, of_processor=True)
+        return {name: median(values) for name, values in times.items()}
 
 
 def training_times(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -145,23 +149,24 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         raise ConfigError(f"iterations: got {list(iterations)}, expected two or more values.")
     require_positive(cfg, "batch", "rounds")
     seed_everything(cfg.seed)
-    settings: dict[str, Any] = {"batch": cfg.batch, "rounds": cfg.rounds, "ratio": cfg.transport_ratio,
-                                "smoothing": cfg.smoothing, "device": parts.device, "seed": cfg.seed}  # fmt: skip
-    usual = {"pixels": cfg.pixels_of_others, "prototypes": cfg.prototypes_of_others}
-    paper_k = (cfg.iterations_of_others,)
+    usual = Transport(
+        cfg.pixels_of_others, cfg.prototypes_of_others, iterations, cfg.batch, cfg.rounds, cfg.transport_ratio,
+        cfg.smoothing, parts.device, cfg.seed,
+    )  # fmt: skip
 
     def compute(name: str) -> Any:
         if name == "iterations":
-            return transport_times(**usual, iterations=iterations, **settings)
+            return usual.times()
         if name == "network":
             backbone = component(cfg.backbone)
-            size = {"image_size": cfg.image_size, "rounds": max(3, cfg.rounds // 5), "device": parts.device}
-            of_network, pixels = network_time(backbone, **size)
-            one = {key: value for key, value in settings.items() if key != "batch"}
-            times = inference_times(**{**usual, "pixels": pixels}, iterations=iterations, **one)
+            rounds = max(3, cfg.rounds // 5)
+            of_network, pixels = network_time(
+                backbone, image_size=cfg.image_size, rounds=rounds, device=parts.device
+            )  # fmt: skip
+            times = replace(usual, batch=1, pixels=pixels).inference_times()
             return {"network": of_network, "pixels": pixels, "times": times}
         over, _, value = name.partition(" ")
-        return transport_times(**{**usual, over: int(value)}, iterations=paper_k, **settings)
+        return replace(usual, iterations=(cfg.iterations_of_others,), **{over: int(value)}).times()
 
     sizes = [*(f"prototypes {m}" for m in cfg.prototypes), *(f"pixels {n}" for n in cfg.pixels)]
     found = parts.get(["iterations", *sizes, "network"], compute, describe="timing")
@@ -194,10 +199,9 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"costs and transport add {shown_within} to the network, the exact solver {added['exact']:.1f} %",
               max(within) < 6 if within else None),
     )  # fmt: skip
-    m, n = usual["prototypes"], usual["pixels"]
     notes = (
-        f"m = {m} prototypes and n = {n} pixels where nothing else is said, batches of {cfg.batch}, mu = "
-        f"{cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds in turns, of the "
+        f"m = {usual.prototypes} prototypes and n = {usual.pixels} pixels where nothing else is said, batches of "
+        f"{cfg.batch}, mu = {cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds in turns, of the "
         "process's own time on a CPU; from the costs on, which both solvers share",
         "closed form: k iterations without a graph, then the exact solver's backward pass",
         f"network: {cfg.network}, one image of {cfg.image_size} pixels, {found['network']['network']:.0f} ms, "

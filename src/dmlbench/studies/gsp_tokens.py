@@ -28,7 +28,7 @@ from dmlbench.losses.objective import Objective
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.runtime import derive_seed, generator, seed_everything
 from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
-from dmlbench.training.fit import FitResult, FitSettings, fit
+from dmlbench.training.fit import FitSettings, fit
 from dmlbench.types import Batch, ConfigError, EmbeddingSet, ModelOutput
 
 Float = NDArray[np.float64]
@@ -134,32 +134,12 @@ def weight_of_background(model: TokenModel, numbers: Tensor) -> float:
     return float((weights * (numbers >= _BACKGROUND)).sum(dim=1).mean())
 
 
-def train(
-    model: TokenModel, folder: Path, settings: FitSettings, *, lr: float, limit: float, per_class: int, margin: float,
-    seed: int, mixing: Mapping[str, float], validation: tuple[Tensor, Tensor],
-) -> FitResult:  # fmt: skip
-    """Train tokens and pooling in place by the contrastive loss, resumable from ``folder``; restore the best weights.
-
-    Args:
-        limit: tokens are clipped to [-limit, limit] after every step.
-        validation: bags and labels for MAP@R.
-    """
-    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=margin, distance=model.distance))
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-
-    def cut(*_: Any) -> None:
-        with torch.no_grad():
-            model.tokens.clamp_(-limit, limit)
-
-    def validate() -> Mapping[str, float]:
-        model.eval()
-        return scores(model, *validation)
-
-    optimizer.register_step_post_hook(cut)
-    batches = TokenBatches(per_class, seed=seed, mixing=mixing)
-    folder.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cpu")
-    return fit(model, objective, batches, validate, optimizer, settings, folder, device=device)
+def hull_of(points: Float) -> Float | None:
+    """Corners of the convex hull of points [N, 2]; None if they lie on a line."""
+    if len(points) < 3 or np.linalg.matrix_rank(points - points.mean(axis=0)) < 2:
+        return None
+    corners: Float = points[ConvexHull(points).vertices]
+    return corners
 
 
 def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
@@ -167,10 +147,8 @@ def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
     of = np.asarray(labels)
     inside = np.zeros(len(points), dtype=bool)
     for label in np.unique(of):
-        own = points[of == label]
-        if len(own) > 2 and np.linalg.matrix_rank(own - own.mean(axis=0)) == 2:
-            hull = Polygon(own[ConvexHull(own).vertices])
-            inside |= hull.contains_points(points) & (of != label)
+        if (hull := hull_of(points[of == label])) is not None:
+            inside |= Polygon(hull).contains_points(points) & (of != label)
     return float(inside.mean())
 
 
@@ -229,13 +207,27 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
     seed_everything(derive_seed(seed, "tokens"))  # the same tokens for both
     pooling = component({"_target_": "dmlbench.models.pooling.global_pooling.Gap"}) if way == "gap" else None
     model = TokenModel(pooling or component(cfg.pooling), cfg.embedding_size, limit=cfg.limit)
+    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=cfg.margin, distance=model.distance))
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+
+    def clip(*_: Any) -> None:
+        with torch.no_grad():
+            model.tokens.clamp_(-cfg.limit, cfg.limit)
+
+    def validate() -> Mapping[str, float]:
+        model.eval()
+        return scores(model, *validation)
+
+    optimizer.register_step_post_hook(clip)
+    batches = TokenBatches(cfg.samples_per_class, seed=seed, mixing=mixing)
     steps = cfg.steps_per_epoch
     settings = FitSettings(cfg.epochs * steps, steps, patience=cfg.patience, keep="both", log_every=steps)
     folder = parts.path.with_name(f"{parts.path.stem}.running") / f"{way}-{seed}"
-    result = train(
-        model, folder, settings, lr=cfg.lr, limit=cfg.limit, per_class=cfg.samples_per_class, margin=cfg.margin,
-        seed=seed, mixing=mixing, validation=validation,
-    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    cpu = torch.device("cpu")
+    result = fit(
+        model, objective, batches, validate, optimizer, settings, folder, device=cpu
+    )  # resumes from the folder
     shutil.rmtree(folder.parent if len(list(folder.parent.iterdir())) == 1 else folder)
     model.eval()
     numbers, labels = test
@@ -270,8 +262,8 @@ def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
         for label in range(NUM_CLASSES):
             own, color = points[labels == label], colors(label)
             axes.scatter(*own.T, s=3, color=color, linewidths=0)
-            if len(own) > 2 and np.linalg.matrix_rank(own - own.mean(axis=0)) == 2:
-                axes.fill(*own[ConvexHull(own).vertices].T, color=color, alpha=0.25, linewidth=0)
+            if (hull := hull_of(own)) is not None:
+                axes.fill(*hull.T, color=color, alpha=0.25, linewidth=0)
             mine = tokens[4 * label : 4 * label + 4]
             axes.scatter(*mine.T, s=22, marker="^", color=color, edgecolors="black", linewidths=0.4)
         axes.scatter(*tokens[4 * NUM_CLASSES :].T, s=40, marker="X", color="black", label="background tokens")
