@@ -101,16 +101,6 @@ def test_a_head_of_unit_parts_is_adapted(tmp_path: Path) -> None:
 # --- adaptation
 
 
-def test_triplets_of_an_adaptation_depend_on_its_generator_alone() -> None:
-    rows, labels = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) // 2
-    drawn = []
-    for seed in (3, 3, 4):
-        torch.rand(1)
-        drawn.append(distance_weighted_triplets(rows, labels, generator=torch.Generator().manual_seed(seed)))
-    assert all(torch.equal(one, other) for one, other in zip(drawn[0], drawn[1], strict=True))
-    assert not torch.equal(drawn[0][2], drawn[2][2])
-
-
 def test_far_negatives_are_drawn_in_an_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cutoff at 1.4 is commented out in ooDML's batchminer/distance.py:128; all images are anchors."""
     rows = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.0], [-1.0, 0.1]])  # two classes, 2 apart

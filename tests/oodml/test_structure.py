@@ -17,7 +17,6 @@ from dmlbench.config import compose
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.correlation import (
     Measured,
-    Point,
     correlate,
     correlation,
     correlations,
@@ -155,17 +154,19 @@ def test_the_command_writes_table_points_and_picture(run_dir: Path) -> None:
 # --- correlation
 
 
-def point(label: str, fold: int, x: float | None, y: float | None) -> Point:
-    return Point(label, fold, dict.fromkeys(MEASURES, x) | {"p_at_1": y})
+def frame_of(points: list[tuple[str, int, float | None, float]]) -> pd.DataFrame:
+    return pd.DataFrame(points, columns=["label", "fold", "intra", "p_at_1"]).assign(
+        **{name: lambda frame: frame.intra for name in MEASURES[1:]}
+    )
 
 
 def test_values_are_normalized_on_each_split_and_ranked_together() -> None:
     random = np.random.default_rng(0)
     table = random.normal(size=(3, 5, 2)) * [[[1.0]], [[10.0]], [[100.0]]] + [[[0.0]], [[50.0]], [[-9.0]]]
-    points = [point(f"m{i}", fold, *table[fold, i]) for fold in range(3) for i in range(5)]
+    points = frame_of([(f"m{i}", fold, *table[fold, i]) for fold in range(3) for i in range(5)])
     low, high = table.min(1, keepdims=True), table.max(1, keepdims=True)
     scaled = ((table - low) / (high - low)).reshape(15, 2)
-    assert np.allclose([(x, y) for _, x, y in normalized(points, "intra", "p_at_1")], scaled)
+    assert np.allclose(normalized(points, "intra", "p_at_1")[["x", "y"]], scaled)
     ranks = rankdata(scaled, axis=0)
     expected = np.corrcoef(ranks.T)[0, 1]
     found = correlations(points, "p_at_1")["intra"]
@@ -175,14 +176,13 @@ def test_values_are_normalized_on_each_split_and_ranked_together() -> None:
 
 
 def test_constant_missing_and_too_few_values_are_undefined_and_left_out() -> None:
-    rising = [point(f"m{i}", 0, float(i), i / 4) for i in range(4)]
-    constant = [point(f"m{i}", 1, 2.0, i / 4) for i in range(4)]
-    missing = [point(f"m{i}", 2, None, i / 4) for i in range(4)]
-    few = [point("a", 3, 1.0, 0.5), point("b", 3, 2.0, 0.1)]
+    rising = [(f"m{i}", 0, float(i), i / 4) for i in range(4)]
+    constant = [(f"m{i}", 1, 2.0, i / 4) for i in range(4)]
+    missing = [(f"m{i}", 2, None, i / 4) for i in range(4)]
+    few = [("a", 3, 1.0, 0.5), ("b", 3, 2.0, 0.1)]
     for points in (constant, missing, few, []):
-        assert correlation(points, "intra", "p_at_1").rho is None
-        assert str(correlation(points, "intra", "p_at_1")) == "undefined"
-    together = correlation([*rising, *constant, *missing], "intra", "p_at_1")
+        assert str(correlation(frame_of(points), "intra", "p_at_1")) == "undefined"
+    together = correlation(frame_of([*rising, *constant, *missing]), "intra", "p_at_1")
     assert (together.rho, together.count) == (pytest.approx(1.0), 4)
 
 
@@ -204,8 +204,8 @@ def several() -> list[Measured]:
 
 def test_repeats_are_one_point_and_tables_say_what_is_undefined() -> None:
     points = points_of(several())
-    assert len(points) == 6 and points[0].values["intra"] == pytest.approx(0.25)
-    assert points[0].values["spectral_decay"] is None
+    assert len(points) == 6 and points.intra[0] == pytest.approx(0.25)
+    assert points.spectral_decay.isna().all()
     text = to_markdown("cub200 under oodml", several(), ["p_at_1"])
     assert "| P@1 | overall | 0 (0) | 1 (5), default |" in text
     assert "| intra-class distance | -1.00 | -1.00 | -1.00 |" in text

@@ -46,15 +46,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Point:
-    """Measures and scores of a method on a split, mean over repeats; None where one is undefined."""
-
-    label: str
-    fold: int
-    values: Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
 class Correlation:
     """Spearman's rank correlation over ``count`` points; None where it is undefined."""
 
@@ -84,56 +75,42 @@ def correlate(cfg: DictConfig) -> Iterator[str]:
         yield f"written: {stem}.md, .csv, -runs.csv, .png\n"
 
 
-def points_of(measured: Sequence[Measured]) -> list[Point]:
-    """One point for each method on each split, in the order given."""
-    grouped: dict[tuple[str, int], list[dict[str, float | None]]] = {}
-    for one in measured:
-        values = asdict(one.structure) | dict(one.scores)
-        grouped.setdefault((one.run.label, one.run.fold), []).append(values)
-    return [Point(label, fold, {key: _mean([run[key] for run in runs]) for key in runs[0]})
-            for (label, fold), runs in grouped.items()]  # fmt: skip
+def points_of(measured: Sequence[Measured]) -> pd.DataFrame:
+    """A row for each method on each split, mean over repeats; NaN where a measure is undefined."""
+    lines = [{"label": one.run.label, "fold": one.run.fold, **asdict(one.structure), **one.scores} for one in measured]
+    values = pd.DataFrame(lines).set_index(["label", "fold"]).astype(float)
+    return values.groupby(["label", "fold"], sort=False).agg(lambda repeats: repeats.mean(skipna=False)).reset_index()
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if len(known) == len(values) else None
-
-
-def normalized(points: Sequence[Point], x: str, y: str) -> list[tuple[Point, float, float]]:
-    """Scale both values to [0, 1] within each split.
+def normalized(points: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """Scale both values to [0, 1] within each split, as columns "x" and "y".
 
     Leaves out points without one of the values, and splits on which one of them is constant.
     """
-    result = []
-    for fold in dict.fromkeys(point.fold for point in points):
-        own = [(p, a, b) for p in points
-               if p.fold == fold and (a := p.values[x]) is not None and (b := p.values[y]) is not None]  # fmt: skip
-        if not own:
-            continue
-        values = np.array([(a, b) for _, a, b in own])
-        low, spread = values.min(axis=0), np.ptp(values, axis=0)
+    parts = [pd.DataFrame(columns=["label", "fold", "x", "y"])]
+    for _, own in points.dropna(subset=[x, y]).groupby("fold", sort=False):
+        values = own[[x, y]].set_axis(["x", "y"], axis=1)
+        spread = values.max() - values.min()
         if (spread > 0).all():
-            scaled = (values - low) / spread
-            result += [(p, float(a), float(b)) for (p, _, _), (a, b) in zip(own, scaled, strict=True)]
-    return result
+            parts.append(own[["label", "fold"]].join((values - values.min()) / spread))
+    return pd.concat(parts[1:] or parts)
 
 
-def correlation(points: Sequence[Point], measure: str, score: str) -> Correlation:
+def correlation(points: pd.DataFrame, measure: str, score: str) -> Correlation:
     """Correlate all points, normalized by split."""
     scaled = normalized(points, measure, score)
     if len(scaled) < _FEWEST:
         return Correlation(None, len(scaled))
-    _, a, b = zip(*scaled, strict=True)
-    return Correlation(float(spearmanr(a, b).statistic), len(scaled))
+    return Correlation(float(spearmanr(scaled.x, scaled.y).statistic), len(scaled))
 
 
-def correlations(points: Sequence[Point], score: str) -> dict[str, dict[int | None, Correlation]]:
+def correlations(points: pd.DataFrame, score: str) -> dict[str, dict[int | None, Correlation]]:
     """By measure: over all splits (None), then on every split."""
-    folds = sorted({point.fold for point in points})
+    folds = sorted(points.fold.unique().tolist())
     return {
         measure: {
             None: correlation(points, measure, score),
-            **{fold: correlation([p for p in points if p.fold == fold], measure, score) for fold in folds},
+            **{fold: correlation(points[points.fold == fold], measure, score) for fold in folds},
         }
         for measure in MEASURES
     }
@@ -189,7 +166,7 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     """Draw scores over measures, normalized by split, with least-squares lines of all splits and of the default one."""
     points, names = points_of(measured), _names_of_splits(measured)
     default = next((one.run.fold for one in measured if one.run.kind == DEFAULT), None)
-    labels = list(dict.fromkeys(point.label for point in points))
+    labels = points.label.unique().tolist()
     if len(labels) > len(_MARKERS):
         raise ConfigError(
             f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer configs"
@@ -221,18 +198,14 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
 
 
 def _panel(
-    axis: Axes, scaled: Sequence[tuple[Point, float, float]], markers: Mapping[str, str],
-    colors: Mapping[int, tuple[float, ...]], default: int | None,
+    axis: Axes, scaled: pd.DataFrame, markers: Mapping[str, str], colors: Mapping[int, tuple[float, ...]],
+    default: int | None,
 ) -> None:  # fmt: skip
-    for point, x, y in scaled:
-        axis.plot(x, y, markers[point.label], color=colors[point.fold], markersize=6, alpha=0.85)
-    for color, style, own in (
-        ("k", "-", scaled),
-        ("#d73027", "--", [one for one in scaled if one[0].fold == default]),
-    ):
-        if own:  # normalized values of a split are 0 and 1 at least, so a line is defined
-            _, x_values, y_values = zip(*own, strict=True)
-            slope, start = np.polyfit(x_values, y_values, 1)
+    for label, fold, x, y in scaled.itertuples(index=False):
+        axis.plot(x, y, markers[label], color=colors[fold], markersize=6, alpha=0.85)
+    for color, style, own in (("k", "-", scaled), ("#d73027", "--", scaled[scaled.fold == default])):
+        if len(own):  # normalized values of a split include 0 and 1, so a line is defined
+            slope, start = np.polyfit(own.x, own.y, 1)
             axis.plot([0, 1], [start, start + slope], color=color, linestyle=style, linewidth=1.2)
     axis.set(xlim=(-0.06, 1.06), ylim=(-0.06, 1.06))
     axis.tick_params(labelsize=7)

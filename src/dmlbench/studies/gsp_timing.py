@@ -201,8 +201,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )  # fmt: skip
     notes = (
         f"m = {usual.prototypes} prototypes and n = {usual.pixels} pixels where nothing else is said, batches of "
-        f"{cfg.batch}, mu = {cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds in turns, of the "
-        "process's own time on a CPU; from the costs on, which both solvers share",
+        f"{cfg.batch}, mu = {cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds "
+        "in turns, of the process's own time on a CPU; from the costs on, which both solvers share",
         "closed form: k iterations without a graph, then the exact solver's backward pass",
         f"network: {cfg.network}, one image of {cfg.image_size} pixels, {found['network']['network']:.0f} ms, "
         f"{found['network']['pixels']} pixels in its map; random weights, which cost the same time",
