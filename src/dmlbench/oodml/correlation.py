@@ -79,7 +79,7 @@ def points_of(measured: Sequence[Measured]) -> pd.DataFrame:
     """A row for each method on each split, mean over repeats; NaN where a measure is undefined."""
     lines = [{"label": one.run.label, "fold": one.run.fold, **asdict(one.structure), **one.scores} for one in measured]
     values = pd.DataFrame(lines).set_index(["label", "fold"]).astype(float)
-    return values.groupby(["label", "fold"], sort=False).agg(lambda repeats: repeats.mean(skipna=False)).reset_index()
+    return values.groupby(["label", "fold"], sort=False).agg(pd.Series.mean, skipna=False).reset_index()
 
 
 def normalized(points: pd.DataFrame, x: str, y: str) -> pd.DataFrame:

@@ -166,7 +166,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
             times = replace(usual, batch=1, pixels=pixels).inference_times()
             return {"network": of_network, "pixels": pixels, "times": times}
         over, _, value = name.partition(" ")
-        return replace(usual, iterations=(cfg.iterations_of_others,), **{over: int(value)}).times()
+        size: dict[str, Any] = {over: int(value)}
+        return replace(usual, iterations=(cfg.iterations_of_others,), **size).times()
 
     sizes = [*(f"prototypes {m}" for m in cfg.prototypes), *(f"pixels {n}" for n in cfg.pixels)]
     found = parts.get(["iterations", *sizes, "network"], compute, describe="timing")
