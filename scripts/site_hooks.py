@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from dmlbench.apps.measured import measured
+from dmlbench.apps.published_tables import summarize_tables
 from dmlbench.evaluation.metrics.table import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ def _made(what: str) -> str:
     if what == "metrics":
         return metrics_table()
     if what == "measured":
-        text = measured(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/")
+        text = summarize_tables(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", "](published/")
         return text.replace(" ± ", "\u00a0±\u00a0")  # a score and its deviation on one line
     if what == "deviations":
         return deviations_tables()

@@ -375,7 +375,7 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     """What ranks the first neighbors of the test again; None where nothing does.
 
     Raises:
-        ConfigError: it is none of that kind, or there is no config of ``model`` to compare.
+        ConfigError: it is none of that kind, or ``model`` has no cells of a map to compare.
     """
     rerank: BaseDistance | None = component(cfg.get("rerank"))
     if rerank is None:
@@ -383,11 +383,11 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     if not ranks_lists(rerank):
         raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
     if model is not None:
-        with_configs: Any = model
-        if not hasattr(model, "require_configs"):
+        with_cells: Any = model
+        if not hasattr(model, "require_cells"):
             head = cfg.head._target_
             raise ConfigError(f"rerank projects cells of the last map, which {head} does not; choose head=linear")
-        with_configs.require_configs()
+        with_cells.require_cells()
     return rerank
 
 

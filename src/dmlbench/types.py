@@ -243,6 +243,12 @@ def is_file_name(text: str) -> bool:
     return re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", text) is not None
 
 
+def check_file_name(name: object) -> None:
+    """Raise ConfigError unless ``name=...`` of a command can name files."""
+    if not is_file_name(str(name)):
+        raise ConfigError(f"name: got {name!r}, expected a file name of letters, digits, '.', '_' and '-'.")
+
+
 def escape_latex(text: str) -> str:
     """A text as LaTeX prints it."""
     marks: dict[str, str | int | None] = {mark: "\\" + mark for mark in "_%&#${}"}

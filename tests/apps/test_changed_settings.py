@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from dmlbench.apps.changed_settings import BY_HAND, changed_settings
 from dmlbench.apps.tables import _distinct
 from dmlbench.cli.main import main
-from dmlbench.results.tables import NAMING_GROUPS, config_labels
+from dmlbench.results.config_table import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten
 
 RUNTIME = {

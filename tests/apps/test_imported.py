@@ -20,8 +20,8 @@ from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.results.aggregate import aggregate_config
+from dmlbench.results.config_table import config_labels
 from dmlbench.results.store import find_runs, read_result, runs_by_config
-from dmlbench.results.tables import config_labels, to_text
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
 DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
@@ -69,7 +69,7 @@ def test_twelve_files_become_a_config_of_81_collections_with_the_scores_of_the_e
     mean = np.mean([scores["map_at_r"] for scores in imported.scores.values()])
     assert summary["scores"]["separated"]["map_at_r"]["mean"] == pytest.approx(mean)
     spec = EvaluationSpec(metrics=("map_at_r",))
-    text = to_text(next(iter(build_tables(find_configs(str(tmp_path / "out"), "**", spec), spec).values())))
+    text = next(iter(build_tables(find_configs(str(tmp_path / "out"), "**", spec), spec).values())).to_text()
     assert "theirs (imported)" in text
     assert "IMPORTED: embeddings of other code; trained: unknown; selected: last step" in text
     with pytest.raises(RunError, match="was imported: it has embeddings, but no model"):

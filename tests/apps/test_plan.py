@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.apps.provenance import Provenance
-from dmlbench.apps.table_comparison import given_by_hand, mixtures, moving, others, seconds_per_run
+from dmlbench.apps.table_comparison import differences_to_paper, given_by_hand, mixtures, moving, seconds_per_run
 from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
@@ -189,14 +189,14 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
     score = next(s for s in load_table("gsp/table2") if s.dataset == "cub200" and s.kind == "separated")
     summary = {"dataset": "cub200", "protocol": "mlrc", "choices": {"backbone": "bn_inception_levels"}, "scores": {}}
     unknown = Provenance()
-    assert others(score, summary | {"dimension": {"separated": 128}}, unknown) == []
+    assert differences_to_paper(score, summary | {"dimension": {"separated": 128}}, unknown) == []
     changed = {
         "dataset": "glyphs",
         "protocol": "hpo",
         "choices": {"backbone": "resnet20"},
         "dimension": {"separated": 8},
     }
-    assert others(score, summary | changed, Provenance(("OTHER WEIGHTS: random ones",), 128)) == [
+    assert differences_to_paper(score, summary | changed, Provenance(("OTHER WEIGHTS: random ones",), 128)) == [
         "data set glyphs instead of cub200",
         "protocol hpo instead of mlrc",
         "backbone resnet20 instead of bn_inception",
@@ -204,5 +204,9 @@ def test_scores_of_something_else_than_the_papers_are_told(tmp_path: Path) -> No
         "OTHER WEIGHTS: random ones",
     ]
     # a rule over repeats sums up no dimensions: the runs' own configuration has them
-    assert others(score, summary, Provenance(embedding_size=64)) == ["64 dimensions instead of 128"]
-    assert others(score, summary, Provenance(embedding_size=128)) == others(score, summary, unknown) == []
+    assert differences_to_paper(score, summary, Provenance(embedding_size=64)) == ["64 dimensions instead of 128"]
+    assert (
+        differences_to_paper(score, summary, Provenance(embedding_size=128))
+        == differences_to_paper(score, summary, unknown)
+        == []
+    )

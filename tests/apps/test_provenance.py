@@ -45,7 +45,7 @@ def test_weights_that_no_file_was_named_for(tmp_path: Path, backbone: str, node:
     assert found == tuple(f"OTHER WEIGHTS: {text}" for text in said)
 
 
-def test_the_width_of_levels_is_that_of_what_is_compared_and_a_lost_configuration_says_so(tmp_path: Path) -> None:
+def test_the_embedding_size_of_levels_is_that_of_the_compared_rows(tmp_path: Path) -> None:
     for inference, size in (("rectified", 512), ("concat", 1536)):
         head = {"level_size": 512, "num_levels": 3, "inference": inference}
         OmegaConf.save({"head": head, "runtime": {"embedding_size": 3072}}, tmp_path / "config.yaml")

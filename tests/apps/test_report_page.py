@@ -112,7 +112,7 @@ def test_scores_are_those_of_the_table(configs: list[ConfigSummary], content: di
     (table,) = build_tables({("a", "b"): configs}, SPEC).values()
     found = content["groups"][0]["leaderboard"]
     assert [column["metric"] for column in found["columns"]] == [metric for _, metric in table.columns]
-    for (label, entries), row in zip(table.rows, found["rows"], strict=True):
+    for (label, *entries), row in zip(table.frame.itertuples(name=None), found["rows"], strict=True):
         assert row["label"].removesuffix(" PARTIAL") == label
         for entry, score in zip(entries, row["scores"], strict=True):
             assert score["text"] == str(entry)

@@ -34,7 +34,7 @@ def test_a_score_belongs_to_the_config_of_its_row_on_its_data_set_and_backbone()
     assert of_row["sop", "bn_inception"].overrides == (
         *("experiment=gsp/table3", "dataset=sop", "backbone=bn_inception", "loss=xbm", "pooling=gap_gmp"),
     )
-    whys = {row.score.row: row.why for row in rows}
+    whys = {row.score.row: row.blocker for row in rows}
     assert whys["C1+XBM [18]"].startswith(QUOTED) and "loss=xbm_contrastive" in whys["C1+XBM [18]"]
     assert whys["LIBC+GSP"] == "needs LIBC"
     assert whys["C1+XBM"] == ""
@@ -43,7 +43,7 @@ def test_a_score_belongs_to_the_config_of_its_row_on_its_data_set_and_backbone()
 
 def test_scores_of_others_stay_quoted_in_a_row_that_has_own_ones() -> None:
     rows = rows_of_paper("xml/table1", {"rows": {"PAnchor [7]": "loss=proxy_anchor"}}, COMPOSED)
-    whys = {row.score.origin: row.why.partition(" ")[0] for row in rows if row.score.row == "PAnchor [7]"}
+    whys = {row.score.origin: row.blocker.partition(" ")[0] for row in rows if row.score.row == "PAnchor [7]"}
     assert whys == {"own": "", "quoted": QUOTED}
 
 
@@ -64,7 +64,7 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
         "datasets": {"cub200": "dataset.table.root=x"},
     }
     rows = rows_of_paper("proxynca_pp/table10", reproduce, {"dataset": "cub200"})
-    overrides = {row.score.setting: row.overrides for row in rows if not row.why}
+    overrides = {row.score.setting: row.overrides for row in rows if not row.blocker}
     assert set(overrides["GMP"]) == set(overrides["GAP"]) - {"pooling=gap"} | {"pooling=gmp"}
     assert {"dataset.table.root=x", "head.out_features=2048", "protocol=two_stage"} < set(overrides["GAP"])
     assert last_of_each(["a=1", "+b=2", "a=3", "~b"]) == ("a=3", "~b")
@@ -112,8 +112,8 @@ def test_a_figure_without_printed_numbers_has_its_rows_by_settings_by_data_sets(
     }  # fmt: skip
     rows = own_rows("gsp/figure10b", reproduce, None, [])
     assert (rows[0].label, rows[0].overrides) == ("m=16", ("experiment=gsp/figure10b", "dataset=sop", "a=16", "loss=x"))
-    assert [row.why for row in rows].count("") == 4
-    assert {row.why for row in rows} == {"", "needs the pictures"}
+    assert [row.blocker for row in rows].count("") == 4
+    assert {row.blocker for row in rows} == {"", "needs the pictures"}
     assert len(own_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
 
 

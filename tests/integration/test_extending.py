@@ -12,7 +12,6 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.one_run import run
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import EMBEDDINGS, find_runs, read_result
-from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
 from dmlbench.types import ConfigError
 
 SMALL = [
@@ -41,9 +40,9 @@ def test_facts_of_a_split_are_in_the_result_and_columns_of_tables(output: Path) 
     assert summary["facts"]["fold1_rep0"] == {"distance": 2.5, "kind": "made up"}
     spec = EvaluationSpec(metrics=("p_at_1",))
     (table,) = build_tables(find_configs(str(output), "**", spec), spec, facts=["distance", "kind"]).values()
-    assert table.columns[:2] == (("", "distance"), ("", "kind"))
-    for render in (to_text, to_markdown, to_csv, to_latex):
-        assert "1.5, 2.5" in render(table) and "made up" in render(table)
+    assert table.columns[:2] == [("", "distance"), ("", "kind")]
+    for text in (table.to_text(), table.to_markdown(), table.to_csv(), table.to_latex()):
+        assert "1.5, 2.5" in text and "made up" in text
     with pytest.raises(ConfigError, match="no split of these results has the fact 'size'"):
         build_tables(find_configs(str(output), "**", spec), spec, facts=["size"])
 

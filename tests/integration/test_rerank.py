@@ -19,7 +19,6 @@ from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run
 from dmlbench.oodml.structure import structure_of_run
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
-from dmlbench.results.tables import to_text
 from dmlbench.runtime import file_sha256
 from dmlbench.types import ConfigError, RunError
 
@@ -98,11 +97,11 @@ def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> Non
         "gap", "gap rerank.temperature=0.05 (DIML, 4 x 4, first 100)",
         "gap rerank.temperature=0.2 (DIML, 4 x 4, first 100)",
     ]  # fmt: skip
-    found = dict(table.rows)
+    found = {label: entries for label, *entries in table.frame.itertuples(name=None)}
     assert list(found) == names
     assert all(found["gap"]) and [entry is None for entry in found[names[1]]] == [False, False, True, True]
     assert found[names[1]][:2] != found["gap"][:2]
-    text = to_text(table)
+    text = table.to_text()
     assert f"{names[1]}: RE-RANKED: DIML" in text and "gap: RE-RANKED" not in text
     assert "separated (128-D)" in text and "concatenated (256-D)" in text
 
@@ -136,8 +135,8 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
             ("head=concatenated_levels", "backbone=resnet20_levels"),
             "which dmlbench.models.*ConcatenatedLevels does not",
         ),
-        (("pooling=native",), "compares configs of a map, and Native uses none"),
-        (("pooling=netvlad",), "compares configs of 16 numbers with embeddings, and NetVlad makes some of"),
+        (("pooling=native",), "compares cells of a map, and Native uses none"),
+        (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.shortlist=50",), "shortlist"),
         (("protocol=hpo",), "protocol 'hpo' has none; set rerank=none"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),

@@ -27,7 +27,7 @@ from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import drawn_support
 from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run, initial_boundary
-from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot, to_csv, to_markdown
+from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot, few_shot_table
 from dmlbench.oodml.split_runs import SplitRun, chosen_runs
 from dmlbench.results.store import EMBEDDINGS, read_result, write_result
 from dmlbench.runtime import read_json, write_json
@@ -328,11 +328,12 @@ def made_up_rows() -> list[FewShotRow]:
 
 
 def test_a_table_has_both_scores_and_the_gain_of_every_run() -> None:
-    text = to_markdown("cars196 under oodml", made_up_rows(), ["p_at_1"])
+    table = few_shot_table("cars196 under oodml", made_up_rows(), ["p_at_1"])
+    text = table.to_markdown()
     assert "| gap | 0 (0) | 0 | 45.00 ± 5.00 | 55.00 ± 5.00 | 25.00 ± 25.00 |" in text
     assert "| gap | 1 (10) | 0 | 10.00 ± 10.00 | 35.00 ± 5.00 | undefined |" in text
     assert "- gap, fold1_rep0: SELECTED ON TEST" in text and "over 2 episodes" in text
-    frame = pd.read_csv(io.StringIO(to_csv(made_up_rows(), ["p_at_1"])))
+    frame = pd.read_csv(io.StringIO(table.to_csv()))
     assert frame["gain_mean"].tolist() == pytest.approx([0.25, np.nan, 0.3], nan_ok=True)
     assert frame["few_shot_std"].tolist() == pytest.approx([0.05, 0.05, 0.05])
     assert frame["distance"].tolist() == [0, 10, 0]

@@ -194,7 +194,7 @@ def test_areas_have_a_closed_form() -> None:
         (["oodml", "frozen", *DATA], "name the splits"),
         (["oodml", "transfer", *DATA], "name the trained models"),
         (["oodml", "scores", "frozen=none.json"], "'none.json' has no scores of features as they are"),
-        (["oodml", "structure", "name=a/b"], "name ('a/b') names files"),
+        (["oodml", "structure", "name=a/b"], "name: got 'a/b', expected a file name"),
         (["oodml", "few_shot", "shots=[2,x]"], "shots: got [2, 'x'], expected whole numbers"),
         (["oodml", "few_shot", "merge_order=[a,b]"], "merge_order belongs to official"),
         (["oodml", "few_shot", "official=a.pkl"], "official needs merge_order"),

@@ -1,6 +1,5 @@
 """Measures of training embeddings, what is kept of them, and their correlation with test scores."""
 
-import io
 import itertools
 import shutil
 from pathlib import Path
@@ -19,13 +18,13 @@ from dmlbench.oodml.correlation import (
     Measured,
     correlate,
     correlation,
+    correlation_tables,
     correlations,
-    correlations_to_csv,
+    correlations_frame,
     draw,
     normalized,
+    points_frame,
     points_of,
-    points_to_csv,
-    to_markdown,
 )
 from dmlbench.oodml.split_runs import SplitRun
 from dmlbench.oodml.structure import MEASURES, STRUCTURE, Structure, structure, structure_of_run
@@ -206,15 +205,15 @@ def test_repeats_are_one_point_and_tables_say_what_is_undefined() -> None:
     points = points_of(several())
     assert len(points) == 6 and points.intra[0] == pytest.approx(0.25)
     assert points.spectral_decay.isna().all()
-    text = to_markdown("cub200 under oodml", several(), ["p_at_1"])
+    text = correlation_tables("cub200 under oodml", several(), ["p_at_1"])
     assert "| P@1 | overall | 0 (0) | 1 (5), default |" in text
     assert "| intra-class distance | -1.00 | -1.00 | -1.00 |" in text
     assert "| inter-class distance | undefined | undefined | undefined |" in text
     assert "- points overall: intra-class distance 6, inter-class distance 0" in text
     assert "NOT THE PUBLISHED DATA: smaller" in text
-    frame = pd.read_csv(io.StringIO(correlations_to_csv(several(), ["p_at_1"])))
+    frame = correlations_frame(several(), ["p_at_1"])
     assert frame["spearman"].isna().sum() == 6 and len(frame) == 12
-    assert len(pd.read_csv(io.StringIO(points_to_csv(several())))) == 12
+    assert len(points_frame(several())) == 12
 
 
 def test_a_picture_has_a_panel_a_measure_and_a_line_of_the_default_split(tmp_path: Path, monkeypatch) -> None:

@@ -2,13 +2,14 @@ import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from dmlbench.apps.tables import find_configs
+from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
@@ -18,6 +19,7 @@ from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
 from dmlbench.results.run_scores import SCORES, scores_of_run
 from dmlbench.results.store import (
+    CONFIG,
     EMBEDDINGS,
     RESULT,
     find_runs,
@@ -54,7 +56,7 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
 ALL = list(itertools.product(range(4), range(3)))
 
 
-def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_scores(tmp_path) -> None:
+def test_twelve_runs_give_81_collections_with_the_closed_form(tmp_path) -> None:
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
     summary = aggregate_config(runs, progress=False)
@@ -65,10 +67,10 @@ def test_twelve_runs_give_81_collections_with_the_closed_form_of_the_separated_s
     assert separated["std"] == pytest.approx(np.sqrt(raw.var(axis=1).sum()) / 4, abs=1e-12)
     assert summary["dimension"] == {"separated": 8, "concatenated": 32}
     assert summary["scores"]["concatenated"]["map_at_r"]["mean"] > separated["mean"]
-    config = runs[0].path.parent
-    assert len((config / COLLECTIONS).read_text().splitlines()) == 82
-    assert is_current(config, summary)
-    assert read_aggregate(config) == summary
+    config_dir = runs[0].path.parent
+    assert len((config_dir / COLLECTIONS).read_text().splitlines()) == 82
+    assert is_current(config_dir, summary)
+    assert read_aggregate(config_dir) == summary
 
 
 def test_two_processes_do_not_summarize_one_config_at_a_time(tmp_path) -> None:
@@ -94,7 +96,7 @@ def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
     assert joined(LpDistance(normalize_embeddings=False, p=1)) != unit
 
 
-def test_summaries_of_shortlists_say_so_and_that_collections_rank_everything(tmp_path) -> None:
+def test_summaries_of_shortlists_say_that_collections_rank_everything(tmp_path) -> None:
     _write_runs(tmp_path, ALL, search="shortlist@100")
     summary = aggregate_config(find_runs(tmp_path), progress=False)
     assert (summary["search"], summary["concatenated_search"]) == ("shortlist@100", "exact")
@@ -127,13 +129,26 @@ def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     assert (first["n_collections"], second["n_collections"]) == (54, 81)
 
 
-def test_what_the_data_of_the_runs_are_not_is_summed_up(tmp_path) -> None:
+def test_notes_on_the_data_of_runs_reach_the_summary(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:6])
-    _write_runs(tmp_path, ALL[6:], data_notes=["a subset", "images cut to their boxes"])
-    assert aggregate_config(find_runs(tmp_path), progress=False)["data_notes"] == [
-        "a subset",
-        "images cut to their boxes",
-    ]
+    notes = ["a subset", "images cut to their boxes"]
+    _write_runs(tmp_path, ALL[6:], data_notes=notes)
+    assert aggregate_config(find_runs(tmp_path), progress=False)["data_notes"] == notes
+
+
+def test_variants_and_deviations_of_a_recipe_reach_the_printed_table(tmp_path) -> None:
+    recipe = {"name": "gsp", "deviations": ["Proxies are clipped."]}
+    _write_runs(tmp_path, ALL, recipe=recipe, variants={"miner.variant": "the code's, which the paper does not print"})
+    for run in find_runs(tmp_path):
+        (run.path / CONFIG).write_text("pooling: {p: 3}\n")
+    aggregate_config(find_runs(tmp_path), progress=False)
+    spec = EvaluationSpec(metrics=("p_at_1",))
+    (table,) = build_tables(find_configs(str(tmp_path), "**", spec), spec).values()
+    for note in (
+        "miner.variant: the code's, which the paper does not print",
+        "recipe=gsp deviates: Proxies are clipped.",
+    ):
+        assert all(note in text for text in (table.to_text(), table.to_markdown(), table.to_csv(), table.to_latex()))
 
 
 def test_runs_of_different_data_are_refused(tmp_path) -> None:
@@ -164,7 +179,7 @@ def test_config_without_a_complete_run_is_an_error(tmp_path) -> None:
         aggregate_config(find_runs(tmp_path), progress=False)
 
 
-def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp_path) -> None:
+def test_scores_by_other_metrics_are_kept(tmp_path) -> None:
     _write_runs(tmp_path, ALL)
     usual = aggregate_config(find_runs(tmp_path), progress=False)
     _write_runs(tmp_path, ALL, metrics={"test": {"nmi": 0.25}, "val": {}}, kmeans=EvaluationSpec().kmeans)
@@ -175,7 +190,7 @@ def test_scores_by_other_metrics_are_kept_and_those_of_collections_are_added(tmp
     assert summary["interval_95"] == usual["interval_95"]
 
 
-def test_scores_asked_for_later_are_computed_once_and_added_to_what_is_known(tmp_path, monkeypatch) -> None:
+def test_scores_requested_later_are_computed_once(tmp_path, monkeypatch) -> None:
     _write_runs(tmp_path, ALL)
     runs = find_runs(tmp_path)
     usual = aggregate_config(runs, progress=False)
@@ -232,7 +247,7 @@ def test_a_rule_of_another_package_is_found_by_its_name() -> None:
         rule_named("collectons")
 
 
-def test_clusters_of_another_seed_and_shortlists_are_not_summed_up_as_what_is_asked(tmp_path) -> None:
+def test_clusters_of_another_seed_are_computed_again(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans="faiss, seed 7",
                 metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
     runs = find_runs(tmp_path)
@@ -269,25 +284,25 @@ def test_a_summary_keeps_what_was_asked_for_before(tmp_path) -> None:
 def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0), (1, 0)], folds=2, num_repeats=1)
     aggregate_config(find_runs(tmp_path), progress=False)
-    config = find_runs(tmp_path)[0].path.parent
+    config_dir = find_runs(tmp_path)[0].path.parent
     kept = tmp_path / "kept"
-    shutil.copytree(config, kept)
+    shutil.copytree(config_dir, kept)
 
     def refused(match: str) -> None:
         with pytest.raises(RunError, match=match):
             aggregate_config(find_runs(tmp_path), progress=False)
-        shutil.rmtree(config)
-        shutil.copytree(kept, config)
+        shutil.rmtree(config_dir)
+        shutil.copytree(kept, config_dir)
 
-    shutil.copytree(config / "fold0_rep0", config / "fold1_rep0", dirs_exist_ok=True)
+    shutil.copytree(config_dir / "fold0_rep0", config_dir / "fold1_rep0", dirs_exist_ok=True)
     refused("fold1_rep0 holds the result of fold0_rep0")
-    shutil.copy(config / "fold0_rep0" / EMBEDDINGS, config / "fold1_rep0" / EMBEDDINGS)
+    shutil.copy(config_dir / "fold0_rep0" / EMBEDDINGS, config_dir / "fold1_rep0" / EMBEDDINGS)
     refused(f"{EMBEDDINGS} .* is not the one that {RESULT} names")
-    write_result(config / "fold1_rep0", read_result(config / "fold1_rep0") | {"seed": 7})
+    write_result(config_dir / "fold1_rep0", read_result(config_dir / "fold1_rep0") | {"seed": 7})
     refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
-    shutil.copytree(config / "fold0_rep0", config / "fold7_rep0")
-    strange = read_result(config / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
-    write_result(config / "fold7_rep0", strange)
+    shutil.copytree(config_dir / "fold0_rep0", config_dir / "fold7_rep0")
+    strange = read_result(config_dir / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
+    write_result(config_dir / "fold7_rep0", strange)
     refused("fold7_rep0 is of no fold of its protocol, which has 2")
     aggregate_config(find_runs(tmp_path), progress=False)
 
@@ -299,31 +314,31 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
 def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> None:
     _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     runs = find_runs(tmp_path)
-    config = runs[0].path.parent
+    config_dir = runs[0].path.parent
     summary = aggregate_config(runs, progress=False)
     if content is None:
-        (config / AGGREGATE).unlink()
-        os.mkfifo(config / AGGREGATE)
+        (config_dir / AGGREGATE).unlink()
+        os.mkfifo(config_dir / AGGREGATE)
     else:
         text = json.dumps(summary | content) if isinstance(content, dict) else content
-        (config / AGGREGATE).write_bytes(text.encode("latin-1"))
-    assert read_aggregate(config) is None
+        (config_dir / AGGREGATE).write_bytes(text.encode("latin-1"))
+    assert read_aggregate(config_dir) is None
     assert f"{AGGREGATE} is damaged (" in caplog.text
     with pytest.raises(RunError, match="is not aggregated; run `dmlbench aggregate"):
         find_configs(str(tmp_path), "**", EvaluationSpec())
-    assert aggregate_config(runs, progress=False) == summary == read_aggregate(config)
+    assert aggregate_config(runs, progress=False) == summary == read_aggregate(config_dir)
 
 
-def test_a_folder_beside_the_runs_is_none_and_a_result_that_is_no_file_makes_a_summary_stale(tmp_path) -> None:
+def test_a_summary_is_stale_when_a_result_is_no_file(tmp_path) -> None:
     _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     runs = find_runs(tmp_path)
-    config = runs[0].path.parent
+    config_dir = runs[0].path.parent
     summary = aggregate_config(runs, progress=False)
-    shutil.copytree(runs[0].path, config / "fold0_rep0_before")
-    assert is_current(config, summary)
+    shutil.copytree(runs[0].path, config_dir / "fold0_rep0_before")
+    assert is_current(config_dir, summary)
     (runs[0].path / RESULT).unlink()
     os.mkfifo(runs[0].path / RESULT)
-    assert not is_current(config, summary)
+    assert not is_current(config_dir, summary)
     with pytest.raises(RunError, match="it is a pipe, not a file"):
         aggregate_config(runs, progress=False)
 
@@ -363,3 +378,15 @@ def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage
         file.write_bytes(others[damage])
     aggregate_config(runs, progress=False, allow_partial=True)
     assert file.read_bytes() == whole
+
+
+def test_stored_collections_keep_their_bits(tmp_path) -> None:
+    """2 folds x 2 repeats, written by an earlier version."""
+    shutil.copytree(Path(__file__).resolve().parents[1] / "fixtures" / "stored_results", tmp_path / "out")
+    runs = find_runs(tmp_path / "out", "glyphs/mlrc/resnet20_small-gap-multi_similarity-5b7b7316")
+    config_dir = runs[0].path.parent
+    before, written = read_aggregate(config_dir), (config_dir / COLLECTIONS).read_bytes()
+    again = aggregate_config(runs, force=True, progress=False)
+    assert before is not None
+    assert (again["scores"], again["interval_95"]) == (before["scores"], before["interval_95"])
+    assert (config_dir / COLLECTIONS).read_bytes() == written

@@ -20,7 +20,7 @@ def _left_by(folder: Path, holder: str, silent_s: float) -> None:
     os.utime(folder / LOCK, (then, then))
 
 
-def test_a_lock_that_another_machine_still_touches_is_alive_and_a_silent_one_is_stale(tmp_path: Path) -> None:
+def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) -> None:
     _left_by(tmp_path, "12 on elsewhere", SILENT_S - 30)
     assert is_locked(tmp_path)
     with pytest.raises(RunInUse, match=r"in use by process 12 on elsewhere.*free after 90 seconds"), locked(tmp_path):

@@ -18,11 +18,6 @@ def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
     return path
 
 
-def test_run_directory_names_data_set_protocol_config_and_coordinates() -> None:
-    path = store.run_directory("outputs", "cub", "mlrc", "config", 3, 1)
-    assert str(path) == os.path.join("outputs", "cub", "mlrc", "config", "fold3_rep1")
-
-
 def test_state_of_a_run_follows_its_files(tmp_path) -> None:
     path = _run(tmp_path)
     assert store.run_state(path) == "stale"
@@ -85,41 +80,6 @@ def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> Non
     (path / store.RESULT).write_text(content)
     with pytest.raises(RunError, match=message):
         store.read_result(path)
-
-
-def test_a_result_that_is_no_file_or_cannot_be_read_is_refused(tmp_path, monkeypatch) -> None:
-    path = _run(tmp_path) / store.RESULT
-    path.mkdir()
-    with pytest.raises(RunError, match=r"result\.json is damaged \(it is a folder, not a file\)"):
-        store.read_result(path.parent)
-    path.rmdir()
-    path.symlink_to(path)
-    with pytest.raises(RunError, match=r"result\.json is damaged \(Too many levels of symbolic links\)"):
-        store.read_result(path.parent)
-    path.unlink()
-    store.write_result(path.parent, WHOLE)
-
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(path), "read_text", denied)
-    with pytest.raises(RunError, match=r"result\.json cannot be read \(Permission denied\); make it readable"):
-        store.read_result(path.parent)
-
-
-def test_files_of_a_run_that_cannot_be_read_or_removed_are_named(tmp_path, monkeypatch) -> None:
-    path = _run(tmp_path)
-    (path / store.EMBEDDINGS).touch()
-
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(store, "file_sha256", denied)
-    with pytest.raises(RunError, match=r"safetensors cannot be read \(Permission denied\); make it readable"):
-        store.hashes_of(path)
-    monkeypatch.setattr(store.shutil, "rmtree", denied)
-    with pytest.raises(RunError, match=r"cannot remove .*fold0_rep1 \(Permission denied\)"):
-        store.remove_run(path)
 
 
 def test_status_goes_on_where_an_error_is_no_file(tmp_path, capsys) -> None:

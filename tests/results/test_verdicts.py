@@ -7,7 +7,8 @@ from decimal import Decimal
 import pytest
 
 from dmlbench.papers import PaperScore
-from dmlbench.results.side_by_side import SideBySide, to_csv, to_latex, to_markdown, to_text
+from dmlbench.results.side_by_side import side_by_side
+from dmlbench.results.table import Table
 from dmlbench.results.verdicts import Comparison, compare, count_of_verdicts, tolerance
 
 SCORE = PaperScore(
@@ -59,7 +60,7 @@ def test_what_is_missing_or_of_something_else_gets_no_verdict_on_the_paper() -> 
     assert compare(_score(metric="NMI"), _summary()).verdict == "needs"
 
 
-def test_a_paper_that_does_not_say_which_models_means_those_of_its_size_or_the_best_of_single_numbers() -> None:
+def test_scores_of_a_paper_without_kind_are_of_its_size_or_the_best() -> None:
     fold_models = _summary(dimension={"separated": 128, "concatenated": 512})
     assert compare(_score(kind=""), fold_models).kind == "concatenated"
     assert compare(_score(kind="", embedding_size=128), fold_models).kind == "separated"
@@ -70,18 +71,18 @@ def test_a_paper_that_does_not_say_which_models_means_those_of_its_size_or_the_b
     assert compare(_score(kind=""), repeats).mean == pytest.approx(50)
 
 
-def _table() -> SideBySide:
+def _table() -> Table:
     made = (
         compare(SCORE, _summary(0.68, 0.001)),
         compare(_score(row="C2|x_y", dataset="sop"), _summary(), ["backbone a instead of b"]),
         Comparison(_score(row="DAS [7]", dataset="sop"), "quoted"),
         Comparison(_score(row="LIBC"), "needs", note="needs LIBC"),
     )
-    return SideBySide("gsp/table2", "Six losses", made, ("a note",))
+    return side_by_side("gsp/table2", "Six losses", made, ("a note",))
 
 
 def test_the_text_has_a_block_for_each_data_set_and_says_every_reason_once() -> None:
-    lines = to_text(_table()).splitlines()
+    lines = _table().to_text().splitlines()
     assert lines[0] == "gsp/table2: Six losses"
     assert lines[1] == "cub200, bn_inception, mlrc, concatenated, 512-D"
     assert lines[3].split() == [
@@ -109,12 +110,12 @@ def test_the_text_has_a_block_for_each_data_set_and_says_every_reason_once() -> 
 
 def test_markdown_latex_and_csv_hold_the_same() -> None:
     table = _table()
-    assert "| C2+GAP | P@1 | 68.00 ± 0.10 | 67.35 ± 0.50 | +0.65 | 1.02 | reproduced |" in to_markdown(table)
-    assert r"| C2\|x_y | P@1 |" in to_markdown(table)
-    latex = to_latex(table)
+    assert "| C2+GAP | P@1 | 68.00 ± 0.10 | 67.35 ± 0.50 | +0.65 | 1.02 | reproduced |" in table.to_markdown()
+    assert r"| C2\|x_y | P@1 |" in table.to_markdown()
+    latex = table.to_latex()
     assert r"C2+GAP & P@1 & 68.00 $\pm$ 0.10 & 67.35 $\pm$ 0.50 & +0.65 & 1.02 & reproduced \\" in latex
     assert r"C2|x\_y: backbone a instead of b" in latex
-    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
+    rows = list(csv.DictReader(io.StringIO(table.to_csv())))
     assert [row["verdict"] for row in rows] == ["reproduced", "not comparable", "quoted", "needs"]
     assert float(rows[0]["difference"]) == pytest.approx(0.65)
     assert rows[0]["paper"] == "67.35"

@@ -106,9 +106,9 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
     best = findings.ranked(found)[0]
     assert best.score == max(o.score for o in found if o.state == "complete")
     assert all(o.steps < 2 * STEPS for o in found if o.state == "pruned")
-    lines = findings.to_csv(made(tmp_path, **two), found).splitlines()
+    lines = findings.trials_table(made(tmp_path, **two), found, "map_at_r").to_csv().splitlines()
     assert lines[1].startswith(f"{best.number + 1},complete,{best.score},{2 * STEPS},{best.values['lr']},")
-    text = findings.to_markdown(made(tmp_path, **two), found, "map_at_r")
+    text = findings.trials_table(made(tmp_path, **two), found, "map_at_r").to_markdown()
     assert "points ahead of the next values" in text and f"{states['pruned']} of 9 trials were pruned" in text
 
 

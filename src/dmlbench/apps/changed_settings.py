@@ -1,4 +1,4 @@
-"""Settings of a stored run that differ from its chosen options: changed on the command line, or by an experiment."""
+"""Settings of a stored run that differ from its chosen options, by the command line or an experiment."""
 
 import copy
 import functools
@@ -15,14 +15,13 @@ _ABSENT = object()
 
 
 def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
-    """Settings in ``groups`` whose values are not those of the chosen option, each with what the option has.
+    """Settings in ``groups`` that differ from the chosen option, each with the option's value.
 
-    The option's value is that of its file or of the paper's recipe that took part; what this project's own recipe
-    set no paper has. Where there is none (a key that was added, a component that is named by its ``_target_`` alone)
-    the value is ``BY_HAND``. Of options that do not come with the project, the command line says what was.
+    The option's value is that of its file or of a paper's recipe; ``BY_HAND`` if there is none (an added key, a
+    component by its ``_target_``). Of a user's own options, only overrides of the command line are known.
 
     Args:
-        container: the configuration of a run, resolved.
+        container: the resolved configuration of a run.
         groups: such as ``pooling``.
     """
     register_schemas()  # ${epochs:3}
@@ -59,7 +58,7 @@ def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dic
 
 
 def _value(config: DictConfig, key: str) -> Any:
-    """The value at ``key`` as plain data; ``_ABSENT`` where there is none or where it cannot be resolved."""
+    """The value at ``key`` as plain data; ``_ABSENT`` if there is none or it cannot be resolved."""
     try:
         value = OmegaConf.select(config, key, default=_ABSENT)
     except OmegaConfBaseException:
@@ -68,7 +67,7 @@ def _value(config: DictConfig, key: str) -> Any:
 
 
 def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, Any]:
-    """The node of an option with those that it is built on; empty if there is no such option."""
+    """The node of an option with its defaults; empty if there is no such option."""
     content = copy.deepcopy(_file(f"{group}/{option}")) or {}
     node: dict[str, Any] = {}
     for entry in content.pop("defaults", ()):
@@ -85,7 +84,7 @@ def _option(group: str, option: str, choices: Mapping[str, str]) -> dict[str, An
 
 @functools.cache
 def _file(name: str) -> Any:
-    """Content of a configuration file of the project, not resolved; None if there is none."""
+    """Unresolved content of a configuration file of the project; None if there is none."""
     path = config_folder() / f"{name}.yaml"
     return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Two configs side by side, run by run: means, difference and its interval."""
+"""Compare two configs run by run: means, difference and its confidence interval."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,22 +13,30 @@ from dmlbench.results.cautions import IMPORTED, by_row, cautions
 from dmlbench.results.paired import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
-from dmlbench.results.store import find_runs, read_result, require_own_place, runs_by_config
+from dmlbench.results.store import (
+    Coordinates,
+    RunInfo,
+    find_runs,
+    read_result,
+    require_own_place,
+    run_name,
+    runs_by_config,
+)
 from dmlbench.types import ConfigError, RunError, closest
 
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Differences by metric, of two configs.
+class PairedConfigs:
+    """Two configs and their differences by metric.
 
     Attributes:
         first, second: their folders.
         differences: by metric.
         left_out: runs that only one of them has.
-        differing: settings in which they differ beyond their names.
-        cautions: what their scores are not (``results.cautions``).
+        differing: settings in which they differ beyond their labels.
+        cautions: of their scores (``results.cautions``).
     """
 
     first: Path
@@ -38,39 +46,57 @@ class Comparison:
     differing: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
 
+    def to_text(self) -> str:
+        """Percent (distances as they are), one line per metric."""
+        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
+        for metric, found in self.differences.items():
+            scale = score_named(metric).scale
+            low_high = "none: a fold has a single pair and others more, or there is one"
+            if found.interval is not None:
+                low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
+            numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
+            lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
+        one = next(iter(self.differences.values()))
+        shared = "fold and repeat" if any(IMPORTED in note for note in self.cautions) else "fold, repeat and seed"
+        lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
+        lines += [f"  {note}" for note in self.cautions]
+        lines += [f"  DIFFERENT SETTINGS: {note}" for note in self.differing]
+        if self.left_out:
+            lines.append(f"  PARTIAL: without {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
 
 def compare_configs(
     output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
-) -> Comparison:
-    """Compare the configs that two patterns name, on the runs that are complete.
+) -> PairedConfigs:
+    """Compare the configs that two patterns name, on complete runs.
 
     Args:
         output_dir: root of the run directories.
         patterns: two, each of one config, as in ``find_runs``.
         spec: scores to compare; those that a run lacks are computed and kept.
         allow_partial: compare the runs that both have although one has more.
-
-    Raises:
-        ConfigError: not two configs, or a metric that a run lacks and that cannot be computed.
-        RunError: a pattern matches no config or several; the configs have no common run, lack runs, or differ in data,
-            protocol or seed.
     """
     if len(patterns) != 2:
-        raise ConfigError(f"compare names {len(patterns)} configs; give two, as in compare=[<config>,<config>]")
-    configs = [_config(output_dir, pattern) for pattern in patterns]
+        raise ConfigError(f"compare: got {len(patterns)} configs, expected two, as in compare=[<config>,<config>].")
+    found = [_runs_of_config(output_dir, pattern) for pattern in patterns]
+    configs = [runs[0].path.parent for runs in found]
     if configs[0] == configs[1]:
         raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same config, {configs[0]}; name two")
-    runs = [_results(path, output_dir) for path in configs]
+    runs = [_results(of_config) for of_config in found]
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
-    left_out = tuple(f"fold{f}_rep{r} ({configs[(f, r) in runs[1]].name})" for f, r in lonely)
+    left_out = tuple(f"{run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
     if not common or (left_out and not allow_partial):
         remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
         raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
         _require_same(configs, runs[0][key], runs[1][key])
-    pairs = zip(configs, runs, strict=True)
-    scores = [{key: _scores(path, key, results[key], spec) for key in common} for path, results in pairs]
+    scores = [
+        {key: _scores(path / run_name(key), results[key], spec) for key in common}
+        for path, results in zip(configs, runs, strict=True)
+    ]
     metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
     for metric in metrics:
@@ -80,45 +106,22 @@ def compare_configs(
     for metric in metrics:
         first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
         differences[metric] = paired_difference(first, second)
-    firsts = [(path, next(iter(results))) for path, results in zip(configs, runs, strict=True)]
     differing = differing_settings(
-        [(path / f"fold{key[0]}_rep{key[1]}", runs[i][key]["choices"]) for i, (path, key) in enumerate(firsts)]
+        [(path / run_name(common[0]), of[common[0]]["choices"]) for path, of in zip(configs, runs, strict=True)]
     )
     warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
-    return Comparison(configs[0], configs[1], differences, left_out, tuple(differing), tuple(warned))
+    return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(differing), tuple(warned))
 
 
-def to_text(comparison: Comparison) -> str:
-    """Percent (distances as they are), one line per metric."""
-    lines = [f"A  {comparison.first}", f"B  {comparison.second}", ""]
-    lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
-    for metric, found in comparison.differences.items():
-        scale = score_named(metric).scale
-        low_high = "none: a fold has a single pair and others more, or there is one"
-        if found.interval is not None:
-            low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
-        numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
-        lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
-    one = next(iter(comparison.differences.values()))
-    shared = "fold and repeat" if any(IMPORTED in note for note in comparison.cautions) else "fold, repeat and seed"
-    lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
-    lines += [f"  {note}" for note in comparison.cautions]
-    lines += [f"  DIFFERENT SETTINGS: {note}" for note in comparison.differing]
-    if comparison.left_out:
-        lines.append(f"  PARTIAL: without {', '.join(comparison.left_out)}")
-    return "\n".join(lines)
-
-
-def _config(output_dir: str, pattern: str) -> Path:
+def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
     configs = list(runs_by_config(find_runs(output_dir, pattern)))
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
         raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
-    return configs[0]
+    return find_runs(output_dir, str(configs[0].relative_to(output_dir)))  # also those beyond a pattern of runs
 
 
-def _results(config: Path, output_dir: str) -> dict[tuple[int, int], dict[str, Any]]:
-    runs = find_runs(output_dir, str(config.relative_to(output_dir)))
+def _results(runs: Sequence[RunInfo]) -> dict[Coordinates, dict[str, Any]]:
     results = {}
     for run in runs:
         if run.state == "done":
@@ -127,16 +130,15 @@ def _results(config: Path, output_dir: str) -> dict[tuple[int, int], dict[str, A
     return results
 
 
-def _scores(config: Path, key: tuple[int, int], result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+def _scores(run_dir: Path, result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
     if rule_named(result["aggregation"]).scored_on == "val":
         return result["metrics"]["val"]
-    return scores_of_run(config / f"fold{key[0]}_rep{key[1]}", result, spec, distance_of=distance_of_run)
+    return scores_of_run(run_dir, result, spec, distance_of=distance_of_run)
 
 
 def _cautions(
-    results: Mapping[tuple[int, int], Mapping[str, Any]], common: Sequence[tuple[int, int]], spec: EvaluationSpec
+    results: Mapping[Coordinates, Mapping[str, Any]], common: Sequence[Coordinates], spec: EvaluationSpec
 ) -> list[str]:
-    """What is to be said of any of the compared runs."""
     is_validated = rule_named(results[common[0]]["aggregation"]).scored_on == "val"
     scored_on = {"scored_on": "validation"} if is_validated else {}
     found = [

@@ -21,7 +21,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results import store
 from dmlbench.results.cautions import UNKNOWN
-from dmlbench.results.tables import IMPORTED
+from dmlbench.results.config_table import IMPORTED
 from dmlbench.runtime import atomic_write, derive_seed, file_sha256, package_versions
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, RunError, Split, is_file_name
 

@@ -11,17 +11,18 @@ from dmlbench.runtime import file_sha256
 from dmlbench.types import RunError
 
 PUBLISHED = {"bn_inception": "52deb4733", "resnet50": "0676ba61"}
-"""First digits of the SHA-256 of the weights that the papers' authors started from, by backbone."""
+"""First digits of the SHA-256 of the papers' pretrained weights, by backbone."""
 _OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
-"""What timm calls the same weights."""
+"""The same weights in timm."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """
+    """Where runs come from.
+
     Attributes:
-        other_weights: why the weights that runs started from are not those of the papers' authors.
-        embedding_size: D, of a head of levels that of what it compares; None where the runs do not say.
+        other_weights: how their pretrained weights differ from the papers'.
+        embedding_size: D of the compared embeddings; None if the runs do not say.
     """
 
     other_weights: tuple[str, ...] = ()
@@ -29,12 +30,12 @@ class Provenance:
 
 
 def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
-    """The provenance that the runs of a config have stored.
+    """The provenance of a config's runs.
 
     Args:
         config_file: of one of them.
-        backbone: the option that they chose.
-        hashes: of the file of weights of each; None where a run, an early one or one without a file, names none.
+        backbone: their option.
+        hashes: SHA-256 of the runs' weights files; None for a run that names none.
     """
     try:
         config = read_config(config_file)
@@ -65,7 +66,7 @@ def _other_weights(node: Mapping[str, Any], family: str | None, hashes: set[str 
 
 
 def are_published(weights_file: str, family: str | None = None) -> bool:
-    """Whether a file of weights is one that the papers' authors started from; one that is gone is known by its name."""
+    """Whether a weights file is one of the papers'; a file that is gone is known by its name."""
     path = Path(weights_file).expanduser()
     if not path.is_file():
         return path.stem.endswith(_known(family))

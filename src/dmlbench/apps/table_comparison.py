@@ -1,6 +1,5 @@
-"""Compare the runs of a table with a paper's scores."""
+"""Our runs of a table vs. a paper's scores."""
 
-import re
 import sys
 import time
 from collections import Counter
@@ -24,11 +23,11 @@ from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, code_of
-from dmlbench.results.tables import Table
+from dmlbench.results.store import CONFIG, RunInfo, code_of, coordinates_of
+from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import git_commit
-from dmlbench.types import DmlbenchError, RunError, RunInUse
+from dmlbench.types import DmlbenchError, RunInUse
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
@@ -45,7 +44,7 @@ class Summary:
     """A summary of a config's runs.
 
     Attributes:
-        found: its folder, runs and summary; None where no run is complete, or where they cannot be summarized.
+        found: folder, runs and summary; None if no run is complete or the runs cannot be summarized.
         problem: why they cannot.
         provenance: of the runs.
     """
@@ -56,12 +55,7 @@ class Summary:
 
 
 def summarize(plan: Plan, spec: EvaluationSpec | Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
-    """Summaries of all complete runs of each config, by ``sha256``; summaries of the same runs are reused.
-
-    Args:
-        plan: with the present state of its runs.
-        spec: the scores to summarize, for all configs or by ``sha256``.
-    """
+    """Summarize all complete runs of each config, by ``sha256``; ``spec`` is for all configs or by ``sha256``."""
     bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
     runs: dict[str, list[Run]] = {config.sha256: [] for config in plan.configs}
     for run in plan.runs:
@@ -106,12 +100,10 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
 
 
 def _runs_in(folder: Path, config: PlannedConfig) -> list[RunInfo]:
-    """Every run in a config's folder."""
-    found = [(path, re.fullmatch(r"fold(\d+)_rep(\d+)", path.name)) for path in sorted(folder.glob("fold*_rep*"))]
     return [
-        RunInfo(path, config.dataset, config.protocol, folder.name, int(match[1]), int(match[2]))
-        for path, match in found
-        if match and path.is_dir()
+        RunInfo(path, config.dataset, config.protocol, folder.name, *coordinates)
+        for path in sorted(folder.iterdir())
+        if (coordinates := coordinates_of(path.name)) and path.is_dir()
     ]
 
 
@@ -119,11 +111,11 @@ def compare_rows(
     rows: Sequence[Row], plan: Plan, configs: Mapping[Overrides, PlannedConfig | str],
     blocked: Mapping[str, DmlbenchError], reasons: Sequence[str],
 ) -> tuple[list[Comparison], list[str]]:  # fmt: skip
-    """Every score of a paper with ours, and notes on what our rows deviate in.
+    """Compare every score of a paper with ours; also returns notes on our rows' deviations.
 
     Args:
         rows: with scores.
-        plan: with the present state of its runs.
+        plan: of the rows' runs.
         configs: by the rows' overrides, or why these cannot be composed.
         blocked: why runs could not begin, by ``sha256``.
         reasons: why no row is comparable with the paper.
@@ -141,15 +133,15 @@ def compare_rows(
     for row in rows:
         assert row.score is not None
         known = of_rows.get(row.overrides)
-        if row.why:
-            comparisons.append(Comparison(row.score, row.why.partition(" ")[0], note=row.why))
+        if row.blocker:
+            comparisons.append(Comparison(row.score, row.blocker.partition(" ")[0], note=row.blocker))
         elif known is None:
             comparisons.append(Comparison(row.score, NOT_RUN, note=str(configs[row.overrides])))
         elif (found := summaries[known.sha256].found) is None:
             note = str(blocked.get(known.sha256, summaries[known.sha256].problem))
             comparisons.append(Comparison(row.score, NOT_RUN, note=note))
         else:
-            differing = others(row.score, found[2], summaries[known.sha256].provenance)
+            differing = differences_to_paper(row.score, found[2], summaries[known.sha256].provenance)
             why = [*([row.doubt] if row.doubt else []), *reasons, *differing, *incomparable(found[2])]
             comparisons.append(compare(row.score, found[2], why, label=row.metric))
             deviations[row.label] = found[2].get("deviations", ())
@@ -157,13 +149,13 @@ def compare_rows(
 
 
 def spec_for(labels: Sequence[str]) -> EvaluationSpec:
-    """What has to be computed for metrics of these labels."""
+    """The evaluation of metrics with these labels."""
     asked = [score for score in map(score_labeled, labels) if score is not None]
     return EvaluationSpec(metrics=tuple(dict.fromkeys(score.name for score in asked)) or ("p_at_1",))
 
 
-def others(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance) -> list[str]:
-    """How the runs of a summary differ from those of the paper's score: data set, protocol, backbone, size, weights."""
+def differences_to_paper(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance) -> list[str]:
+    """Differences to the runs of the paper's score: data set, protocol, backbone, embedding size, weights."""
     choices = summary["choices"]
     size = summary.get("dimension", {}).get(kind_of(score, summary), provenance.embedding_size)
     pairs = [("data set", summary["dataset"], score.dataset), ("protocol", summary["protocol"], score.protocol)]
@@ -176,12 +168,12 @@ def others(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance
 
 
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
-    """Overrides of the command line that make other runs than the paper's, but for weights, which the runs tell."""
+    """Notes on overrides that make other runs than the paper's; runs tell their weights themselves."""
     return [f"given by hand: {override}" for override in moving(overrides) if _key_of(override) != _WEIGHTS]
 
 
 def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> list[str]:
-    """Overrides that make other configs than an experiment's own; ``choosing`` are keys that choose among these."""
+    """Overrides that make other configs than the experiment's; ``choosing`` are keys that choose among these."""
     return [
         override
         for override in overrides
@@ -196,11 +188,11 @@ def _key_of(override: str) -> str:
 
 
 def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
-    """Why complete runs cannot share a table: made by different code, or from different data of one name.
+    """Notes on complete runs of one table by different code, or of different data of one name.
 
     Args:
         runs: of a table.
-        to_do: whether the present code will add others.
+        to_do: whether the installed code will add runs.
     """
     done = [run for run in runs if run.state == "done"]
     code: Counter[str] = Counter()
@@ -224,29 +216,19 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
 
 
 def grid_tables(summaries: Mapping[str, Summary], spec: EvaluationSpec) -> dict[tuple[str, str], Table]:
-    """The configs of a grid as tables, one for each data set and protocol.
-
-    Raises:
-        RunError: no config has a complete run.
-    """
+    """The configs of a grid as tables, one for each data set and protocol."""
     grouped: dict[tuple[str, str], list[Found]] = {}
     for summary in summaries.values():
         if summary.found is not None:
             run = summary.found[1][0]
             grouped.setdefault((run.dataset, run.protocol), []).append(summary.found)
-    if not grouped:
-        raise RunError("no config has a complete run yet")
     return build_tables(named_configs(grouped), spec)
 
 
 def seconds_per_run(plan: Plan, hours: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """What a run of a config takes and how that is known, by ``sha256``; absent where it is unknown.
+    """Seconds of a run and how they are known, by ``sha256``; absent if unknown.
 
-    Measured on complete runs of the config, else on those of its data set in this table, else as the experiment says.
-
-    Args:
-        plan: with the present state of its runs.
-        hours: of the experiment for a run of each config, by ``sha256``.
+    Measured on complete runs of the config, else of its data set in this table, else the experiment's ``hours``.
     """
     of_config: dict[str, list[float]] = {}
     of_dataset: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Rows of experiments that are tables: each row is a list of Hydra overrides, beside the paper's score if it has one.
+"""Rows of experiments that are tables: lists of Hydra overrides, with the paper's score if it has one.
 
 An experiment that reproduces a table or a figure of a paper is called ``<paper>/<table>`` and has a part ``reproduce``:
 
@@ -37,19 +37,19 @@ from dmlbench.types import ConfigError, closest
 QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
 NARROWING = ("dataset", "protocol", "backbone")
-"""Groups that choose among the scores of a paper's table."""
+"""Groups that select among the scores of a paper's table."""
 _PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "commands", "hours_per_run", "also")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, for one score of a paper where the table has any.
+    """A row of a table, for one score of a paper if the table has any.
 
     Attributes:
         label: of the row; empty in a grid.
-        overrides: of ``dmlbench train``, without fold and repeat; empty where nothing can be run.
+        overrides: of ``dmlbench train``, without fold and repeat.
         score: of the paper.
-        why: why nothing can be run, beginning with its verdict (``QUOTED``, "needs").
+        blocker: verdict (``QUOTED``, "needs") and reason if nothing can be run.
         doubt: why the paper's row may be another config.
         metric: label of our metric that the score is compared with.
     """
@@ -57,7 +57,7 @@ class Row:
     label: str
     overrides: tuple[str, ...]
     score: PaperScore | None = None
-    why: str = ""
+    blocker: str = ""
     doubt: str = ""
     metric: str = ""
 
@@ -73,7 +73,7 @@ def experiments(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def paper_tables(folders: Sequence[Path]) -> list[str]:
-    """Names of the papers' tables and figures, paper by paper, those with scores in the paper's text first."""
+    """Names of the papers' tables and figures, paper by paper, those with printed scores first."""
     known = papers.tables()
     drawn = [name for name in experiments(folders) if name.partition("/")[2].startswith(("table", "figure"))]
     of_papers = dict.fromkeys(name.partition("/")[0] for name in known)
@@ -82,17 +82,13 @@ def paper_tables(folders: Sequence[Path]) -> list[str]:
 
 
 def reproduce_of(path: Path | None) -> dict[str, Any]:
-    """What an experiment's own file has under ``reproduce``; empty where it has nothing."""
+    """The part ``reproduce`` of an experiment's file; may be empty."""
     content = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
     return checked((content or {}).get("reproduce"), str(path))
 
 
 def checked(reproduce: Any, where: str) -> dict[str, Any]:
-    """What an experiment has under ``reproduce``.
-
-    Raises:
-        ConfigError: it has keys that this module does not document.
-    """
+    """The part ``reproduce`` of an experiment, if all of its keys are known."""
     if reproduce is None:
         return {}
     if not isinstance(reproduce, dict):
@@ -104,7 +100,7 @@ def checked(reproduce: Any, where: str) -> dict[str, Any]:
 
 
 def words(overrides: Any) -> list[str]:
-    """Overrides that are written as one text, separated by blanks, or as a list."""
+    """Overrides in a text, separated by blanks, or in a list."""
     if overrides is None:
         return []
     if isinstance(overrides, str):
@@ -119,11 +115,8 @@ def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str
 
     Args:
         name: of the table, as in "gsp/table2".
-        reproduce: of its experiment; empty where there is none.
+        reproduce: of its experiment.
         composed: the experiment's options of the groups ``NARROWING``.
-
-    Raises:
-        ConfigError: ``reproduce`` names a row, setting, data set or size that the table lacks.
     """
     scores = load_table(name)
     labels: dict[str, list[Any]] = {
@@ -144,8 +137,8 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
     if score.origin == QUOTED:  # also of a row that others' and own scores share
         return Row(score.row, (), score, f"{QUOTED} {why_quoted(name, score.row, score.dataset)}")
     if score.row not in (reproduce.get("rows") or {}):
-        why = instead_of_rows(reproduce) or "needs a command: its experiment does not name this row"
-        return Row(score.row, (), score, why)
+        blocker = instead_of_rows(reproduce) or "needs a command: its experiment does not name this row"
+        return Row(score.row, (), score, blocker)
     keys = {
         "datasets": score.dataset,
         "embedding_sizes": score.embedding_size,
@@ -164,7 +157,7 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
 
 
 def instead_of_rows(reproduce: Mapping[str, Any]) -> str:
-    """What makes a table that is none of runs, or what is missing for one; empty where neither is said."""
+    """The commands that make a table instead of runs, and what is missing for it."""
     commands, needs = reproduce.get("commands") or (), reproduce.get("needs")
     made = [f"made by `{'; '.join(commands)}`"] if commands else []
     missing = [f"needs {needs}"] if needs else []
@@ -179,7 +172,6 @@ def _our_label(label: str, metrics: Mapping[str, str]) -> str:
 
 
 def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...], str]:
-    """The overrides of all parts, or what one of them needs."""
     for part in parts:
         if isinstance(part, dict) and "overrides" not in part:
             return (), f"needs {part.get('needs', 'what its experiment does not say')}"
@@ -196,10 +188,7 @@ def own_rows(
         name: of the experiment.
         reproduce: of the experiment.
         labels: of the rows to keep, or shell patterns of them; None keeps all.
-        datasets: to use instead of the experiment's; empty keeps these.
-
-    Raises:
-        ConfigError: a label matches nothing.
+        datasets: instead of the experiment's, if any.
     """
     parts = {part: dict(reproduce.get(part) or {"": ""}) for part in ("datasets", "rows", "settings")}
     kept = parts["rows"].keys() if labels is None else _matching(list(parts["rows"]), labels)
@@ -210,29 +199,25 @@ def own_rows(
     ):
         base = [f"experiment={name}", *([f"dataset={dataset}"] if dataset else [])]
         overrides, needs = _joined(base, [of_dataset, parts["rows"][label], setting])
-        found.append(Row(label, overrides, why=needs))
+        found.append(Row(label, overrides, blocker=needs))
     return found
 
 
 def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> float | None:
-    """The hours of one run that the experiment states, if it does."""
+    """The experiment's hours for one run, if any."""
     given = reproduce.get("hours_per_run") or {}
     hours = ((given.get("backbones") or {}).get(backbone) or given).get(dataset)
     return float(hours) if isinstance(hours, int | float) else None
 
 
 def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides without those whose key a later one has."""
+    """The last override of each key."""
     latest = {override.partition("=")[0].lstrip("~+"): override for override in overrides}
     return tuple(dict.fromkeys(latest[override.partition("=")[0].lstrip("~+")] for override in overrides))
 
 
 def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Row]:
-    """The rows with these labels (or shell patterns of them) and these options of ``NARROWING``.
-
-    Raises:
-        ConfigError: a label or an option matches nothing.
-    """
+    """The rows with these labels (or shell patterns of them) and these options of ``NARROWING``."""
     for group, options in groups.items():
         known = list(dict.fromkeys(getattr(row.score, group) for row in rows))
         for option in options:
@@ -261,11 +246,11 @@ def _matching(labels: Sequence[str], rows: Sequence[str]) -> set[str]:
 
 
 def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
-    """The configs of a grid as overrides, the first key varying slowest, and the coordinates that it names.
+    """The configs of a grid as overrides, the first key varying slowest, and its folds and repeats.
 
     Args:
-        params: ``hydra.sweeper.params`` of an experiment: values, several of them separated by commas.
-        given: overrides of the command line, which replace those of their keys; they may be sweeps, too.
+        params: ``hydra.sweeper.params`` of an experiment.
+        given: overrides of the command line, which replace those of the same key; may be sweeps, too.
     """
     texts = last_of_each([*(f"{key}={value}" for key, value in params.items()), *given])
     parsed = OverridesParser.create().parse_overrides(list(texts))
@@ -289,7 +274,7 @@ def _number(override: str) -> int:
 
 
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:
-    """What ``dmlbench reproduce --list`` prints of a table: how many rows can be run, are quoted, or need something."""
+    """The line of ``dmlbench reproduce --list`` about a table, in parts."""
     if not has_experiment:
         yield "no experiment"
     elif commands := reproduce.get("commands"):
@@ -301,14 +286,14 @@ def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Ite
     else:
         kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "needs": set()}
         for row in rows_of_paper(name, reproduce, {}):
-            kinds[row.why.partition(" ")[0] or "runnable"].add(row.label)
+            kinds[row.blocker.partition(" ")[0] or "runnable"].add(row.label)
         yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
         if told := instead_of_rows(reproduce):
             yield told
 
 
 def about(name: str) -> str:
-    """What a table is, in words; empty where only its experiment knows."""
+    """What a paper's table shows; empty for other experiments."""
     if name not in papers.tables():
         return ""
     table = describe_table(name)

@@ -1,4 +1,4 @@
-"""Finds aggregated configs, names them and makes one table per data set and protocol."""
+"""Aggregated configs with their labels, and one table of them per data set and protocol."""
 
 import logging
 import sys
@@ -16,8 +16,9 @@ from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
+from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config
-from dmlbench.results.tables import NAMING_GROUPS, Table, config_labels, make_table
+from dmlbench.results.table import Table
 from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,10 @@ class ConfigSummary:
 
     Attributes:
         path: its folder.
-        runs: its runs.
-        summary: what ``aggregate_config`` made of them.
-        label: the name of its row.
-        differing: notes on settings in which it and the other configs of its table differ, beyond their labels.
+        runs: of the config.
+        summary: of ``aggregate_config``.
+        label: of its row.
+        differing: notes on settings in which the configs of its table differ beyond their labels.
     """
 
     path: Path
@@ -46,7 +47,7 @@ class ConfigSummary:
 
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
-    """The scores that ``spec`` asks for, in its own order."""
+    """Names of the requested scores, in the order of ``spec``."""
     columns = (score.name for metric in spec.metrics for score in asked_scores([metric], spec.recall_at))
     return list(dict.fromkeys(columns))
 
@@ -54,9 +55,9 @@ def asked_columns(spec: EvaluationSpec) -> list[str]:
 def find_configs(
     output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> dict[tuple[str, str], list[ConfigSummary]]:
-    """Aggregated configs per (data set, protocol), trained ones first, each with the shortest name that tells it apart.
+    """Aggregated configs by (data set, protocol), trained ones first.
 
-    Scores that ``spec`` asks for and a summary lacks are computed and kept.
+    Requested scores that a summary lacks are computed and kept.
 
     Raises:
         RunError: nothing matches; a config is not aggregated, was aggregated from other runs, or is partial without
@@ -89,14 +90,14 @@ def find_configs(
 
 
 def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[str, str], list[ConfigSummary]]:
-    """Configs per (data set, protocol), trained ones first, each with the shortest name that tells it apart."""
+    """Label configs by (data set, protocol), trained ones first."""
     result = {}
     for key, everything in grouped.items():
         configs = {
             path: read_config(next(run.path for run in runs if run.state == "done") / CONFIG)
             for path, runs, _ in everything
         }
-        settings = {path: _settings(config) for path, config in configs.items()}
+        settings = {path: config_settings(dict(config)) for path, config in configs.items()}
         labels, differing = config_labels(
             [(summary["choices"], settings[path]) for path, _, summary in everything],
             [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in everything],
@@ -113,11 +114,7 @@ def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[
 def build_tables(
     grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], spec: EvaluationSpec, *, facts: Sequence[str] = ()
 ) -> dict[tuple[str, str], Table]:
-    """One table per (data set, protocol) of what ``find_configs`` found; ``facts`` of their splits are columns, too.
-
-    Raises:
-        ConfigError: a metric or a fact is unknown.
-    """
+    """One table per (data set, protocol); ``facts`` of the splits are columns, too."""
     tables, metrics = {}, asked_columns(spec)
     for (dataset, protocol), configs in grouped.items():
         summaries, labels = [config.summary for config in configs], [config.label for config in configs]
@@ -126,8 +123,8 @@ def build_tables(
     return tables
 
 
-def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> str:
-    """Every run of the configs: where it stands, what its scores are not, and these as fractions."""
+def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd.DataFrame:
+    """A row for each run of the configs, with its scores as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": config.label, "config": config.path.name, "run": run,
          "scored_on": config.summary["scored_on"], "notes": "; ".join(cautions(config.summary)), **scores}
@@ -136,23 +133,21 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> s
     ]  # fmt: skip
     places = ["dataset", "protocol", "row", "config", "run", "scored_on", "notes"]
     frame = pd.DataFrame(rows)
-    return str(frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]].to_csv(index=False))
+    return frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]]
 
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
-    """Notes on settings in which the configs of runs, given with their choices, differ beyond their names."""
-    configs = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
-    configs = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
-    return config_labels(configs, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
-
-
-def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What defines the config of a run's configuration, flattened."""
-    return config_settings(dict(stored))
+    """Notes on settings in which configs of runs, given with their choices, differ beyond their labels."""
+    stored = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
+    changed = [changed_settings(container, NAMING_GROUPS) for container in stored]
+    configs = [
+        (choices, config_settings(dict(container))) for (_, choices), container in zip(runs, stored, strict=True)
+    ]
+    return config_labels(configs, changed)[1]
 
 
 def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
-    """Labels that several configs have, with the hashes that end the configs' names."""
+    """Labels, with the config's hash where several configs have the same."""
     return [
         f"{label} [{config.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
         for label, config in zip(labels, configs, strict=True)

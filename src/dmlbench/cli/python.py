@@ -3,7 +3,6 @@
 Nothing here reads or changes Hydra's state of the process; relative paths are those of the working directory.
 """
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, runs_by_config
-from dmlbench.results.tables import to_csv
 
 
 def run(*overrides: str) -> Path:
@@ -115,7 +113,7 @@ def table(
     found: list[Any] = []
     tables = build_tables(find_configs(root, configs, spec, allow_partial=allow_partial), spec)
     for (dataset, protocol), one in tables.items():
-        frame = pd.read_csv(io.StringIO(to_csv(one)))
+        frame = one.to_frame()
         frame.insert(0, "protocol", protocol)
         frame.insert(0, "dataset", dataset)
         found.append(frame)

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.utils import JobReturn, configure_log
 from omegaconf import DictConfig
 
-from dmlbench.apps.measured import measured
+from dmlbench.apps.published_tables import summarize_tables
 from dmlbench.apps.table_rows import (
     QUOTED,
     experiments,
@@ -70,7 +70,7 @@ def main(line: CommandLine) -> None:
         if cfg.list:
             _print_list(folders, Path(cfg.paths.output_dir) / "tables")
         elif cfg.measured:
-            print(measured(Path(cfg.measured)), end="")
+            print(summarize_tables(Path(cfg.measured)), end="")
         else:
             _reproduce(cfg, folders, given, launching, line.config_dir)
 

@@ -19,7 +19,7 @@ from dmlbench.apps.table_rows import about
 from dmlbench.cli.arguments import key_of
 from dmlbench.cli.table_output import write_table
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
-from dmlbench.results import side_by_side
+from dmlbench.results.side_by_side import side_by_side
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, verdict_on
 from dmlbench.runtime import read_json
 from dmlbench.schemas import SCHEMAS
@@ -132,7 +132,7 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
             comparisons.append(verdict_on(score, *found))
     described = describe_table(name)
     paper = [f"the paper's numbers: {described.numbers}", *([described.note] if described.note else [])]
-    write_table(side_by_side.SideBySide(name, about(name), tuple(comparisons), (*paper, *of_numbers)), folder)
+    write_table(side_by_side(name, about(name), comparisons, [*paper, *of_numbers]), folder)
 
 
 def _number(score: PaperScore, measured: Mapping[str, Any]) -> tuple[float, float | None] | None:

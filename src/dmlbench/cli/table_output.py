@@ -15,9 +15,8 @@ from dmlbench.types import DmlbenchError
 
 if TYPE_CHECKING:
     from dmlbench.apps.plan import Plan, PlannedConfig
-    from dmlbench.results.side_by_side import SideBySide
+    from dmlbench.results.table import Table as PrintedTable
 
-_SUFFIXES = {"md": "markdown", "csv": "csv", "tex": "latex"}
 _MOST_LISTED = 5
 _LONGEST = 40
 """Characters of a file's name that describe the part of a table; a hash identifies it."""
@@ -41,9 +40,7 @@ def print_table(
     from dmlbench.apps.table_comparison import compare_rows, given_by_hand, grid_tables, summarize
     from dmlbench.evaluation.spec import EvaluationSpec
     from dmlbench.papers import describe_table
-    from dmlbench.results import tables as plain
-    from dmlbench.results.side_by_side import SideBySide
-    from dmlbench.runtime import remove_leftovers
+    from dmlbench.results.side_by_side import side_by_side
 
     reasons = [*given_by_hand(moved), *mixed]
     base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
@@ -55,8 +52,7 @@ def print_table(
         comparisons, deviations = compare_rows(table.rows, plan, configs, blocked, reasons)
         described = describe_table(table.name)
         of_paper = [f"the paper's numbers: {described.numbers}", *([described.note] if described.note else [])]
-        done = SideBySide(table.name, about(table.name), tuple(comparisons), (*of_paper, *notes, *deviations))
-        write_table(done, base)
+        write_table(side_by_side(table.name, about(table.name), comparisons, [*of_paper, *notes, *deviations]), base)
         return
     spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
     summaries = summarize(plan, spec)
@@ -68,23 +64,20 @@ def print_table(
         return
     for note in reasons:
         print(note)
-    remove_leftovers(base.parent)
     made = grid_tables(summaries, spec)
     for (dataset, protocol), one in made.items():
         noted = replace(one, notes=(*one.notes, *notes))
-        print(plain.to_text(noted))
-        renders = {suffix: getattr(plain, f"to_{how}")(noted) for suffix, how in _SUFFIXES.items()}
-        _write(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"), renders)
+        write_table(noted, base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
 
 
-def write_table(table: "SideBySide", base: Path) -> None:
-    """Print a comparison with a paper, and write it as ``base`` with several suffixes."""
-    from dmlbench.results import side_by_side
+def write_table(table: "PrintedTable", base: Path) -> None:
+    """Print a table, and write it as ``base`` with several suffixes."""
     from dmlbench.runtime import remove_leftovers
 
-    print(side_by_side.to_text(table))
+    print(table.to_text())
     remove_leftovers(base.parent)
-    _write(base, {suffix: getattr(side_by_side, f"to_{how}")(table) for suffix, how in _SUFFIXES.items()})
+    table.write(base)
+    print(f"written: {base}.md, .csv, .tex\n")
 
 
 def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:
@@ -96,12 +89,3 @@ def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:
     words = [*([readable] if part else []), *(["own"] if moved else [])]
     digest = hashlib.sha256("\n".join([*part, "", *sorted(moved)]).encode()).hexdigest()
     return f"-{'-'.join([*words, digest[:8]])}"
-
-
-def _write(base: Path, renders: Mapping[str, str]) -> None:
-    from dmlbench.runtime import atomic_write
-
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in renders.items():
-        atomic_write(base.with_name(f"{base.name}.{suffix}"), text.encode())
-    print(f"written: {base}.md, .csv, .tex\n")

@@ -57,7 +57,7 @@ class Table:
     @property
     def wanted(self) -> list[tuple[str, ...]]:
         """The overrides of all configs."""
-        return list(dict.fromkeys(row.overrides for row in self.rows if not row.why))
+        return list(dict.fromkeys(row.overrides for row in self.rows if not row.blocker))
 
     @property
     def labels(self) -> dict[tuple[str, ...], str]:
@@ -128,9 +128,9 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         raise ConfigError(
             f"{name} has no rows by name: narrow its grid, as in pooling=gap; see conf/experiment/{name}.yaml"
         )
-    rows = [row if row.why else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
-    if all(row.why for row in rows):
-        why = "; ".join(dict.fromkeys(f"{row.label}: {row.why}" for row in rows))
+    rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
+    if all(row.blocker for row in rows):
+        why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))
         raise ConfigError(f"{name}: nothing of what was asked for can be run ({why})")
     return Table(name, reproduce, tuple(rows), coordinates, choices.get("backbone", ""), tuple(part))
 

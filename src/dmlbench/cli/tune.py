@@ -15,7 +15,7 @@ from dmlbench.cli.reproduce import parts_of, quiet
 from dmlbench.cli.train import composed_run
 from dmlbench.config import composing
 from dmlbench.schemas import TuneConfig
-from dmlbench.types import ConfigError, RunError, is_file_name
+from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
     from dmlbench.tuning.search import Outcome, Search
@@ -61,11 +61,12 @@ def _tune(cfg: DictConfig, given: Sequence[str], config_dir: Path | None) -> Non
 
 
 def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, config_dir: Path | None) -> None:
-    from dmlbench.tuning.findings import notes, ranked, to_markdown, write_table
+    from dmlbench.tuning.findings import notes, ranked, trials_table
 
     monitor = compose(search.of_run(found[0].values, 0)).fit.monitor
-    written = write_table(search, found, monitor)
-    print(to_markdown(search, found, monitor))
+    table = trials_table(search, found, monitor)
+    written = table.write(search.folder / "trials", ["csv", "md"])
+    print(table.to_markdown())
     best = ranked(found)[0]
     if best.state != "complete":
         if any(outcome.state == "running" for outcome in found):
@@ -82,8 +83,7 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
     from dmlbench.tuning.search import Search
     from dmlbench.tuning.space import make_space
 
-    if not is_file_name(str(cfg.name)):
-        raise ConfigError(f"name ({cfg.name!r}) names a folder and a recipe: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):

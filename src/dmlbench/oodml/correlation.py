@@ -20,6 +20,7 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
 from dmlbench.oodml.structure import MEASURES, Structure, structure_of_run
 from dmlbench.results.run_scores import scores_of_run
+from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError
 
@@ -66,11 +67,11 @@ def correlate(cfg: DictConfig) -> Iterator[str]:
             found = structure_of_run(run.path, device=cfg.device, num_workers=cfg.num_workers)
             known = scores_of_run(run.path, run.result, spec, distance_of=lambda run_dir: None)
             measured.append(Measured(run, found, {name: known[name] for name in spec.score_names}))
-        text = to_markdown(title, measured, spec.score_names)
+        text = correlation_tables(title, measured, spec.score_names)
         yield text
         atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
-        atomic_write(stem.with_name(f"{stem.name}.csv"), correlations_to_csv(measured, spec.score_names).encode())
-        atomic_write(stem.with_name(f"{stem.name}-runs.csv"), points_to_csv(measured).encode())
+        for suffix, frame in (("", correlations_frame(measured, spec.score_names)), ("-runs", points_frame(measured))):
+            atomic_write(stem.with_name(f"{stem.name}{suffix}.csv"), frame.to_csv(index=False).encode())
         draw(title, measured, stem.with_name(f"{stem.name}.png"), scores=spec.score_names)
         yield f"written: {stem}.md, .csv, -runs.csv, .png\n"
 
@@ -116,20 +117,16 @@ def correlations(points: pd.DataFrame, score: str) -> dict[str, dict[int | None,
     }
 
 
-def to_markdown(title: str, measured: Sequence[Measured], scores: Sequence[str]) -> str:
-    """Of each score a table: a row a measure, a column for all splits together and for each of them."""
+def correlation_tables(title: str, measured: Sequence[Measured], scores: Sequence[str]) -> str:
+    """Markdown with a table for each score: a row a measure, a column for all splits together and for each of them."""
     points, names = points_of(measured), _names_of_splits(measured)
     parts = [f"### {title}: rank correlation of measures of the training embeddings with test scores", ""]
     for score in scores:
         found = correlations(points, score)
         heads = [score_named(score).label, "overall", *(names[fold] for fold in sorted(names))]
-        parts += ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-        parts += [
-            f"| {_NAMES[measure]} | " + " | ".join(map(str, of_measure.values())) + " |"
-            for measure, of_measure in found.items()
-        ]
+        rows = [[_NAMES[measure], *map(str, of_measure.values())] for measure, of_measure in found.items()]
         counts = ", ".join(f"{_NAMES[measure]} {of_measure[None].count}" for measure, of_measure in found.items())
-        parts += ["", f"- points overall: {counts}", ""]
+        parts += [*markdown_lines(heads, rows, "l" + "r" * (len(heads) - 1)), "", f"- points overall: {counts}", ""]
     notes = [
         "Spearman's correlation; a point is a method on a split, mean over repeats; overall: both values normalized to "
         "[0, 1] on each split",
@@ -141,17 +138,17 @@ def to_markdown(title: str, measured: Sequence[Measured], scores: Sequence[str])
     return "\n".join([*parts, *(f"- {note}" for note in notes), ""])
 
 
-def points_to_csv(measured: Sequence[Measured]) -> str:
+def points_frame(measured: Sequence[Measured]) -> pd.DataFrame:
     """A line a run: its split, measures and test scores."""
     lines = [
         {"row": one.run.label, "config": one.run.path.parent.name, "fold": one.run.fold, "repeat": one.run.repeat,
          "distance": one.run.distance, "kind": one.run.kind, **asdict(one.structure), **one.scores,
          "notes": "; ".join(notes_of([one.run]))} for one in measured
     ]  # fmt: skip
-    return str(pd.DataFrame(lines).to_csv(index=False))
+    return pd.DataFrame(lines)
 
 
-def correlations_to_csv(measured: Sequence[Measured], scores: Sequence[str]) -> str:
+def correlations_frame(measured: Sequence[Measured], scores: Sequence[str]) -> pd.DataFrame:
     """A line for each score, measure and split, with an empty correlation where it is undefined."""
     points = points_of(measured)
     lines = [
@@ -159,7 +156,7 @@ def correlations_to_csv(measured: Sequence[Measured], scores: Sequence[str]) -> 
          "points": one.count}
         for score in scores for measure, found in correlations(points, score).items() for fold, one in found.items()
     ]  # fmt: skip
-    return str(pd.DataFrame(lines).to_csv(index=False))
+    return pd.DataFrame(lines)
 
 
 def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequence[str]) -> None:

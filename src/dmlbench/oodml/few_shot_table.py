@@ -1,4 +1,4 @@
-"""Few-shot scores of several runs side by side: text, CSV, and a picture like figure 7 of the paper."""
+"""Few-shot scores of several runs: a table, and a picture like figure 7 of the paper."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.episodes import read_official
 from dmlbench.oodml.few_shot import Compared, FewShotPlan, few_shot_of_run
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, listed, notes_of, write_notes
-from dmlbench.runtime import atomic_write
+from dmlbench.results.table import Table
 from dmlbench.types import ConfigError
 
 
@@ -39,10 +39,9 @@ def few_shot(cfg: DictConfig) -> Iterator[str]:
             FewShotRow(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers))
             for run in runs
         ]
-        text = to_markdown(f"{title}, few-shot adaptation", rows, scores)
-        yield text
-        atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
-        atomic_write(stem.with_name(f"{stem.name}.csv"), to_csv(rows, scores).encode())
+        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
+        yield table.to_markdown()
+        table.write(stem, ["md", "csv"])
         for score in scores:
             draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
         yield f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n"
@@ -62,18 +61,17 @@ def _plan(cfg: DictConfig) -> FewShotPlan:
     return FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
 
 
-def to_markdown(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
-    """A row a run: of each score and number of shots zero-shot, few-shot and relative gain, in percent."""
+def few_shot_table(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> Table:
+    """Zero-shot, few-shot and relative gain of each score and number of shots, in percent; the CSV has fractions."""
     columns = [(shots, score) for score in scores for shots in rows[0].compared]
     labels = {score: score_named(score).label for score in scores}
     parts = ("zero-shot", "few-shot", "gain")
-    heads = ["", "split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
-    lines = ["| " + " | ".join(heads) + " |", "|---|---" + "|---:" * (len(heads) - 2) + "|"]
-    for row in rows:
-        cells = [row.run.label, row.run.split, str(row.run.repeat)]
-        for shots, score in columns:
-            cells += map(_in_percent, _parts(row.compared[shots], score).values())
-        lines.append("| " + " | ".join(cells) + " |")
+    heads = ["split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
+    cells = [
+        [row.run.split, str(row.run.repeat)]
+        + [_in_percent(values) for k, score in columns for values in _parts(row.compared[k], score).values()]
+        for row in rows
+    ]
     episodes = len(next(iter(rows[0].compared[columns[0][0]].few_shot.values())))
     notes = [
         f"percent; mean ± population std over {episodes} episodes" if episodes > 1 else "percent; one episode",
@@ -81,12 +79,14 @@ def to_markdown(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -
         "of the same queries",
         *notes_of([row.run for row in rows]),
     ]
-    return "\n".join([f"### {title}", "", *lines, "", *(f"- {note}" for note in notes), ""])
+    return Table(
+        title, pd.DataFrame(cells, [row.run.label for row in rows], heads), tuple(notes),
+        align="ll" + "r" * (len(heads) - 1), data=pd.DataFrame(_fractions(rows, scores)),
+    )  # fmt: skip
 
 
-def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
-    """A line for each run, number of shots and score, as fractions."""
-    lines = []
+def _fractions(rows: Sequence[FewShotRow], scores: Sequence[str]) -> Iterator[dict[str, object]]:
+    """A line for each run, number of shots and score."""
     for row in rows:
         run = row.run
         for shots, compared in row.compared.items():
@@ -98,8 +98,7 @@ def to_csv(rows: Sequence[FewShotRow], scores: Sequence[str]) -> str:
                     name = part.replace("-", "_")
                     line[f"{name}_mean"] = None if values is None else float(np.mean(values))
                     line[f"{name}_std"] = None if values is None else float(np.std(values))
-                lines.append({**line, "notes": "; ".join(notes_of([run]))})
-    return str(pd.DataFrame(lines).to_csv(index=False))
+                yield {**line, "notes": "; ".join(notes_of([run]))}
 
 
 def _parts(compared: Compared, score: str) -> dict[str, Sequence[float] | None]:

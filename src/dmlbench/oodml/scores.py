@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
@@ -14,9 +15,10 @@ from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.split_runs import listed, write_notes
-from dmlbench.results.tables import Entry, Table, to_csv, to_latex, to_markdown, to_text
-from dmlbench.runtime import atomic_write, read_json
-from dmlbench.types import RunError, is_file_name
+from dmlbench.results.config_table import entry_of
+from dmlbench.results.table import Entry, Table
+from dmlbench.runtime import read_json
+from dmlbench.types import RunError, check_file_name
 
 Splits = tuple[tuple[str, float], ...]
 """Names of splits with the distances between their halves, ascending."""
@@ -42,14 +44,10 @@ def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
             tables.append(table)
             stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
             if cfg.name is not None:
-                if not is_file_name(cfg.name):
-                    raise RunError(f"name ({cfg.name}) must be the name of a file, such as birds")
+                check_file_name(cfg.name)
                 stem = f"{cfg.name}{f'-{len(tables)}' if len(tables) > 1 else ''}"
             folder = Path(cfg.paths.output_dir) / "tables"
-            folder.mkdir(parents=True, exist_ok=True)
-            for suffix, render in ((".md", to_markdown), (".csv", to_csv), (".tex", to_latex)):
-                atomic_write(folder / f"{stem}{suffix}", render(table).encode())
-                written.append(folder / f"{stem}{suffix}")
+            written += table.write(folder / stem)
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"
                 draw_over_distance(
@@ -62,7 +60,7 @@ def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
         raise RunError(f"no config that matches '{cfg.configs}' was run over splits; run some with protocol=oodml")
     if unused:
         raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these configs; leave it out")
-    yield from map(to_text, tables)
+    yield from (table.to_text() for table in tables)
     yield from (f"written: {path}" for path in written)
 
 
@@ -105,21 +103,21 @@ def _table(
     rows = []
     for config in configs:
         by_split: Sequence[Mapping[str, Any]] = config.summary["by_split"]
-        entries = [
-            _entry(own, score)
+        rows.append([
+            entry_of(own, score)
             for score in scores
             for own in (*(split["scores"] for split in by_split), config.summary["scores"][AGS])
-        ]
-        rows.append((config.label, tuple(entries)))
+        ])  # fmt: skip
     by = sorted({str(split["distance_by"]) for config in configs for split in config.summary["by_split"]})
     notes = (
         f"columns are splits, in brackets the squared Frechet distance between their halves, by {'; '.join(by)}",
         "AGS: area under the score over these distances, brought to [0, 1]",
     )
     better = tuple(score.metric.better is not None for score in scores for _ in range(len(splits) + 1))
+    frame = pd.DataFrame(rows, base.frame.index, pd.MultiIndex.from_tuples(columns), dtype=object)
     return dataclasses.replace(
-        base, title=f"{dataset} under {protocol}, over the distance of the splits", columns=tuple(columns),
-        higher_is_better=better, rows=tuple(rows), notes=(*notes, *base.notes),
+        base, title=f"{dataset} under {protocol}, over the distance of the splits", frame=frame,
+        align="l" + "c" * len(columns), higher_is_better=better, notes=(*notes, *base.notes),
     )  # fmt: skip
 
 
@@ -133,21 +131,15 @@ def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequ
             for own in (*(split["scores"] for split in one["by_split"]), one[AGS])
         ]
         at = [score.scale for score in scores for _ in range(len(one["by_split"]) + 1)]
-        entries = tuple(
-            None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)
+        rows.append(
+            [None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)]
         )
-        rows.append((f"as it is: {one['network']}", entries))
+    labels = [f"as it is: {one['network']}" for one in frozen]
+    added = pd.DataFrame(rows, labels, table.frame.columns, dtype=object)
     return dataclasses.replace(
-        table, rows=(*table.rows, *rows), competes=(*table.competes, *(False for _ in rows)),
+        table, frame=pd.concat([table.frame, added]), competes=(*table.competes, *(False for _ in rows)),
         row_notes=(*table.row_notes, *(tuple(one["notes"]) for one in frozen)),
     )  # fmt: skip
-
-
-def _entry(scores: Mapping[str, Mapping[str, float | None]], score: Score) -> Entry | None:
-    found = scores.get(score.name)
-    if found is None or found["mean"] is None:
-        return None
-    return Entry(score.scale * found["mean"], None if found["std"] is None else score.scale * found["std"])
 
 
 def draw_over_distance(
@@ -163,7 +155,7 @@ def draw_over_distance(
     at = [distance for _, distance in splits]
     curves = {}
     for config in configs:
-        entries = [_entry(split["scores"], score) for split in config.summary["by_split"]]
+        entries = [entry_of(split["scores"], score) for split in config.summary["by_split"]]
         curves[config.label] = (
             np.array([np.nan if entry is None else entry.mean for entry in entries]),
             np.array([0.0 if entry is None or entry.std is None else entry.std for entry in entries]),
@@ -197,7 +189,7 @@ def draw_areas(
         1, len(scores), figsize=(1.2 + 2.6 * len(scores), 3.4), constrained_layout=True, squeeze=False
     )
     for axes, score in zip(panels[0], scores, strict=True):
-        entries = [_entry(config.summary["scores"][AGS], score) for config in configs]
+        entries = [entry_of(config.summary["scores"][AGS], score) for config in configs]
         means = [np.nan if entry is None else entry.mean for entry in entries]
         deviations = [np.nan if entry is None or entry.std is None else entry.std for entry in entries]
         axes.bar(range(len(configs)), means, yerr=deviations, capsize=3, color="tab:blue")

@@ -15,7 +15,7 @@ from dmlbench.config import load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
-from dmlbench.types import ConfigError, RunError, is_file_name
+from dmlbench.types import ConfigError, RunError, check_file_name
 
 Kept = TypeVar("Kept")
 
@@ -80,8 +80,7 @@ def listed(value: Any) -> list[Any]:
 
 def grouped_runs(cfg: DictConfig) -> Iterator[tuple[str, Path, list[SplitRun]]]:
     """Title, file stem and members of each group of the runs that a command names."""
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     set_strict_float32()
     folder = Path(cfg.paths.output_dir) / "tables"
     paths = chosen_runs(listed(cfg.get("run")), cfg.configs, cfg.paths.output_dir)

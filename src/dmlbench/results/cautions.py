@@ -1,4 +1,4 @@
-"""What scores are not (complete, exact, of the published data), in words that go wherever the scores go."""
+"""Caveats of scores (partial, approximate, not the published data), which every table of them prints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 PARTIAL = "PARTIAL: "
 IMPORTED = "IMPORTED: "
 UNKNOWN = "unknown"
-"""What is said of the training and the selection of an imported model of which nobody has told."""
+"""Training and selection of an imported model, if the user did not tell."""
 
 
 def cautions(scored: Mapping[str, Any]) -> list[str]:
-    """What a reader must know of the scores of a run's result or a config's summary; empty where there is nothing."""
+    """Caveats of the scores of a run's result or a config's summary."""
     found = []
     if scored.get("missing"):
         found.append(f"{PARTIAL}{scored['n_runs']} of {scored['n_runs_expected']} runs")
@@ -38,13 +38,13 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
 
 
 def incomparable(scored: Mapping[str, Any]) -> list[str]:
-    """Those of ``cautions`` that forbid to compare with published scores; what papers do themselves is none of them."""
+    """Those of ``cautions`` that forbid to compare with published scores."""
     done_by_papers = (PARTIAL, IMPORTED, "RE-RANKED", "SELECTED ON TEST", "scored on the validation classes")
     return [caution for caution in cautions(scored) if not caution.startswith(done_by_papers)]
 
 
 def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """``cautions`` of summaries that stand side by side; where they are of different data, also which these are."""
+    """``cautions`` of the rows of a table, and their data set's fingerprint if it differs between rows."""
     data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]
     differ = len(set(data)) > 1
     return [
@@ -54,7 +54,7 @@ def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def queries(scored: Mapping[str, Any]) -> str:
-    """How many queries there were, and of how many where the published test half has others."""
+    """Number of queries, and of the published test set's if that differs."""
     of = f" of {scored['n_query_published']:,}" if "n_query_published" in scored else ""
     return f"{scored['n_query']:,}{of} queries"
 
@@ -68,9 +68,15 @@ def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
 
 def by_fact(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
     """Facts of rows as lines: each fact once, with the rows that it holds for unless these are all."""
+    rows = rows_of_facts(facts, labels)
+    everywhere = set(labels)
+    return [fact if set(held) == everywhere else f"{fact} ({', '.join(held)})" for fact, held in rows.items()]
+
+
+def rows_of_facts(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> dict[str, list[str]]:
+    """Labels of the rows that a fact holds for, by fact, each once."""
     rows: dict[str, dict[str, None]] = {}
     for own, label in zip(facts, labels, strict=True):
         for fact in own:
             rows.setdefault(fact, {})[label] = None
-    everywhere = set(labels)
-    return [fact if held.keys() == everywhere else f"{fact} ({', '.join(held)})" for fact, held in rows.items()]
+    return {fact: list(held) for fact, held in rows.items()}

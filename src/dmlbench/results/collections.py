@@ -1,10 +1,6 @@
-"""Scores of the collections of fold models: one model per fold, every choice of a repeat per fold.
+"""Scores of collections of fold models: one repeat of each fold, in every combination (4 folds of 3 repeats: 81).
 
-Four folds with three repeats each give 3^4 = 81 collections. A collection is scored in two ways:
-
-- separated: the mean of its members' own scores;
-- concatenated: one score of the joined embedding. Ranking by the sum of the members' squared distances of unit rows is
-  ranking by the distance of the concatenated unit vectors, so one tile per member serves every collection.
+Separated: the mean of the members' scores. Concatenated: the score of the concatenated embeddings.
 
 Source: Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2.
 """
@@ -16,6 +12,7 @@ from math import prod
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
@@ -50,43 +47,35 @@ def collections(
 ) -> pd.DataFrame:
     """Score every collection of one repeat per fold.
 
-    The concatenated ranking is that of the sum over folds, in their order, of the members' exact similarities
-    (see ``dmlbench.evaluation.search.unit_rows``), ties by gallery index; tiles and threads cannot change it.
+    The concatenated ranking is by the sum over folds, in their order, of the members' exact similarities (or
+    ``distances``), ties by gallery index.
 
     Args:
-        members: query rows [Q, D] of every run, ``[fold][repeat]``; D may differ, ids and labels may not. Folds may
-            have different numbers of repeats.
+        members: query rows [Q, D] of every run, ``[fold][repeat]``; D and the number of repeats may differ.
         galleries: gallery rows of the same runs, or None: the queries are searched among themselves.
-        scores: the members' own scores as fractions, ``[fold][repeat][name]``, where they are known; computed
-            otherwise.
-        metrics: what joined embeddings are scored by, metrics of rankings; none at all is allowed with ``scores``.
+        scores: the members' known scores as fractions, ``[fold][repeat][name]``.
+        metrics: metrics of rankings for the concatenated embeddings; may be empty with ``scores``.
         recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
         device: as in ``EvaluationSpec``.
-        distances: the runs' own distances, ``[fold][repeat]``; None, as a whole or of a run, is the Euclidean distance
-            of unit vectors. The concatenated ranking is then by the sum of the members' distances.
-        progress: whether to show a bar.
+        distances: ``[fold][repeat]``; None is the Euclidean distance of unit vectors.
+        progress: whether to show a progress bar.
 
     Returns:
         One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,
-        ``separated_<score>`` (of every metric that all given scores have) and ``concatenated_<score>`` (of rankings),
-        as fractions.
-
-    Raises:
-        RunError: a fold without members, members of different test sets (naming the first difference), given scores
-            that are incomplete, or sets that cannot be evaluated.
-        ConfigError: more than ``MAX_COLLECTIONS``; ``recall_at`` or ``tile_bytes`` is out of range.
+        ``separated_<score>`` (all scores that the members share) and ``concatenated_<score>``, as fractions.
     """
     _check_members(members, galleries)
-    if distances is not None and [len(fold) for fold in distances] != [len(fold) for fold in members]:
-        raise RunError("distances must be given for every run, [fold][repeat], or not at all")
+    for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
+        if values is not None and [len(fold) for fold in values] != [len(fold) for fold in members]:
+            raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
     names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
         raise ConfigError(
             f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
         )
-    if scores is not None:
-        _check_scores(scores, members, names)
+    if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:
+        raise RunError(f"the runs' scores lack '{lacking[0]}'. Evaluate them again with these metrics.")
     joined: dict[tuple[int, ...], Evaluation] = {}
     own: list[list[Evaluation]] = []
     if names:
@@ -108,22 +97,15 @@ def collections(
 
 
 def summarize(frame: pd.DataFrame) -> dict[str, dict[str, float | None]]:
-    """Of each score column of ``collections``: {"mean": .., "std": population standard deviation over the rows}.
+    """Mean and std of each score column of ``collections``."""
+    names = [str(name) for name in frame if not str(name).startswith("repeat_fold")]
+    return {name: mean_and_std(frame[name]) for name in names}
 
-    Columns that start with ``repeat_fold`` are coordinates and are left out. One row has no spread: its std is None.
 
-    Raises:
-        ConfigError: the frame has no row.
-    """
-    if frame.empty:
-        raise ConfigError("there is no collection to summarize; give at least one row")
-    summary: dict[str, dict[str, float | None]] = {}
-    for name in frame.columns:
-        if not str(name).startswith("repeat_fold"):
-            values = frame[name].to_numpy(dtype=np.float64)
-            spread = float(values.std()) if len(values) > 1 else None
-            summary[str(name)] = {"mean": float(values.mean()), "std": spread}
-    return summary
+def mean_and_std(values: ArrayLike) -> dict[str, float | None]:
+    """Mean and population standard deviation; a single value has no standard deviation."""
+    found = np.asarray(values, dtype=np.float64)
+    return {"mean": float(found.mean()), "std": float(found.std()) if len(found) > 1 else None}
 
 
 def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float] | None:
@@ -138,15 +120,10 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
         level: coverage in (0, 1).
 
     Returns:
-        (low, high), or None where a fold has fewer than two repeats.
-
-    Raises:
-        ConfigError: ``level`` is not in (0, 1) or there is no fold.
+        (low, high), or None if a fold has fewer than two repeats.
     """
     if not 0 < level < 1:
-        raise ConfigError(f"level ({level}) must lie between 0 and 1; 0.95 is usual")
-    if not scores:
-        raise ConfigError("there is no fold to take an interval of")
+        raise ConfigError(f"level: got {level}, expected a number between 0 and 1.")
     if any(len(fold) < 2 for fold in scores):
         return None
     mean = float(np.mean([np.mean(fold) for fold in scores]))
@@ -157,53 +134,23 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
 
 
 def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
-    """Every fold has members, all of one test set, and there are not too many collections."""
     if not members or not all(len(fold) for fold in members):
-        empty = [f for f, fold in enumerate(members) if not len(fold)]
-        raise RunError(f"fold {empty[0]} has no run" if empty else "there is no fold to make collections of")
+        raise RunError(f"runs by fold: got {[len(fold) for fold in members]}, expected at least one of every fold.")
     count = prod(len(fold) for fold in members)
     if count > MAX_COLLECTIONS:
-        raise ConfigError(
-            f"{'x'.join(str(len(fold)) for fold in members)} repeats make {count} collections, more than "
-            f"{MAX_COLLECTIONS}; aggregate fewer folds or repeats"
-        )
-    _check_common(members, "query")
+        raise ConfigError(f"collections: got {count}, expected at most {MAX_COLLECTIONS}. Aggregate fewer repeats.")
+    _check_same_images(members, "query")
     if galleries is not None:
-        if [len(fold) for fold in galleries] != [len(fold) for fold in members]:
-            raise RunError("members and galleries must come from the same runs, [fold][repeat]")
-        _check_common(galleries, "gallery")
+        _check_same_images(galleries, "gallery")
 
 
-def _check_common(members: ModelEmbeddings, name: str) -> None:
-    """Ids and labels of every member are those of fold 0, repeat 0, in the same order."""
+def _check_same_images(members: ModelEmbeddings, name: str) -> None:
     first = members[0][0]
     for f, fold in enumerate(members):
         for r, member in enumerate(fold):
             for what in ("ids", "labels"):
-                ours, theirs = getattr(first, what), getattr(member, what)
-                place = f"the {name} {what} of fold {f}, repeat {r}"
-                remedy = "aggregate only runs on one version of one data set"
-                if ours.shape != theirs.shape:
-                    raise RunError(f"{place} count {len(theirs)} and those of fold 0, repeat 0 {len(ours)}; {remedy}")
-                differs = torch.nonzero(ours.cpu() != theirs.cpu())
-                if len(differs):
-                    n = int(differs[0, 0])
+                if not torch.equal(getattr(first, what).cpu(), getattr(member, what).cpu()):
                     raise RunError(
-                        f"{place} differ from those of fold 0, repeat 0 first at position {n} "
-                        f"({int(theirs[n])} instead of {int(ours[n])}); {remedy}"
+                        f"the {name} {what} of fold {f}, repeat {r} differ from those of fold 0, repeat 0. "
+                        "Aggregate only runs on one version of one data set."
                     )
-
-
-def _check_scores(
-    scores: Sequence[Sequence[Mapping[str, float]]], members: ModelEmbeddings, names: Sequence[str]
-) -> None:
-    if [len(fold) for fold in scores] != [len(fold) for fold in members]:
-        raise RunError("scores must be given for every run, [fold][repeat], or not at all")
-    for f, fold in enumerate(scores):
-        for r, run in enumerate(fold):
-            missing = [name for name in names if name not in run]
-            if missing:
-                raise RunError(
-                    f"the scores of fold {f}, repeat {r} lack '{missing[0]}'; "
-                    "evaluate the run again with these recall_at, or leave the scores out"
-                )

@@ -1,9 +1,7 @@
-"""One process at a time in a run directory, also of several machines on one shared folder.
+"""Locks of run directories: ``flock``, which ends with its process, plus a heartbeat.
 
-The lock is the system's own (``flock``): it ends with its process, however that ends, and network file systems pass it
-on between machines. Where they do not (NFS mounted with ``nolock`` or ``local_lock``), two machines would both get it.
-So its holder also touches the file every ``BEAT_S`` seconds: a lock that another machine's process touched within
-``SILENT_S`` seconds is alive, one that has been silent for longer is stale, that of a process that was killed.
+NFS mounted with ``nolock`` or ``local_lock`` does not pass ``flock`` on to other machines. So the holder also touches
+the file; the lock of another machine is stale if it was not touched for ``SILENT_S`` seconds.
 """
 
 import contextlib
@@ -21,14 +19,13 @@ from dmlbench.types import RunError, RunInUse, not_a_file
 
 LOCK = "run.lock"
 BEAT_S, SILENT_S = 15.0, 90.0
-"""How often a holder says that it lives, and after what silence another machine's is taken for dead: clocks may differ
-by what is between."""
+"""Seconds between heartbeats, and until another machine's lock is stale; clocks may differ by what is between."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for this process; the lock goes with the process, however it ends.
+    """Hold the run directory for this process.
 
     Raises:
         RunInUse: another process holds it.
@@ -76,7 +73,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _living_elsewhere(file: IO[str]) -> str:
-    """Process and machine that a lock names, if it is another machine and has been heard of lately; else ""."""
+    """Process and machine in a lock of another machine that is not stale; else ""."""
     file.seek(0)
     holder = file.read().strip()
     machine = holder.partition(" on ")[2]
@@ -86,7 +83,6 @@ def _living_elsewhere(file: IO[str]) -> str:
 
 @contextlib.contextmanager
 def _beating(descriptor: int) -> Iterator[None]:
-    """Touch a file every ``BEAT_S`` seconds."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -104,7 +100,7 @@ def _beating(descriptor: int) -> Iterator[None]:
 
 
 def require_file(path: Path) -> None:
-    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
+    """Raise RunError for a pipe or folder in a file's place; opening a pipe would wait forever."""
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove it")
 
@@ -114,7 +110,7 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def _kept_from_children(descriptor: int) -> Iterator[None]:
-    """A forked worker that outlives this process must not hold its lock."""
+    """Close the lock in forked workers, which may outlive this process."""
     _held.add(descriptor)
     try:
         yield

@@ -1,7 +1,6 @@
-"""Aggregation rules: how the runs of a config become one summary. A protocol names the rule of its runs.
+"""Aggregation rules: how the runs of a config become one summary.
 
-To add one: an object with the members of ``AggregationRule``, in ``RULES`` or importable from anywhere, by whose name
-(``collections``, or ``my_module.my_rule``) the protocol's ``aggregation`` calls it.
+A protocol names its rule in ``aggregation``: a key of ``RULES``, or the importable name of an ``AggregationRule``.
 """
 
 import hashlib
@@ -20,31 +19,29 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
 from dmlbench.evaluation.search.rerank import ranks_lists
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.collections import collections, confidence_interval, summarize
+from dmlbench.results.collections import collections, confidence_interval, mean_and_std, summarize
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
-from dmlbench.results.store import EMBEDDINGS, locked
+from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, run_name
 from dmlbench.runtime import atomic_write
 from dmlbench.types import RunError, closest, not_a_file
 
 COLLECTIONS = "collections.csv"
 
 _JOINED = "concatenated_"
-Coordinates = tuple[int, int]
-"""Fold and repeat."""
 
 
 @dataclass(frozen=True)
 class ConfigRuns:
-    """The complete runs of a config, and how to look at them.
+    """The complete runs of a config.
 
     Attributes:
         path: folder of the config.
-        runs: run directories by coordinates, in their order.
-        results: what ``result.json`` says of each.
+        runs: run directories by fold and repeat, ascending.
+        results: ``result.json`` of each.
         distance_of: the distance of a run, by its directory.
-        known: the config's summary so far, of the very same runs, or None.
+        known: the config's summary so far, of the same runs.
         force: rank collections again, although their scores are known.
-        progress: whether to show bars on long work.
+        progress: whether to show progress bars.
     """
 
     path: Path
@@ -57,11 +54,10 @@ class ConfigRuns:
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """The result of the first run."""
         return next(iter(self.results.values()))
 
     def tested(self, spec: EvaluationSpec) -> dict[Coordinates, dict[str, float]]:
-        """Test scores of every run: all that ``spec`` asks for, and others of its result that were found alike."""
+        """Test scores of every run: the requested ones, and others of its result by the same search and k-means."""
         return {
             key: scores_of_run(run_dir, self.results[key], spec, distance_of=self.distance_of, progress=self.progress)
             for key, run_dir in self.runs.items()
@@ -72,9 +68,9 @@ class AggregationRule(Protocol):
     """What makes a summary of runs.
 
     Attributes:
-        scored_on: which scores of the runs it sums up; those on validation classes are compared with each other only.
-        spread: what the deviations in its summaries are over, in words.
-        one_test_set: whether all folds are tested on the same images; where a rule does not say, they are.
+        scored_on: which scores of the runs it summarizes.
+        spread: what its standard deviations are over, in words.
+        one_test_set: whether all folds are tested on the same images (optional, True).
     """
 
     @property
@@ -90,10 +86,10 @@ class AggregationRule(Protocol):
 
 @dataclass(frozen=True)
 class Collections:
-    """Mean and population deviation over all collections of one run per fold, apart (separated) and joined.
+    """Mean and population std over all collections of one run per fold, separated and concatenated.
 
-    Joined embeddings rank the whole gallery, also where the runs ranked a shortlist. Runs whose test ranked lists again
-    are not joined: their values belong to the lists of one model.
+    Concatenated embeddings rank the whole gallery even if the runs ranked a shortlist. Reranked runs are not
+    concatenated: their values belong to the lists of one model.
     """
 
     scored_on: Literal["test", "val"] = "test"
@@ -130,7 +126,7 @@ class Collections:
     def _frame(
         self, config: ConfigRuns, spec: EvaluationSpec, tested: Mapping[Coordinates, Mapping[str, float]]
     ) -> tuple[pd.DataFrame, int]:
-        """The scores of all collections, what was ranked before included, and the embeddings' width."""
+        """The scores of all collections, earlier ones included, and the size of the embeddings."""
         keys = [[key for key in tested if key[0] == fold] for fold in sorted({fold for fold, _ in tested})]
         loaded = [[load_embeddings(config.runs[key] / EMBEDDINGS) for key in fold] for fold in keys]
         known = None if config.force or config.known is None else stored_collections(config.path, config.known)
@@ -167,7 +163,7 @@ def _can_be_joined(config: ConfigRuns) -> bool:
 
 @dataclass(frozen=True)
 class OverRepeats:
-    """Mean and population deviation over the repeats; with ``best`` also the one run that its own selection favors."""
+    """Mean and population std over the repeats; with ``best`` also the run with the best monitored score."""
 
     scored_on: Literal["test", "val"]
     best: bool = False
@@ -180,13 +176,13 @@ class OverRepeats:
             rows = {key: dict(result["metrics"]["val"]) for key, result in config.results.items()}
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
         columns = {name: np.array([row[name] for row in rows.values()]) for name in names}
-        scores = {"mean": {name: _mean_and_std(values) for name, values in columns.items()}}
+        scores = {"mean": {name: mean_and_std(values) for name, values in columns.items()}}
         extras: dict[str, Any] = {}
         if self.best:
             # One run, chosen by the score that it was selected by, with all its scores.
             at = int(columns[config.first["monitor"]].argmax())
             scores["best"] = {name: {"mean": float(values[at]), "std": None} for name, values in columns.items()}
-            extras["best_run"] = _name(list(rows)[at])
+            extras["best_run"] = run_name(list(rows)[at])
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), **extras}
 
 
@@ -194,8 +190,8 @@ class OverRepeats:
 class OverSplits:
     """Scores over the distance between the halves of the splits, and the area under them: AGS.
 
-    AGS, the Aggregated Generalization Score, is the area under a score over the splits' distances, these brought to
-    [0, 1]; of each repeat, then mean and population deviation. "mean" is that over the splits instead.
+    AGS, the Aggregated Generalization Score, is the area under a score over the splits' distances, scaled to [0, 1], of
+    each repeat; then mean and population std. "mean" is the mean over the splits instead.
 
     Source: T. Milbich et al., NeurIPS 2021, section 4.2.
     """
@@ -228,13 +224,13 @@ class OverSplits:
             curves = np.array([[rows[fold, repeat][name] for fold in folds] for repeat in repeats])
             areas = area_under(curves, distances)
             for kind, values in (("AGS", areas), ("mean", curves.mean(axis=1))):
-                scores[kind][name] = _mean_and_std(values)
+                scores[kind][name] = mean_and_std(values)
         by_split = [
             {
                 "fold": fold,
                 **facts[fold],
                 "scores": {
-                    name: _mean_and_std([row[name] for (f, _), row in rows.items() if f == fold]) for name in names
+                    name: mean_and_std([row[name] for (f, _), row in rows.items() if f == fold]) for name in names
                 },
             }
             for fold in folds
@@ -245,14 +241,9 @@ class OverSplits:
 
 
 def area_under(curves: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
-    """Areas [...] by trapezoids under scores [..., S] over distances [S], ascending, that are brought to [0, 1]."""
+    """Areas [...] by trapezoids under scores [..., S] over ascending distances [S], scaled to [0, 1]."""
     at = np.asarray(distances, dtype=np.float64)
     return np.asarray(np.trapezoid(np.asarray(curves, dtype=np.float64), (at - at[0]) / (at[-1] - at[0]), axis=-1))
-
-
-def _mean_and_std(values: ArrayLike) -> dict[str, float | None]:
-    found = np.asarray(values, dtype=np.float64)
-    return {"mean": float(found.mean()), "std": float(found.std()) if len(found) > 1 else None}
 
 
 RULES: dict[str, AggregationRule] = {
@@ -262,15 +253,10 @@ RULES: dict[str, AggregationRule] = {
     "mean": OverRepeats("val"),
     "over_splits": OverSplits(),
 }
-"""By the names that protocols and results use."""
 
 
 def rule_named(name: str) -> AggregationRule:
-    """A rule of ``RULES``, or of another package by its importable name.
-
-    Raises:
-        RunError: there is no such rule.
-    """
+    """A rule of ``RULES``, or of another package by its importable name."""
     if name in RULES:
         return RULES[name]
     module, _, attribute = name.rpartition(".")
@@ -281,12 +267,12 @@ def rule_named(name: str) -> AggregationRule:
         raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
 
 
-def stored_collections(config: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
-    """The scores of all collections that a config's summary is of; None where their file is missing or another."""
-    if not_a_file(config / COLLECTIONS):
+def stored_collections(config_dir: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
+    """The scores of all collections that a config's summary is of; None if their file is missing or another."""
+    if not_a_file(config_dir / COLLECTIONS):
         return None
     try:
-        text = (config / COLLECTIONS).read_bytes()
+        text = (config_dir / COLLECTIONS).read_bytes()
         frame = pd.read_csv(io.BytesIO(text), dtype=str).astype(float)
     except (OSError, ValueError):
         return None
@@ -295,9 +281,5 @@ def stored_collections(config: Path, summary: Mapping[str, Any]) -> pd.DataFrame
     return frame if len(frame) == summary["n_collections"] and not frame.isna().any(axis=None) else None
 
 
-def _name(key: Coordinates) -> str:
-    return f"fold{key[0]}_rep{key[1]}"
-
-
 def _by_name(rows: Mapping[Coordinates, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    return {_name(key): dict(scores) for key, scores in rows.items()}
+    return {run_name(key): dict(scores) for key, scores in rows.items()}

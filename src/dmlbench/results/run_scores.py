@@ -1,4 +1,4 @@
-"""Test scores of a finished run by any metric: those that it has, and the others from its stored embeddings, once."""
+"""Test scores of a complete run by any metric, computed once from its stored embeddings if the result lacks them."""
 
 import dataclasses
 import logging
@@ -48,16 +48,9 @@ def scores_of_run(
     distance_of: DistanceOf,
     progress: bool = False,
 ) -> dict[str, float]:
-    """The test scores that ``spec`` asks for, and those of the result that were found in the same way.
+    """The requested test scores, and those of the result by the same search and k-means.
 
-    What neither the result nor an earlier call knows is computed from the embeddings and kept.
-
-    Args:
-        run_dir: of a complete run.
-        result: its ``result.json``.
-        spec: what to compute; see ``spec_of_run``.
-        distance_of: see ``DistanceOf``.
-        progress: whether to show a bar, with a distance of its own.
+    Scores that neither the result nor an earlier call has are computed from the embeddings and kept.
 
     Raises:
         RunError: a score is missing, and the run was never tested or its embeddings are gone.
@@ -93,7 +86,7 @@ def scores_of_run(
 
 
 def scores_of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[str, float]:
-    """All test scores of a result that were found in the way that ``spec`` asks for."""
+    """Test scores of a result by the search and k-means of ``spec``."""
     ways = {result["search"], result.get("kmeans"), ""}
     tested = result["metrics"].get("test") or {}
     return {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}
@@ -107,7 +100,6 @@ def _way(score: Score, spec: EvaluationSpec) -> str:
 
 
 def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    """Hashes of the files that scores are computed from."""
     if not result["metrics"].get("test"):
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
     if not (run_dir / EMBEDDINGS).exists():
@@ -116,7 +108,7 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """What earlier calls computed of these very files."""
+    """Scores that earlier calls computed from the same files."""
     try:
         held = read_json(run_dir / SCORES)
         if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):

@@ -1,66 +1,46 @@
-"""Our scores beside a paper's as text, Markdown, CSV and LaTeX: ours, paper, difference, tolerance, verdict."""
+"""Our scores vs. a paper's as a table: ours, paper, difference, tolerance, verdict."""
 
-import csv
-import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from dmlbench.results.verdicts import RULE, Comparison, counts
-from dmlbench.types import escape_latex
+import pandas as pd
 
-HEADS = ("row", "score", "ours", "paper", "difference", "tolerance", "verdict")
+from dmlbench.results.cautions import rows_of_facts
+from dmlbench.results.table import Table
+from dmlbench.results.verdicts import RULE, Comparison, count_of_verdicts
+
+_HEADS = ("score", "ours", "paper", "difference", "tolerance", "verdict")
+_OF_SCORE = ("row", "setting", "dataset", "backbone", "embedding_size", "protocol", "kind", "metric")
 
 
-@dataclass(frozen=True)
-class SideBySide:
-    """A paper's table with ours.
+def side_by_side(name: str, about: str, comparisons: Sequence[Comparison], notes: Sequence[str]) -> Table:
+    """A paper's table vs. ours, in blocks of the same data set, backbone, protocol, size and setting.
 
-    Attributes:
+    Args:
         name: as in "gsp/table2".
         about: what the table is.
         comparisons: score by score in the paper's order.
-        notes: what has to be known of our numbers.
+        notes: caveats of our numbers.
     """
-
-    name: str
-    about: str
-    comparisons: tuple[Comparison, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def foot(self) -> list[str]:
-        """Lines under the table."""
-        return [
-            counts(self.comparisons),
-            f"percent, mean ± population std; {RULE}",
-            *_reasons(self.comparisons),
-            *self.notes,
-        ]
+    reasons = rows_of_facts([[c.note] if c.note else [] for c in comparisons], [c.score.row for c in comparisons])
+    foot = (
+        count_of_verdicts(comparison.verdict for comparison in comparisons),
+        f"percent, mean ± population std; {RULE}",
+        *(f"{', '.join(rows)}: {reason}" for reason, rows in reasons.items()),
+        *notes,
+    )
+    index = pd.Index([c.score.row for c in comparisons], name="row")
+    return Table(
+        name, pd.DataFrame(map(_cells, comparisons), index, _HEADS, dtype=object), foot, about, "llrrrrl",
+        blocks=tuple(_heading(c) or name for c in comparisons), cautions=foot,
+        data=pd.DataFrame(map(_values, comparisons), dtype=object),
+    )  # fmt: skip
 
 
-def _reasons(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Each note of the verdicts once, with the rows that it is about."""
-    rows: dict[str, dict[str, None]] = {}
-    for comparison in comparisons:
-        if comparison.note:
-            rows.setdefault(comparison.note, {})[comparison.score.row] = None
-    for note, labels in rows.items():
-        yield f"{', '.join(labels)}: {note}"
-
-
-def _blocks(table: SideBySide) -> Iterator[tuple[str, list[Comparison]]]:
-    """Scores that share data set, backbone, protocol, size and setting, under a head that says these."""
-
-    def head(comparison: Comparison) -> str:
-        score = comparison.score
-        size = f"{score.embedding_size}-D" if score.embedding_size else ""
-        words = (score.dataset, score.backbone, score.protocol, score.kind, size, score.setting)
-        return ", ".join(word for word in words if word) or table.name
-
-    blocks: dict[str, list[Comparison]] = {}
-    for comparison in table.comparisons:
-        blocks.setdefault(head(comparison), []).append(comparison)
-    yield from blocks.items()
+def _heading(comparison: Comparison) -> str:
+    score = comparison.score
+    size = f"{score.embedding_size}-D" if score.embedding_size else ""
+    words = (score.dataset, score.backbone, score.protocol, score.kind, size, score.setting)
+    return ", ".join(word for word in words if word)
 
 
 def _cells(comparison: Comparison) -> list[str]:
@@ -71,65 +51,15 @@ def _cells(comparison: Comparison) -> list[str]:
     ours = "–" if comparison.mean is None else f"{comparison.mean:.2f}"
     ours += "" if comparison.std is None else f" ± {comparison.std:.2f}"
     return [
-        score.row, score.metric, ours + kind, paper, "" if difference is None else f"{difference:+.2f}",
+        score.metric, ours + kind, paper, "" if difference is None else f"{difference:+.2f}",
         "" if allowed is None else f"{allowed:.2f}", comparison.verdict,
     ]  # fmt: skip
 
 
-def to_text(table: SideBySide) -> str:
-    """For the terminal: aligned columns, a block for each data set."""
-    blocks = [(name, [_cells(comparison) for comparison in block]) for name, block in _blocks(table)]
-    everything = [list(HEADS), *(cells for _, block in blocks for cells in block)]
-    widths = [max(len(cells[i]) for cells in everything) for i in range(len(HEADS))]
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = [c.rjust(w) if 2 <= i < 6 else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(aligned).rstrip()
-
-    lines = [f"{table.name}: {table.about}" if table.about else table.name]
-    for name, block in blocks:
-        lines += [name, line(HEADS), *map(line, block), ""]
-    return "\n".join([*lines, *(f"  {note}" for note in table.foot)])
-
-
-def to_markdown(table: SideBySide) -> str:
-    lines = [f"### {table.name}", *([f"{table.about}"] if table.about else [])]
-    for name, block in _blocks(table):
-        lines += ["", f"**{name}**", "", "| " + " | ".join(HEADS) + " |", "|---|---|---:|---:|---:|---:|---|"]
-        lines += [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(comparison)) + " |" for comparison in block
-        ]
-    return "\n".join([*lines, "", *(f"- {note}" for note in table.foot), ""])
-
-
-def to_csv(table: SideBySide) -> str:
-    """A line for each score; ours with full precision."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    of_score = ("row", "setting", "dataset", "backbone", "embedding_size", "protocol", "kind", "metric")
-    writer.writerow(
-        [*of_score, "ours", "ours_std", "ours_is", "paper", "paper_std", "difference", "tolerance", "verdict", "note"]
-    )
-    for c in table.comparisons:
-        values = [c.mean, c.std, c.kind, c.score.mean, c.score.std, c.difference, c.tolerance, c.verdict, c.note]
-        own = [getattr(c.score, column) for column in of_score]
-        writer.writerow(["" if value is None else value for value in [*own, *values]])
-    return buffer.getvalue()
-
-
-def to_latex(table: SideBySide) -> str:
-    """A ``longtable`` under a caption that says what the numbers are not; for the packages booktabs and longtable."""
-    escape: Callable[[str], str] = escape_latex
-    label = table.name.replace("/", "-").replace("_", "-")
-    heads = " & ".join(HEADS)
-    lines = [
-        r"% needs \usepackage{booktabs,longtable}",
-        r"\begin{longtable}{llrrrrl}",
-        rf"\caption{{{escape('. '.join([table.name, *table.foot]))}.}}\label{{tab:{label}}}\\",
-        rf"\toprule {heads} \\ \midrule \endhead",
-    ]
-    for name, block in _blocks(table):
-        lines.append(rf"\multicolumn{{7}}{{l}}{{{escape(name)}}} \\")
-        lines += [" & ".join(map(escape, _cells(comparison))) + r" \\" for comparison in block]
-        lines.append(r"\addlinespace")
-    return "\n".join([*lines, r"\bottomrule", r"\end{longtable}", ""])
+def _values(c: Comparison) -> dict[str, object]:
+    """A line of the CSV; ours with full precision."""
+    return {
+        **{column: getattr(c.score, column) for column in _OF_SCORE},
+        "ours": c.mean, "ours_std": c.std, "ours_is": c.kind, "paper": c.score.mean, "paper_std": c.score.std,
+        "difference": c.difference, "tolerance": c.tolerance, "verdict": c.verdict, "note": c.note,
+    }  # fmt: skip

@@ -1,6 +1,7 @@
 """Run directories: their names, their state, and the result that makes a run complete."""
 
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _KEYS = (
     *("n_skipped_queries", "steps", "wall_s", "monitor"),
 )
 
+Coordinates = tuple[int, int]
+"""Fold and repeat of a run."""
 State = Literal["done", "running", "failed", "stale"]
 STATES = ("done", "running", "failed", "stale")
 
@@ -39,15 +42,21 @@ def run_directory(
     output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
 ) -> Path:
     """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
-    return Path(output_dir) / dataset / protocol / config / f"fold{fold}_rep{repeat}"
+    return Path(output_dir) / dataset / protocol / config / run_name((fold, repeat))
+
+
+def run_name(coordinates: Coordinates) -> str:
+    return f"fold{coordinates[0]}_rep{coordinates[1]}"
+
+
+def coordinates_of(run_name: str) -> Coordinates | None:
+    """Fold and repeat in the name of a run directory; None for another directory."""
+    match = re.fullmatch(r"fold(\d+)_rep(\d+)", run_name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def make_directory(path: Path) -> None:
-    """Create a run directory.
-
-    Raises:
-        RunError: it cannot be created or written to.
-    """
+    """Create a run directory that can be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -60,25 +69,17 @@ def make_directory(path: Path) -> None:
 
 
 def write_result(run_dir: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json``, the last file of a run; with it the run is complete.
-
-    Raises:
-        RunError: a score is NaN or infinite.
-    """
+    """Write ``result.json``, the last file of a run; with it the run is complete."""
     write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
 
 
 def code_of(result: Mapping[str, Any]) -> str:
-    """What code made a result: its commit, else its version."""
+    """The commit that made a result, else the version."""
     return str(result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"))
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """The result of a complete run.
-
-    Raises:
-        RunError: there is none, it is damaged, or it has another schema.
-    """
+    """The result of a complete run; raises RunError if there is none, or a damaged one."""
     path, remedy = run_dir / RESULT, "delete it and start the run again"
     try:
         result = read_json(path)
@@ -106,11 +107,7 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 
 def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> dict[str, str]:
-    """SHA-256 of files of a run, those that scores are computed from if it does not say which, of those that are there.
-
-    Raises:
-        RunError: one cannot be read, or is a pipe or a folder.
-    """
+    """SHA-256 of those of the files that a run has."""
     files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
@@ -123,12 +120,8 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
 
 
 def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Insist that a result lies in the folder of its coordinates, and has their seed.
-
-    Raises:
-        RunError: it was copied from another run.
-    """
-    coordinates = f"fold{result['fold']}_rep{result['repeat']}"
+    """Raise RunError unless a result lies in the folder of its coordinates and has their seed."""
+    coordinates = run_name((result["fold"], result["repeat"]))
     if run_dir.name != coordinates:
         raise RunError(
             f"{run_dir} holds the result of {coordinates}: it was copied or renamed; move it back, or run it"
@@ -144,11 +137,7 @@ def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
 def require_own_files(
     run_dir: Path, result: Mapping[str, Any], files: Sequence[str] = (EMBEDDINGS, DISTANCE)
 ) -> dict[str, str]:
-    """``hashes_of`` a run whose result lies in its folder, with the files that it was written with.
-
-    Raises:
-        RunError: it was copied from another run, or its files were, or they are damaged.
-    """
+    """``hashes_of`` a run; raise RunError if the result or one of the files is not of this run, or is damaged."""
     require_own_place(run_dir, result)
     hashes = hashes_of(run_dir, files)
     for key, found in hashes.items():
@@ -171,11 +160,7 @@ def run_state(run_dir: Path) -> State:
 
 
 def states_of(asked: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The states that a command was asked for: one, several, or all that it knows.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
+    """The requested states: one, several, or all known ones."""
     states = [asked] if isinstance(asked, str) else list(known if asked is None else asked)
     for state in states:
         check_choice("state", state, known)
@@ -203,12 +188,8 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
 
     Args:
         output_dir: root of the run directories.
-        pattern: shell pattern for that relative path, or for as many of its first parts as one likes: ``glyphs``,
-            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it,
-            or alone for all.
-
-    Raises:
-        ConfigError: ``output_dir`` is empty.
+        pattern: shell pattern of that relative path or of its first parts: ``glyphs``, ``*/mlrc/*gsp*``,
+            ``*gsp*/fold0_rep?``; ``*`` matches slashes, too; ``output_dir`` may stand before it.
     """
     from fnmatch import fnmatch
 
@@ -219,32 +200,27 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     runs: list[RunInfo] = []
     for path in sorted(root.glob("*/*/*/fold*_rep*")):
         relative = path.relative_to(root)
-        dataset, protocol, config, coordinates = relative.parts
-        fold, _, repeat = coordinates.removeprefix("fold").partition("_rep")
-        text = str(relative)
+        dataset, protocol, config, name = relative.parts
+        coordinates, text = coordinates_of(name), str(relative)
         wanted = pattern in ("**", "*") or fnmatch(text, pattern) or fnmatch(text, f"{pattern.rstrip('/')}/*")
-        if wanted and fold.isdecimal() and repeat.isdecimal() and path.is_dir():
-            runs.append(RunInfo(path, dataset, protocol, config, int(fold), int(repeat)))
+        if wanted and coordinates and path.is_dir():
+            runs.append(RunInfo(path, dataset, protocol, config, *coordinates))
     return runs
 
 
 def remove_run(path: Path) -> None:
-    """Delete a run directory, and its config's folder when it was the last one in it; a running one is left alone.
-
-    Raises:
-        RunError: a living process holds it, or it cannot be removed.
-    """
+    """Delete a run directory that is not running, and its config's folder after the last run."""
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")
-    config = path.parent
+    config_dir = path.parent
     try:
-        is_last = all(other == path for other in config.glob("fold*_rep*"))
-        for entry in [*config.iterdir()] if is_last else []:  # first, while the run is there to be asked for again
+        is_last = all(other == path for other in config_dir.glob("fold*_rep*"))
+        for entry in [*config_dir.iterdir()] if is_last else []:  # first, while the run is there to be asked for again
             if entry != path:
                 _remove(entry)
         _remove(path)
         if is_last:
-            config.rmdir()
+            config_dir.rmdir()
     except OSError as error:
         raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
 

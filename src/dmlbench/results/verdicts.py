@@ -1,4 +1,4 @@
-"""Whether a score of ours is the one that a paper prints."""
+"""Verdicts: whether our score reproduces a paper's."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,17 +9,12 @@ from typing import Any
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.papers import PaperScore
 
-REPRODUCED, DIFFERS, NOT_COMPARABLE, PARTIAL, NOT_RUN = (
-    "reproduced",
-    "differs",
-    "not comparable",
-    "partial",
-    "not run",
-)
+REPRODUCED, DIFFERS, NOT_COMPARABLE = "reproduced", "differs", "not comparable"
+PARTIAL, NOT_RUN = "partial", "not run"
 NO_NUMBER = "no number in the paper"
 NEEDS = "needs"
 LEAST, LARGEST = 0.3, 2.0
-"""Bounds of the tolerance in points: what two runs of one code differ by, and what no deviation excuses."""
+"""Bounds of the tolerance in points."""
 RULE = (
     f"reproduced: within the tolerance, two deviations of the difference (of both numbers together), at least {LEAST} "
     f"and at most {LARGEST:.0f} points"
@@ -27,18 +22,18 @@ RULE = (
 
 
 def tolerance(paper_std: float | None, our_std: float | None) -> float:
-    """The points by which ours may differ from a paper's mean: min(2, max(0.3, 2 sqrt(paper_std^2 + our_std^2)))."""
+    """Points by which our mean may differ from a paper's: min(2, max(0.3, 2 sqrt(paper_std^2 + our_std^2)))."""
     return min(LARGEST, max(LEAST, 2 * hypot(paper_std or 0.0, our_std or 0.0)))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A score of a paper and ours beside it, both in the paper's unit.
+    """A score of a paper and ours, both in the paper's unit.
 
     Attributes:
         score: the paper's.
         verdict: one of the words above, or "quoted".
-        mean, std: ours; None where there is none.
+        mean, std: ours.
         kind: which of our scores it is: separated, concatenated, best or mean.
         note: why it is not comparable, what it needs, or why it was not run.
     """
@@ -65,13 +60,13 @@ class Comparison:
 def compare(
     score: PaperScore, summary: Mapping[str, Any] | None, reasons: Sequence[str] = (), *, label: str = ""
 ) -> Comparison:
-    """A paper's score beside that of a config's summary; None is a config without complete runs.
+    """Compare a paper's score with a config's.
 
     Args:
         score: of the paper.
-        summary: what ``aggregate_config`` made of the config's runs.
-        reasons: why scores of this config cannot be compared with the paper's, whatever they are.
-        label: of our metric that the paper's score is one of, where that is not the one of the paper's label.
+        summary: of ``aggregate_config``; None for a config without complete runs.
+        reasons: why no score of this config is comparable with the paper's.
+        label: of our metric, if it is not the paper's label.
     """
     if summary is None:
         return Comparison(score, NOT_RUN)
@@ -95,7 +90,6 @@ def compare(
 
 
 def verdict_on(score: PaperScore, mean: float, std: float | None, kind: str = "") -> Comparison:
-    """A comparable score of ours, in the paper's unit, with its verdict."""
     ours = Comparison(score, NO_NUMBER, mean, std, kind)
     if ours.difference is None or ours.tolerance is None:
         return ours
@@ -106,8 +100,8 @@ def verdict_on(score: PaperScore, mean: float, std: float | None, kind: str = ""
 def kind_of(score: PaperScore, summary: Mapping[str, Any]) -> str:
     """Which scores of a summary a paper's score is one of.
 
-    Where the paper does not say: of fold models those of its embedding size, else of one model; of repeats the mean if
-    it prints a deviation, else the best, which is what single numbers selected on the test set are.
+    If the paper does not say: of fold models those with its embedding size, else separated; of repeats the mean if the
+    paper prints a standard deviation, else the best.
     """
     kinds = summary["scores"]
     if score.kind:
@@ -120,15 +114,7 @@ def kind_of(score: PaperScore, summary: Mapping[str, Any]) -> str:
     return "best" if "best" in kinds and score.std is None else "mean"
 
 
-def counts(comparisons: Iterable[Comparison]) -> str:
-    """How many scores have which verdict, in words."""
-    return count_of_verdicts(comparison.verdict for comparison in comparisons)
-
-
 def count_of_verdicts(verdicts: Iterable[str]) -> str:
-    """The same of their words."""
-    return ", ".join(f"{count} {kind}" for kind, count in Counter(map(_short, verdicts)).items())
-
-
-def _short(verdict: str) -> str:
-    return PARTIAL if verdict.startswith(PARTIAL) else verdict
+    """How many scores have which verdict, such as "2 reproduced, 1 partial"."""
+    kinds = (PARTIAL if verdict.startswith(PARTIAL) else verdict for verdict in verdicts)
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())

@@ -1,7 +1,5 @@
 """The record of a study: parts that are computed once, a table beside the paper's claims, and a figure."""
 
-import csv
-import io
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import (
     atomic_write,
     device_name,
@@ -25,7 +25,7 @@ from dmlbench.runtime import (
     set_strict_float32,
     write_json,
 )
-from dmlbench.types import ConfigError, IntArray, RunError, is_file_name
+from dmlbench.types import ConfigError, IntArray, RunError, check_file_name
 
 _SCHEMA = 1
 _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
@@ -145,8 +145,7 @@ def conduct_study(
     Returns:
         The findings and the files.
     """
-    if not is_file_name(cfg.name):
-        raise ConfigError(f"name ({cfg.name!r}) names files: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     set_strict_float32()
     base = Path(cfg.paths.output_dir) / "studies" / cfg.name
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -159,7 +158,7 @@ def conduct_study(
     remove_leftovers(base.parent)
     written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".md", ".csv", ".png")]
     atomic_write(written[1], to_markdown(findings).encode())
-    atomic_write(written[2], to_csv(findings).encode())
+    atomic_write(written[2], pd.DataFrame(findings.rows, columns=findings.heads).to_csv(index=False).encode())
     findings.draw(written[3])
     return findings, written
 
@@ -176,21 +175,10 @@ def spread(values: Sequence[float] | IntArray, digits: int = 1) -> str:
 
 
 def to_markdown(findings: Findings) -> str:
-    """The table, below it what the paper says beside what came out, and the notes."""
+    """The table, the paper's claims vs. what came out, and the notes."""
     says = {True: "yes", False: "NO", None: "cannot be told"}
     claims = [(claim.place, claim.paper, claim.ours, says[claim.holds]) for claim in findings.claims]
-    parts = [f"### {findings.title}", "", *_lines(findings.heads, findings.rows, numbers=True), ""]
-    parts += [*_lines(("place", "the paper", "here", "comes out"), claims, numbers=False), ""]
+    rows = markdown_lines(findings.heads, findings.rows, "l" + "r" * (len(findings.heads) - 1))
+    parts = [f"### {findings.title}", "", *rows, ""]
+    parts += [*markdown_lines(("place", "the paper", "here", "comes out"), claims, "llll"), ""]
     return "\n".join([*parts, *(f"- {note}" for note in findings.notes), ""])
-
-
-def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> list[str]:
-    rule = "|---" + ("|---:" if numbers else "|---") * (len(heads) - 1) + "|"
-    return ["| " + " | ".join(heads) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def to_csv(findings: Findings) -> str:
-    """The table alone."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([findings.heads, *findings.rows])
-    return text.getvalue()

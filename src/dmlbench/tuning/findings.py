@@ -1,16 +1,14 @@
 """The result of a search: a table of its trials, and the best one as a recipe."""
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
-from dmlbench.runtime import atomic_write
+from dmlbench.results.table import Table
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value
 from dmlbench.types import flatten
@@ -30,32 +28,23 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda o: (states.index(o.state), -(o.score or 0.0), o.number))
 
 
-def to_csv(search: Search, outcomes: Sequence[Outcome]) -> str:
-    """A line for each trial, the best first; scores are fractions."""
+def trials_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> Table:
+    """A row for each trial, the best first, in percent; the CSV has fractions and the runs."""
     keys = [dimension.key for dimension in search.space]
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["trial", "state", "score", "steps", *keys, "runs", "note"])
-    for outcome in ranked(outcomes):
-        values = [outcome.values.get(key, "") for key in keys]
-        score = "" if outcome.score is None else outcome.score
-        lines.writerow(
-            [outcome.number + 1, outcome.state, score, outcome.steps, *values, " ".join(outcome.runs), outcome.note]
-        )
-    return text.getvalue()
-
-
-def to_markdown(search: Search, outcomes: Sequence[Outcome], monitor: str) -> str:
-    """The same for people, in percent, with what the best is worth and what pruning has cost."""
-    keys = [dimension.key for dimension in search.space]
-    heads = ["trial", f"{monitor} (validation)", *keys, "steps", ""]
-    lines = [f"### {search.name}", "", f"| {' | '.join(heads)} |", "|" + "---:|" * (len(heads) - 1) + "---|"]
+    rows, data = [], []
     for o in ranked(outcomes):
+        values = [o.values.get(key, "") for key in keys]
         score = "" if o.score is None else f"{100 * o.score:.2f}"
-        values = [str(o.values.get(key, "")) for key in keys]
-        state = "" if o.state == "complete" else o.state
-        lines.append(f"| {' | '.join([str(o.number + 1), score, *values, str(o.steps), state])} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes(search, outcomes)), ""])
+        rows.append([score, *map(str, values), o.steps, "" if o.state == "complete" else o.state])
+        data.append([o.number + 1, o.state, o.score, o.steps, *values, " ".join(o.runs), o.note])
+    index = pd.Index([line[0] for line in data], name="trial")
+    return Table(
+        search.name,
+        pd.DataFrame(rows, index, [f"{monitor} (validation)", *keys, "steps", ""], dtype=object),
+        notes=tuple(notes(search, outcomes)),
+        align="r" * (len(keys) + 3) + "l",
+        data=pd.DataFrame(data, columns=["trial", "state", "score", "steps", *keys, "runs", "note"], dtype=object),
+    )
 
 
 def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
@@ -98,14 +87,6 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
         f"each trial: {len(search.runs)} run(s) under protocol=hpo, which sees no test image; seed {search.seed}"
     )
     return found
-
-
-def write_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> list[Path]:
-    """``trials.csv`` and ``trials.md`` of the search's folder."""
-    written = [search.folder / "trials.csv", search.folder / "trials.md"]
-    atomic_write(written[0], to_csv(search, outcomes).encode())
-    atomic_write(written[1], to_markdown(search, outcomes, monitor).encode())
-    return written
 
 
 def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choices) -> tuple[str, list[str]]:

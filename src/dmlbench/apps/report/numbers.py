@@ -15,8 +15,8 @@ from dmlbench.apps.tables import ConfigSummary
 from dmlbench.config import config_settings, read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.results.paired import paired_difference
-from dmlbench.results.store import CONFIG, read_result
-from dmlbench.results.tables import Entry, Table
+from dmlbench.results.store import CONFIG, coordinates_of, read_result
+from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
@@ -31,8 +31,8 @@ _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
     """The table of the configs; what holds for one row alone stands with it."""
     rows = []
-    for config, (label, entries), competes, notes in zip(
-        configs, table.rows, table.competes, table.row_notes, strict=True
+    for config, (label, *entries), competes, notes in zip(
+        configs, table.frame.itertuples(name=None), table.competes, table.row_notes, strict=True
     ):
         best = table.best() if competes else [None] * len(entries)
         rows.append({
@@ -41,7 +41,7 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
             "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
             "notes": [note for note in notes if note not in table.notes],
         })  # fmt: skip
-    of_rows = tuple(f"{label}: " for label, _ in table.rows)
+    of_rows = tuple(f"{label}: " for label in table.frame.index)
     return {
         "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
         "rows": rows,
@@ -84,8 +84,9 @@ def differences(configs: Sequence[ConfigSummary], metrics: Iterable[str]) -> lis
             total = len(set(first.summary["raw"]) | set(second.summary["raw"]))
             for name in metrics:
                 pairs = [
-                    {_coordinates(run): config.summary["raw"][run][name] for run in common
-                     if name in config.summary["raw"][run]} for config in (first, second)
+                    {key: config.summary["raw"][run][name] for run in common
+                     if (key := coordinates_of(run)) and name in config.summary["raw"][run]}
+                    for config in (first, second)
                 ]  # fmt: skip
                 if pairs[0].keys() != pairs[1].keys() or not pairs[0]:
                     continue
@@ -97,11 +98,6 @@ def differences(configs: Sequence[ConfigSummary], metrics: Iterable[str]) -> lis
                     "interval": intervals[0], "joint": intervals[1], "pairs": len(common), "of": total,
                 })  # fmt: skip
     return found
-
-
-def _coordinates(run: str) -> tuple[int, int]:
-    fold, _, repeat = run.removeprefix("fold").partition("_rep")
-    return int(fold), int(repeat)
 
 
 def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench import papers
 from dmlbench.apps.provenance import provenance_of
 from dmlbench.apps.report.retrievals import first_run
-from dmlbench.apps.table_comparison import others
+from dmlbench.apps.table_comparison import differences_to_paper
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.config import NOT_PART_OF_CONFIG_HASH, compose, config_folder, differences, load_config
@@ -82,7 +82,11 @@ def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: 
     assert score is not None
     result = read_result(run)
     provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
-    reasons = [*others(score, config.summary, provenance), *_other_settings(cfg, run), *incomparable(config.summary)]
+    reasons = [
+        *differences_to_paper(score, config.summary, provenance),
+        *_other_settings(cfg, run),
+        *incomparable(config.summary),
+    ]
     made = compare(score, config.summary, reasons, label=row.metric)
     size = f"{score.embedding_size}-D" if score.embedding_size else ""
     column = ", ".join(word for word in (score.setting, score.backbone, score.kind, size) if word)

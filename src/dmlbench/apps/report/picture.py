@@ -23,7 +23,7 @@ from dmlbench.apps.report.retrievals import (
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
-from dmlbench.results.tables import KINDS
+from dmlbench.results.config_table import KINDS
 from dmlbench.types import ConfigError, ImageTable, IntArray
 
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.measured import measured
+from dmlbench.apps.published_tables import summarize_tables
 from dmlbench.types import DataError
 
 
@@ -15,7 +15,8 @@ def test_a_table_of_one_repeat_of_every_fold_says_so(tmp_path: Path) -> None:
         "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std,"
         f'notes\na,10.0,,2.345,,"{note}"\n'
     )
-    assert f"({tmp_path}/cars/cars-mlrc.md), `mlrc`, 4 of 12 runs | a | **10.00** | **2.35** |" in measured(tmp_path)
+    text = summarize_tables(tmp_path)
+    assert f"({tmp_path}/cars/cars-mlrc.md), `mlrc`, 4 of 12 runs | a | **10.00** | **2.35** |" in text
 
 
 def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: Path) -> None:
@@ -26,13 +27,13 @@ def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: P
             f"{head},notes\na,10.0,{std},2.345,{std},{notes}\nb,9.0,{std},3,{std},{notes}\n"
         )
     (tmp_path / "whole" / "other-mlrc.csv").write_text("claim,value\nis no table of configs,1\n")
-    text = measured(tmp_path)
+    text = summarize_tables(tmp_path)
     assert f"| [whole]({tmp_path}/whole/whole-mlrc.md), `mlrc` | a | **10.00 ± 0.25** | 2.35 ± 0.25 |" in text
     assert "|  | b | 9.00 ± 0.25 | **3.00 ± 0.25** |" in text
     assert "\nwhole: NOT THE PUBLISHED DATA: cut\n" in text
     assert "one_run" not in text
     with pytest.raises(DataError, match="no table whose rows have deviations"):
-        measured(tmp_path / "one_run")
+        summarize_tables(tmp_path / "one_run")
 
 
 def test_a_row_without_concatenated_models_shows_a_dash(tmp_path: Path) -> None:
@@ -42,4 +43,4 @@ def test_a_row_without_concatenated_models_shows_a_dash(tmp_path: Path) -> None:
     (tmp_path / "methods" / "birds-mlrc.csv").write_text(
         f"row,{head},notes\na,1,.5,2,.5,3,.5,4,.5,\nb (re-ranked),5,.5,6,.5,,,,,\n"
     )
-    assert "|  | b (re-ranked) | **5.00 ± 0.50** / – | **6.00 ± 0.50** / – |" in measured(tmp_path)
+    assert "|  | b (re-ranked) | **5.00 ± 0.50** / – | **6.00 ± 0.50** / – |" in summarize_tables(tmp_path)

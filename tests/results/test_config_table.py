@@ -3,8 +3,7 @@ import io
 
 import pytest
 
-from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.results.tables import config_labels, make_table, to_csv, to_latex, to_markdown, to_text
+from dmlbench.results.config_table import config_labels, make_table
 from dmlbench.types import ConfigError
 
 
@@ -28,13 +27,13 @@ def _table(*summaries: dict[str, object]):
 
 def test_scores_are_percent_with_two_decimals_and_the_best_is_marked() -> None:
     table = _table(_summary(0.5, 0.01), _summary(0.61234, 0.02))
-    text = to_text(table)
+    text = table.to_text()
     assert "50.00 ± 1.00 " in text
     assert "61.23 ± 2.00*" in text
-    assert "**61.23 ± 2.00**" in to_markdown(table)
-    assert r"\textbf{61.23 $\pm$ 2.00}" in to_latex(table)
-    assert r"row\_1" in to_latex(table)
-    lines = to_latex(table).splitlines()
+    assert "**61.23 ± 2.00**" in table.to_markdown()
+    assert r"\textbf{61.23 $\pm$ 2.00}" in table.to_latex()
+    assert r"row\_1" in table.to_latex()
+    lines = table.to_latex().splitlines()
     assert lines[0] == r"% needs \usepackage{booktabs}"
     assert r"\caption{glyphs under mlrc, percent; best of each column in bold.}" in lines
     assert r"\label{tab:glyphs-under-mlrc}" in lines
@@ -44,13 +43,13 @@ def test_scores_are_percent_with_two_decimals_and_the_best_is_marked() -> None:
 
 
 def test_scores_that_print_alike_are_all_best() -> None:
-    text = to_markdown(_table(_summary(0.500001, None), _summary(0.5, None)))
+    text = _table(_summary(0.500001, None), _summary(0.5, None)).to_markdown()
     assert text.count("**50.00**") == 4
 
 
 def test_notes_say_which_numbers_rest_on_shortlists() -> None:
     short = _summary(0.5, 0.01, search="shortlist@100", concatenated_search="exact")
-    text = to_text(_table(_summary(0.5, 0.01), short))
+    text = _table(_summary(0.5, 0.01), short).to_text()
     assert "row_0: exact search, 100 queries" in text
     caution = "APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query"
     assert f"row_1: {caution}; shortlist@100 search (concatenated: exact), 100 queries" in text
@@ -62,29 +61,29 @@ def test_deviations_of_recipes_are_under_the_table_once_each_with_their_rows() -
     assert [note for note in table.notes if "deviates" in note] == [shared, f"{own} (row_1)"]
     assert own in table.row_notes[1]
     assert own not in table.row_notes[0]
-    assert shared in to_text(table)
+    assert shared in table.to_text()
 
 
 def test_single_row_has_no_best() -> None:
-    assert "*" not in to_text(_table(_summary(0.5, None))).replace("* best of the column", "")
+    assert "*" not in _table(_summary(0.5, None)).to_text().replace("* best of the column", "")
 
 
 def test_csv_keeps_full_precision_in_separate_columns() -> None:
-    rows = list(csv.DictReader(io.StringIO(to_csv(_table(_summary(0.61234567, 0.02), _summary(0.5, None))))))
+    rows = list(csv.DictReader(io.StringIO(_table(_summary(0.61234567, 0.02), _summary(0.5, None)).to_csv())))
     assert float(rows[0]["separated (128-D) P@1 mean"]) == pytest.approx(61.234567)
     assert rows[1]["separated (128-D) P@1 std"] == ""
 
 
 def test_partial_table_says_on_how_many_runs_it_rests_and_prints_no_std() -> None:
     partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1)
-    text = to_text(_table(_summary(0.5, 0.01), partial))
+    text = _table(_summary(0.5, 0.01), partial).to_text()
     assert "row_1: PARTIAL: 3 of 12 runs, without fold3_rep0; one collection, hence no std" in text
     assert "40.00 " in text
     assert "40.00 ±" not in text
 
 
 def test_selection_on_test_and_skipped_queries_are_printed() -> None:
-    text = to_text(_table(_summary(0.5, 0.01, val_is_test=True, n_skipped_queries=7)))
+    text = _table(_summary(0.5, 0.01, val_is_test=True, n_skipped_queries=7)).to_text()
     assert "SELECTED ON TEST" in text
     assert "7 without a positive left out" in text
 
@@ -94,10 +93,10 @@ def test_what_the_data_are_not_is_printed_under_the_table() -> None:
     subset = _summary(0.5, None, data_notes=notes, n_query=196, n_gallery=196, n_query_published=8131)
     table = _table(subset, _summary(0.5, None))
     said = "NOT THE PUBLISHED DATA: a subset: 588 of 16,185 images; images cut to their boxes; 196 of 8,131 queries"
-    for render in (to_text, to_markdown):
-        assert f"row_0: {said}; exact search, 196 of 8,131 queries" in render(table)
-        assert "PUBLISHED" not in render(_table(_summary(0.5, None)))
-    of_rows = {row["row"]: row["notes"] for row in csv.DictReader(io.StringIO(to_csv(table)))}
+    for text in (table.to_text(), table.to_markdown()):
+        assert f"row_0: {said}; exact search, 196 of 8,131 queries" in text
+    assert "PUBLISHED" not in _table(_summary(0.5, None)).to_text()
+    of_rows = {row["row"]: row["notes"] for row in csv.DictReader(io.StringIO(table.to_csv()))}
     assert said in of_rows["row_0"]
     assert (
         of_rows["row_1"]
@@ -108,23 +107,19 @@ def test_what_the_data_are_not_is_printed_under_the_table() -> None:
 def test_a_latex_caption_leaves_out_no_caution() -> None:
     partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1, val_is_test=True)
     table = _table(partial, _summary(0.5, None, search="shortlist@100", data_notes=["a subset: 1 of 2 images"]))
-    (caption,) = [line for line in to_latex(table).splitlines() if line.startswith(r"\caption")]
+    (caption,) = [line for line in table.to_latex().splitlines() if line.startswith(r"\caption")]
     assert caption == (
         r"\caption{glyphs under mlrc, percent; best of each column in bold. "
         r"row\_0: PARTIAL: 3 of 12 runs; SELECTED ON TEST: the validation set is the test set. "
         r"row\_1: NOT THE PUBLISHED DATA: a subset: 1 of 2 images; "
         r"APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query.}"
     )
-    assert "caption{glyphs under mlrc, percent; best of each column in bold.}" in to_latex(_table(_summary(0.5, None)))
+    assert "caption{glyphs under mlrc, percent; best of each column in bold.}" in _table(_summary(0.5, None)).to_latex()
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="known: map_at_r, p_at_1"):
         make_table("t", [_summary(0.5, None)], ["a"], ["mapr"])
-
-
-def test_metrics_are_printed_as_the_field_writes_them() -> None:
-    assert [score_named(m).label for m in ("p_at_1", "recall_at_8", "map_at_r")] == ["P@1", "R@8", "MAP@R"]
 
 
 def test_labels_name_only_what_differs() -> None:
@@ -196,7 +191,7 @@ def test_settings_that_labels_hide_are_noted() -> None:
     assert notes == ["loss.m: 0.1 (gap, gmean loss.m=0.1); 0.2 (gmean loss.m=0.2)"]
     summary = _summary(0.5, None)
     table = make_table("t", [summary, summary], ["a", "b"], ["p_at_1"], differing=["fit.max_steps: 3 (a); 6 (b)"])
-    assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in to_text(table)
+    assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in table.to_text()
 
 
 def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
@@ -219,7 +214,7 @@ def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
         summary["scores"] = {
             "mean": {"intra_class_distance": {"mean": mean, "std": 0.01}, "nmi": {"mean": mean, "std": None}}
         }
-    text = to_text(make_table("t", summaries, ["a", "b"], ["intra_class_distance", "nmi"]))
+    text = make_table("t", summaries, ["a", "b"], ["intra_class_distance", "nmi"]).to_text()
     assert "0.25 ± 0.01 " in text
     assert "0.50 ± 0.01 " in text
     assert "50.00*" in text
@@ -231,12 +226,12 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     table = _table(_summary(0.5, 0.01), _summary(0.6, 0.01), partial, on_validation)
     assert table.competes == (True, True, False, False)
     assert table.best() == [60.0, 30.0, 60.0, 30.0]
-    text = to_markdown(table)
+    text = table.to_markdown()
     assert text.count("**") == 2 * 4
     assert "**60.00 ± 1.00**" in text
     other = _table(_summary(0.5, None), _summary(0.4, None), _summary(0.9, None, dataset_fingerprint="g" * 64))
     assert other.competes == (True, True, False)
-    assert "row_2: OTHER DATA than other rows: fingerprint gggggggggggg" in to_text(other)
+    assert "row_2: OTHER DATA than other rows: fingerprint gggggggggggg" in other.to_text()
     only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
     assert only.competes == (True, True)
     assert _table(partial, partial).competes == (False, False)

@@ -1,0 +1,199 @@
+"""A table of results, and how it is written: text, Markdown, CSV and LaTeX."""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from dmlbench.runtime import atomic_write
+from dmlbench.types import escape_latex
+
+_BEST = "percent; best of each column in bold"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A score in percent (a class distance as it is); ``std`` is None for a single value."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries and texts under heads, with notes.
+
+    Attributes:
+        title: above the table.
+        frame: entries, texts or None, printed as a dash; its index labels the rows; columns are heads or (group, head).
+        notes: lines under the table.
+        about: what the table is, after the title.
+        align: "l", "c" or "r" for the labels and each column; text and Markdown right-align what LaTeX centers.
+        blocks: heading of the block of each row; empty for a table without blocks.
+        higher_is_better: of each column, whether its highest mean is marked; empty where nothing is.
+        competes: of each row, whether it may be the best.
+        cautions: notes that the caption in LaTeX must not leave out.
+        row_notes: notes of each row, in the CSV.
+        data: what the CSV holds instead of means, standard deviations and ``row_notes``.
+    """
+
+    title: str
+    frame: pd.DataFrame
+    notes: tuple[str, ...] = ()
+    about: str = ""
+    align: str = ""
+    blocks: tuple[str, ...] = ()
+    higher_is_better: tuple[bool, ...] = ()
+    competes: tuple[bool, ...] = ()
+    cautions: tuple[str, ...] = ()
+    row_notes: tuple[tuple[str, ...], ...] = ()
+    data: pd.DataFrame | None = None
+
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        """Heads of the columns, behind their group where they have one."""
+        return [column if isinstance(column, tuple) else (str(column),) for column in self.frame.columns]
+
+    def best(self) -> list[float | None]:
+        """Highest printed mean of each column among rows that compete; None where fewer than two do."""
+        result: list[float | None] = []
+        for marks, (_, column) in zip(self.higher_is_better, self.frame.items(), strict=True):
+            competing = itertools.compress(column, self.competes)
+            means = [round(entry.mean, 2) for entry in competing if isinstance(entry, Entry)]
+            result.append(max(means) if marks and len(means) > 1 else None)
+        return result
+
+    def to_text(self) -> str:
+        """For the terminal: aligned columns, a star at the best."""
+        heads = [str(self.frame.index.name or ""), *(column[-1] for column in self.columns)]
+        rows = self._cells("{}*", "{} ") if self.higher_is_better else self._cells()
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        top = " " * widths[0]
+        for name, size, stop in self._groups():
+            room = sum(widths[stop - size + 1 : stop + 1]) + 2 * (size - 1)
+            widths[stop] += max(0, len(name) - room)
+            top += "  " + name.center(max(len(name), room))
+
+        def line(cells: Sequence[str]) -> str:
+            aligned = zip(cells, widths, self._align(), strict=True)
+            return "  ".join(c.ljust(width) if side == "l" else c.rjust(width) for c, width, side in aligned).rstrip()
+
+        lines = [f"{self.title}: {self.about}" if self.about else self.title]
+        if self.blocks:
+            for name, block in self._blocks(rows):
+                lines += [name, line(heads), *map(line, block), ""]
+        else:
+            rule = "-" * max(len(top), sum(widths) + 2 * (len(widths) - 1))
+            lines += [rule, *([top.rstrip()] if top.strip() else []), line(heads), rule, *map(line, rows), rule]
+        notes = ["percent; * best of the column"] * bool(self.higher_is_better) + list(self.notes)
+        return "\n".join([*lines, *(f"  {note}" for note in notes)])
+
+    def to_markdown(self) -> str:
+        heads = [str(self.frame.index.name or ""), *map(" ".join, self.columns)]
+        lines = [f"### {self.title}", *([self.about] if self.about else [])]
+        for name, rows in self._blocks(self._cells("**{}**")):
+            lines += ["", *([f"**{name}**", ""] if name else []), *markdown_lines(heads, rows, self._align())]
+        notes = [_BEST] * bool(self.higher_is_better) + list(self.notes)
+        return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
+
+    def to_csv(self) -> str:
+        return str(self.to_frame().to_csv(index=False, lineterminator="\n"))
+
+    def to_frame(self) -> pd.DataFrame:
+        """What the CSV holds: means and standard deviations in columns of their own, with full precision."""
+        if self.data is not None:
+            return self.data
+        columns: dict[str, Iterable[object]] = {"row": self.frame.index}
+        for name, entries in zip(map(" ".join, self.columns), self._entries().T, strict=True):
+            columns[f"{name} mean"] = [entry.mean if isinstance(entry, Entry) else entry for entry in entries]
+            deviations = (entry.std if isinstance(entry, Entry) else None for entry in entries)
+            columns[f"{name} std"] = [np.nan if std is None else std for std in deviations]
+        return pd.DataFrame({**columns, "notes": ["; ".join(notes) for notes in self.row_notes]})
+
+    def to_latex(self) -> str:
+        """A floating ``table``, or a ``longtable`` of blocks; the caption has the cautions."""
+        escape = escape_latex
+        title = f"{self.title}, {_BEST}" if self.higher_is_better else self.title
+        caption = rf"\caption{{{escape('. '.join([title, *self.cautions]))}.}}"
+        label = rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', self.title.lower())}}}"
+        heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self.columns)])
+        rows = self._cells(r"\textbf{{{}}}", escape=True)
+        if self.blocks:
+            lines = [
+                r"% needs \usepackage{booktabs,longtable}",
+                rf"\begin{{longtable}}{{{self._align()}}}",
+                rf"{caption}{label}\\",
+                rf"\toprule {heads} \\ \midrule \endhead",
+            ]
+            for name, block in self._blocks(rows):
+                lines.append(rf"\multicolumn{{{len(self._align())}}}{{l}}{{{escape(name)}}} \\")
+                lines += [*(" & ".join(cells) + r" \\" for cells in block), r"\addlinespace"]
+            return "\n".join([*lines, r"\bottomrule", r"\end{longtable}", ""])
+        groups = [rf"\multicolumn{{{size}}}{{c}}{{{escape(name)}}}" for name, size, _ in self._groups()]
+        lines = [
+            *(r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes)),
+            *(r"\begin{table}", r"\centering", caption, label, rf"\begin{{tabular}}{{{self._align()}}}", r"\toprule"),
+            *([" & ".join(["", *groups]) + r" \\"] if groups else []),
+            *(heads + r" \\", r"\midrule", *(" & ".join(cells) + r" \\" for cells in rows), r"\bottomrule"),
+            *(r"\end{tabular}", r"\end{table}", ""),
+        ]
+        return "\n".join(lines)
+
+    def write(self, base: Path, suffixes: Sequence[str] = ("md", "csv", "tex")) -> list[Path]:
+        """Write ``<base>.md``, ``.csv`` and ``.tex``."""
+        base.parent.mkdir(parents=True, exist_ok=True)
+        forms = {"md": self.to_markdown, "csv": self.to_csv, "tex": self.to_latex}
+        paths = {suffix: base.with_name(f"{base.name}.{suffix}") for suffix in suffixes}
+        for suffix, path in paths.items():
+            atomic_write(path, forms[suffix]().encode())
+        return list(paths.values())
+
+    def _align(self) -> str:
+        return self.align or "l" + "r" * len(self.frame.columns)
+
+    def _groups(self) -> list[tuple[str, int, int]]:
+        """Runs of columns with the same group: (name, number of columns, one past the last)."""
+        if self.frame.columns.nlevels == 1:
+            return []
+        runs = itertools.groupby(enumerate(self.columns), key=lambda column: column[1][0])
+        members = [(name, list(run)) for name, run in runs]
+        return [(name, len(run), run[-1][0] + 1) for name, run in members]
+
+    def _entries(self) -> np.ndarray:
+        return self.frame.to_numpy(dtype=object)
+
+    def _cells(self, best: str = "{}", other: str = "{}", *, escape: bool = False) -> list[list[str]]:
+        """Labels and entries as text, put into the templates ``best`` and ``other``."""
+        tops = self.best() if self.higher_is_better else [None] * len(self.frame.columns)
+        competes = self.competes or [False] * len(self.frame)
+        lines = []
+        for label, entries, may_be_best in zip(self.frame.index, self._entries(), competes, strict=True):
+            cells = [escape_latex(str(label)) if escape else str(label)]
+            for entry, top in zip(entries, tops, strict=True):
+                text = "–" if entry is None else str(entry)
+                is_best = may_be_best and isinstance(entry, Entry) and top == round(entry.mean, 2)
+                cells.append((best if is_best else other).format(escape_latex(text) if escape else text))
+            lines.append(cells)
+        return lines
+
+    def _blocks(self, rows: Sequence[list[str]]) -> Iterable[tuple[str, list[list[str]]]]:
+        """Rows by the heading of their block."""
+        blocks: dict[str, list[list[str]]] = {}
+        for name, row in zip(self.blocks or [""] * len(rows), rows, strict=True):
+            blocks.setdefault(name, []).append(row)
+        return blocks.items()
+
+
+def markdown_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> list[str]:
+    """A Markdown table; columns that ``align`` does not name "l" are right-aligned."""
+    rule = "|" + "|".join("---" if side == "l" else "---:" for side in align) + "|"
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in [heads, *rows])
+    head, *body = (f"| {line} |" for line in lines)
+    return [head, rule, *body]
