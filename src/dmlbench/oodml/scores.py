@@ -88,13 +88,9 @@ def _by_splits(configs: Sequence[ConfigSummary]) -> dict[Splits, list[ConfigSumm
 
 
 def _table(
-    dataset: str,
-    protocol: str,
-    configs: Sequence[ConfigSummary],
-    splits: Splits,
-    scores: Sequence[Score],
+    dataset: str, protocol: str, configs: Sequence[ConfigSummary], splits: Splits, scores: Sequence[Score],
     spec: EvaluationSpec,
-) -> Table:
+) -> Table:  # fmt: skip
     """A row for each config; for each score a column for each split, then the area."""
     (base,) = build_tables({(dataset, protocol): configs}, spec).values()
     columns = [

@@ -115,7 +115,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     recipe: dict[str, Any] = {}
     if others:
         recipe["defaults"] = [{f"override /{group}": option} for group, option in others.items()]
-    recipe["covers"] = [{group: _option(chosen[group]) for group in COVERED}]
+    recipe["covers"] = [{group: None if chosen[group] == "None" else chosen[group] for group in COVERED}]
     recipe["settings"] = []
     if held:
         recipe["settings"].append({"when": {}, "set": held, "source": f"{source}; held fixed"})
@@ -136,7 +136,3 @@ def settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _is_of(key: str, names: Sequence[str] | Mapping[str, Value]) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in names)
-
-
-def _option(name: str | None) -> str | None:
-    return None if name == "None" else name
