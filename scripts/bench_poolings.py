@@ -28,7 +28,7 @@ from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import _ExactTransport, prototype_cost, transport_weights
-from dmlbench.studies.timing import Action, in_turns
+from dmlbench.studies.gsp_timing import Action, in_turns
 from dmlbench.types import DmlbenchError
 
 BATCH, SIZE, PROTOTYPES = 32, 128, 64

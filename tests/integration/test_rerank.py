@@ -66,9 +66,9 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
     assert distance is not None
     torch.testing.assert_close(distance.center_rows(rows[1]), rows[0])
 
-    with pytest.raises(RunError, match="ranks its lists again, which episodes do not"):
+    with pytest.raises(RunError, match="reranks, which episodes do not"):
         few_shot_of_run(taken, FewShotPlan((2,), 1, EvaluationSpec(metrics=("p_at_1",))))
-    with pytest.raises(RunError, match="by a distance of its own"):
+    with pytest.raises(RunError, match="by its own distance"):
         structure_of_run(taken)
 
     again = evaluate_from(compose("evaluate", [f"run={taken}"]))

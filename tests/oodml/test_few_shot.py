@@ -15,7 +15,6 @@ from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
 from dmlbench.apps.trained import load_run
 from dmlbench.build import component
-from dmlbench.cli.oodml_few_shot import task
 from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
@@ -28,7 +27,7 @@ from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import drawn_support
 from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run, initial_boundary
-from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot_table
+from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot, few_shot_table
 from dmlbench.oodml.split_runs import SplitRun, chosen_runs
 from dmlbench.results.store import EMBEDDINGS, read_result, write_result
 from dmlbench.runtime import read_json, write_json
@@ -66,16 +65,14 @@ def features_of(run_dir: Path, **changes: Any) -> tuple[CachedFeatures, np.ndarr
     return cache_features(setup, rows, memory_bytes=changes.get("memory_bytes", 2**30), describe="x"), rows
 
 
-def test_of_a_pooling_before_the_projection_a_vector_an_image_is_kept_and_gives_the_run_s_embeddings(
-    made: Path,
-) -> None:
+def test_pooled_vectors_are_cached_if_the_projection_follows_the_pooling(made: Path) -> None:
     features, _ = features_of(run_of(made))
     assert features.values.ndim == 2 and features.pooling is None
     stored = load_embeddings(run_of(made) / EMBEDDINGS).queries
     assert torch.allclose(features.all_embeddings(features.projection), stored.rows, rtol=1e-5, atol=1e-6)
 
 
-def test_of_a_pooling_that_projects_first_maps_are_kept_within_the_limit(tmp_path: Path) -> None:
+def test_maps_are_cached_within_the_limit_if_the_pooling_projects_first(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path, "pooling=weldon", choices={"pooling": "weldon"})
     features, rows = features_of(run_dir)
     assert features.values.ndim == 4 and features.pooling is not None
@@ -85,13 +82,11 @@ def test_of_a_pooling_that_projects_first_maps_are_kept_within_the_limit(tmp_pat
     labels = stored.labels.numpy()
     adapted = adapt(features, np.arange(len(rows)), labels, Adaptation(2, 1e-2, 0.0, batch_size=8), seed=0)
     assert not torch.equal(adapted.weight, before) and torch.equal(features.projection.weight, before)
-    with pytest.raises(
-        RunError, match=r"Weldon needs the projection's result.* memory_bytes allows 0.00 GiB; set memory"
-    ):
+    with pytest.raises(RunError, match=r"Weldon needs the projection's result.* memory_bytes allows 0.00 GiB. Set"):
         features_of(run_dir, memory_bytes=1000)
 
 
-def test_of_a_head_of_unit_parts_the_finished_embeddings_are_adapted(tmp_path: Path) -> None:
+def test_a_head_of_unit_parts_is_adapted(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path, "head=unit_parts", "head.weights=[0.5,1,1,2]", choices={"head": "unit_parts"})
     features, rows = features_of(run_dir)
     stored = load_embeddings(run_dir / EMBEDDINGS).queries
@@ -104,16 +99,6 @@ def test_of_a_head_of_unit_parts_the_finished_embeddings_are_adapted(tmp_path: P
 
 
 # --- adaptation
-
-
-def test_triplets_of_an_adaptation_depend_on_its_generator_alone() -> None:
-    rows, labels = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) // 2
-    drawn = []
-    for seed in (3, 3, 4):
-        torch.rand(1)
-        drawn.append(distance_weighted_triplets(rows, labels, generator=torch.Generator().manual_seed(seed)))
-    assert all(torch.equal(one, other) for one, other in zip(drawn[0], drawn[1], strict=True))
-    assert not torch.equal(drawn[0][2], drawn[2][2])
 
 
 def test_far_negatives_are_drawn_in_an_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +132,7 @@ def hidden_signal() -> tuple[CachedFeatures, torch.Tensor]:
     return CachedFeatures(values, None, projection, torch.device("cpu"), "float32", 16), labels
 
 
-def test_adaptation_finds_what_tells_the_classes_apart_and_leaves_the_trained_projection() -> None:
+def test_adaptation_finds_the_signal_and_keeps_the_trained_projection() -> None:
     features, labels = hidden_signal()
     support = np.flatnonzero(np.arange(60) % 12 < 4)
     before = features.projection.weight.clone()
@@ -164,7 +149,7 @@ def test_adaptation_finds_what_tells_the_classes_apart_and_leaves_the_trained_pr
     assert torch.equal(again.weight, adapted.weight)
 
 
-def test_the_first_step_of_adam_moves_each_weight_by_the_rate_and_decay_shrinks_them() -> None:
+def test_adam_moves_each_weight_by_the_learning_rate_and_decay_shrinks_it() -> None:
     features, labels = hidden_signal()
     plain = adapt(features, np.arange(60), labels.numpy(), Adaptation(1, 1e-3, 0.0, batch_size=10), seed=0)
     moved = (plain.weight - features.projection.weight).abs()
@@ -174,23 +159,22 @@ def test_the_first_step_of_adam_moves_each_weight_by_the_rate_and_decay_shrinks_
     assert (adapted.weight < features.projection.weight)[diagonal, diagonal].all()
 
 
-def test_values_out_of_range_are_refused() -> None:
+def test_errors_of_adaptations() -> None:
     for changes, message in (
-        ({"steps": 0}, r"steps \(0\)"),
-        ({"lr": 0.0}, "must be above 0; set lr_factor"),
-        ({"weight_decay": -1.0}, "must not be negative"),
-        ({"images_per_class": 1}, "at least 2: an image and a positive"),
-        ({"batch_size": 3}, r"batch_size \(3\) must hold"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"lr": 0.0}, "learning rate: got 0.0"),
+        ({"images_per_class": 1}, "images_per_class: got 1"),
+        ({"batch_size": 3}, "batch_size: got 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             Adaptation(**{"steps": 1, "lr": 1.0, "weight_decay": 0.0} | changes)
     features, labels = hidden_signal()
-    with pytest.raises(ConfigError, match="has 1 class"):
+    with pytest.raises(ConfigError, match="got 1 class"):
         adapt(features, np.arange(4), labels.numpy()[:4], Adaptation(1, 1.0, 0.0), seed=0)
     for changes, message in (
-        ({"episodes": 0}, r"episodes \(0\)"),
-        ({"shots": ()}, "shots is empty"),
-        ({"spec": EvaluationSpec(metrics=("p_at_1", "nmi"))}, "metric 'nmi' is not one of rankings"),
+        ({"episodes": 0}, "episodes: got 0"),
+        ({"shots": ()}, "shots: got an empty list"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1", "nmi"))}, "metric: got 'nmi', expected a metric of rankings"),
         ({"spec": EvaluationSpec(metrics=("p_at_1",), shortlist=5)}, "shortlist"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -200,7 +184,7 @@ def test_values_out_of_range_are_refused() -> None:
 # --- runs
 
 
-def test_zero_shot_scores_are_those_of_the_stored_embeddings_of_the_queries(output: Path) -> None:
+def test_zero_shot_scores_are_those_of_the_stored_query_embeddings(output: Path) -> None:
     run_dir = run_of(output)
     found = few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
     stored, seed = load_embeddings(run_dir / EMBEDDINGS).queries, read_result(run_dir)["seed"]
@@ -220,10 +204,8 @@ def test_a_second_call_computes_only_what_is_missing(output: Path, monkeypatch: 
     first = few_shot_of_run(run_dir, PLAN, device="cpu", num_workers=0)
     assert len(calls) == 4
     more = dataclasses.replace(PLAN, shots=(2,), episodes=3)
-    assert (
-        few_shot_of_run(run_dir, more, device="cpu", num_workers=0)[2].few_shot["p_at_1"][:2]
-        == (first[2].few_shot["p_at_1"])
-    )
+    found = few_shot_of_run(run_dir, more, device="cpu", num_workers=0)
+    assert found[2].few_shot["p_at_1"][:2] == first[2].few_shot["p_at_1"]
     assert len(calls) == 5
     monkeypatch.setattr(module, "load_run", None)  # nothing is missing, so nothing is loaded
     assert few_shot_of_run(run_dir, PLAN) == first
@@ -296,10 +278,10 @@ def test_the_boundary_is_the_one_that_the_run_started_with(overrides: list[str],
     assert initial_boundary(cfg.loss) == beta
 
 
-def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:
+def test_errors_of_runs_that_cannot_be_adapted(output: Path) -> None:
     run_dir = run_of(output)
     result, config = read_result(run_dir), (run_dir / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match=rf"shots \({IMAGES}\) must leave two .* has {IMAGES}: lower shots"):
+    with pytest.raises(ConfigError, match=rf"got {IMAGES}, expected at most {IMAGES - 2}"):
         few_shot_of_run(run_dir, dataclasses.replace(PLAN, shots=(2, IMAGES)), device="cpu", num_workers=0)
     assert not (run_dir / FEW_SHOT).exists()
     with pytest.raises(RunError, match="memory_bytes allows"):
@@ -307,7 +289,7 @@ def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:
     (run_dir / "config.yaml").write_text(
         config.replace("dmlbench.models.projection.Projection", "dmlbench.models.avsl.AvslHead")
     )
-    with pytest.raises(RunError, match=r"no linear layer that makes its embeddings \(its head is AvslHead\)"):
+    with pytest.raises(RunError, match="got AvslHead, expected a linear layer"):
         few_shot_of_run(run_dir, PLAN)
     (run_dir / "config.yaml").write_text(config)
     write_result(run_dir, {**result, "metrics": {"val": result["metrics"]["test"]}})
@@ -315,13 +297,11 @@ def test_runs_that_cannot_be_adapted_are_refused(output: Path) -> None:
         few_shot_of_run(run_dir, PLAN)
     write_result(run_dir, result)
     (run_dir / "best.ckpt").unlink()
-    with pytest.raises(RunError, match=r"has no best.ckpt, without which nothing can be adapted"):
+    with pytest.raises(RunError, match=r"has no best\.ckpt"):
         few_shot_of_run(run_dir, PLAN)
-    with pytest.raises(RunError, match="holds no complete run"):
-        few_shot_of_run(output, PLAN)
 
 
-def test_a_run_with_a_gallery_of_its_own_is_refused(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_gallery_raises_an_error(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_gallery(*arguments: Any, **options: Any) -> Any:
         setup = load_run(*arguments, **options)
         test = dataclasses.replace(setup.data.split.test, gallery=setup.data.split.test.query)
@@ -366,35 +346,21 @@ def test_a_picture_is_drawn_even_where_no_gain_is_defined(tmp_path: Path) -> Non
     assert all((tmp_path / name).stat().st_size > 5_000 for name in ("all.png", "undefined.png"))
 
 
-def test_the_command_writes_a_table_of_the_runs_of_configs(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task(compose("oodml_few_shot", [
+def test_the_command_writes_a_table_of_the_runs_of_configs(output: Path) -> None:
+    printed = "\n".join(few_shot(compose("oodml_few_shot", [
         "configs=glyphs/*", "shots=[2]", "episodes=2", "steps=2", "device=cpu", "num_workers=0", "metrics=[p_at_1]",
         f"paths.output_dir={output}",
-    ]))  # fmt: skip
-    printed = capsys.readouterr().out
+    ])))  # fmt: skip
     written = output / "tables/few_shot-glyphs-shifted.md"
     assert written.read_text() in printed
     assert "| gap | 0 (1.5) | 0 |" in printed and "| gap | 1 (2.5) | 0 |" in printed
-    assert (
-        len(pd.read_csv(written.with_suffix(".csv"))) == 2
-        and written.with_name("few_shot-glyphs-shifted-p_at_1.png").exists()
-    )
+    assert len(pd.read_csv(written.with_suffix(".csv"))) == 2
+    assert written.with_name("few_shot-glyphs-shifted-p_at_1.png").exists()
     settings = [one["settings"] for one in json.loads((run_of(output) / FEW_SHOT).read_text())["adaptations"].values()]
     assert [(one["shots"], one["steps"]) for one in settings] == [(2, 2)]
 
 
-def test_what_to_adapt_must_be_said_in_one_way(made: Path) -> None:
-    with pytest.raises(ConfigError, match="by one of the two: run="):
-        chosen_runs([], None, str(made))
-    with pytest.raises(ConfigError, match="by one of the two: run="):
-        chosen_runs(["a"], "**", str(made))
+def test_runs_are_chosen_by_a_pattern(made: Path) -> None:
     with pytest.raises(RunError, match=r"no complete run under .* matches 'none'"):
         chosen_runs([], "none", str(made))
     assert chosen_runs([], "**", str(made)) == [run_of(made, 0), run_of(made, 1)]
-    for overrides, message in (
-        (["shots=[2,x]"], "must be whole numbers"),
-        (["merge_order=[a,b]"], "merge_order belongs to official"),
-        (["name=a/b"], "name: got "),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            task(compose("oodml_few_shot", [f"paths.output_dir={made}", "configs=none", *overrides]))

@@ -7,12 +7,12 @@ import pytest
 
 from dmlbench.oodml import frechet_distance
 from dmlbench.oodml.frechet import VARIANTS, distance_of_gaussians, gaussian_of_moments, gaussian_of_rows
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import DataError
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", range(4))
-def test_distance_is_that_of_the_public_implementations(golden_dir: Path, case: int, variant: str) -> None:
+def test_distance_of_the_public_implementations(golden_dir: Path, case: int, variant: str) -> None:
     with np.load(golden_dir / "ood_splits_fid.npz") as stored:
         first, second = stored[f"fid{case}_a"], stored[f"fid{case}_b"]
         expected = float(stored[f"fid{case}_{variant}"])
@@ -59,18 +59,12 @@ def test_covariances_give_what_rows_give_also_of_lower_rank() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (np.zeros((1, 3)), np.zeros((4, 3)), "the first set of features has 1 row; a Gaussian needs two"),
-        (np.zeros((4, 3)), np.zeros((0, 3)), "the second set of features has 0 rows"),
+        (np.zeros((1, 3)), np.zeros((4, 3)), r"first set of features: got shape \[1, 3\], expected two or more rows"),
         (np.zeros((4, 3)), np.zeros((4, 2)), "features of 3 and 2 numbers cannot be compared"),
-        (np.zeros(4), np.zeros((4, 2)), r"the first set of features has shape \[4\]"),
+        (np.zeros(4), np.zeros((4, 2)), r"first set of features: got shape \[4\]"),
         (np.full((4, 2), np.nan), np.zeros((4, 2)), "row 0 of the first set of features is not finite"),
     ],
 )
 def test_sets_that_have_no_distance_are_refused(first: np.ndarray, second: np.ndarray, message: str) -> None:
     with pytest.raises(DataError, match=message):
         frechet_distance(first, second)
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ConfigError, match="variant 'exact' is unknown"):
-        frechet_distance(np.eye(3), np.eye(3), variant="exact")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dmlbench.results.store import find_runs, read_result
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_m_eps, gsp_mu, object_size, untrained_poolings
 from dmlbench.studies.record import conduct_study
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import DataError
 
 TINY = ["dataset.table.num_classes=16", "dataset.table.images_per_class=4", "dataset.table.image_size=24",
         "transform.train.padding=2", "fit.max_steps=2", "head.out_features=8", "sampler.classes_per_batch=4",
@@ -38,9 +38,6 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
     scores = {read_result(run.path)["metrics"]["test"]["map_at_r"] for run in runs}
     parts = read_json(tmp_path / "studies" / "gsp_mu.json")["parts"]
     assert {part["value"]["map_at_r"] for part in parts.values()} == scores
-    cfg.name, cfg.transport_ratios = "other", [0.3, 1.5]
-    with pytest.raises(ConfigError, match=r"in \(0, 1\]"):
-        conduct_study("gsp_mu", cfg, gsp_mu.conduct)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +49,7 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
         ([0.1, 0.3, 0.2], False, "1: 20.0"),
     ],
 )
-def test_a_fall_over_mu_is_one_at_every_step_from_the_low_ones_on(
-    tmp_path, monkeypatch, scores, comes_out, told
-) -> None:
+def test_scores_must_fall_at_every_step_over_mu(tmp_path, monkeypatch, scores, comes_out, told) -> None:
     rows = [{"map_at_r": [score], "p_at_1": [0.5]} for score in scores]
     monkeypatch.setattr(gsp_mu, "scores_of", lambda configs, cfg, parts: dict(zip(configs, rows, strict=True)))
     cfg = compose("study_gsp_mu", [f"transport_ratios={[0.1, 0.3, 0.5, 1.0][-len(scores) :]}", *places(tmp_path)])
@@ -63,7 +58,7 @@ def test_a_fall_over_mu_is_one_at_every_step_from_the_low_ones_on(
     assert findings.claims[1].ours.endswith((told, f"({told})"))
 
 
-def test_gsp_over_prototypes_and_smoothing_finds_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsp_m_eps_finds_the_best_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
     def scores_of(configs, cfg, parts):
@@ -100,9 +95,6 @@ def test_untrained_poolings_in_miniature(tmp_path: Path) -> None:
     findings, _ = conduct_study("untrained_poolings", cfg, untrained_poolings.conduct)
     assert [row[0] for row in findings.rows] == ["gap", "gmp", "gap_gmp", "gem", "k_max"]
     assert "R@1 45.0 with GAP, 53.1 with GMP" in findings.claims[0].paper
-    cfg.name, cfg.poolings = "other", ["gap", "cbam"]
-    with pytest.raises(ConfigError, match="cbam is none of gap, gmp"):
-        conduct_study("untrained_poolings", cfg, untrained_poolings.conduct)
 
 
 def test_hits_are_grouped_by_the_share_of_the_box() -> None:
@@ -128,13 +120,8 @@ def test_queries_of_runs_are_grouped_by_the_size_of_the_object(tmp_path: Path) -
     data = ["dataset=cub200", "dataset.table.check_counts=false", f"paths.data_dir={tmp_path}/data", "num_workers=0",
             "transform.eval.resize=16", "transform.eval.crop=16", "transform.train.resize=16",
             "transform.train.crop=16"]  # fmt: skip
-    tiny = [
-        "protocol=conventional",
-        "fit=untrained",
-        "sampler.classes_per_batch=4",
-        "fit.keep=none",
-        "head.out_features=4",
-    ]
+    tiny = ["protocol=conventional", "fit=untrained", "sampler.classes_per_batch=4", "fit.keep=none",
+            "head.out_features=4"]  # fmt: skip
     runs = {way: run(compose("train", [*data, *tiny, f"pooling={way}", *places(tmp_path)])) for way in ("gap", "gmp")}
     named = [f"{way}='{path}'" for way, path in runs.items()]
     cfg = compose("study_object_size", [*named, "edges=[0,0.4,0.6,1]", f"paths.output_dir={tmp_path}"])
@@ -145,7 +132,4 @@ def test_queries_of_runs_are_grouped_by_the_size_of_the_object(tmp_path: Path) -
     (folder / "bounding_boxes.txt").unlink()
     cfg.name = "without"
     with pytest.raises(DataError, match="has no boxes of its objects"):
-        conduct_study("object_size", cfg, object_size.conduct)
-    cfg.gmp = None
-    with pytest.raises(ConfigError, match=r"gmp=.* is missing"):
         conduct_study("object_size", cfg, object_size.conduct)

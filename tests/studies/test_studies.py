@@ -12,7 +12,7 @@ from dmlbench.config import compose
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_timing, two_moons
 from dmlbench.studies.record import Claim, Findings, Parts, conduct_study, to_markdown
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import RunError
 
 MOONS = ["temperatures=[1.0,0.1]", "steps=15", "repeats=2", "points=60"]
 
@@ -60,7 +60,6 @@ def test_a_study_leaves_its_record_and_is_not_computed_again(
     assert files[".png"].exists() and read_json(files[".json"])["parts"] == before
     assert study("steps=16") == 1
     assert "steps: 15 there, 16 asked for" in capsys.readouterr().err
-    assert study("temperatures=[1.0]", "name=other") == 2
 
 
 def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
@@ -122,15 +121,35 @@ def test_the_transport_is_timed_beside_a_network(tmp_path: Path) -> None:
     assert times["network"]["value"]["pixels"] == 16
     of_k = times["iterations"]["value"]
     assert of_k["30"]["both"] > of_k["1"]["both"] > 0
-    cfg.iterations = [10]
-    with pytest.raises(ConfigError, match="two or more"):
-        gsp_timing.conduct(cfg, Parts(tmp_path / "x.json", "x", {}, device=torch.device("cpu")))
 
 
-def test_the_names_of_studies_are_listed_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["study", "two_mons"])
-    assert ended.value.code == 2 and "did you mean 'two_moons'" in capsys.readouterr().err
+def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["study", "--help"])
     assert ended.value.code in (0, None) and "  gsp_timing " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["two_mons"], "did you mean 'two_moons'"),
+        (["two_moons", "name=a/b"], "name: got 'a/b', expected a file name"),
+        (["two_moons", "temperatures=[1.0]"], "temperatures: got [1.0], expected two or more positive numbers."),
+        (["two_moons", "steps=0"], "steps: got 0, expected a positive number."),
+        (["gsp_timing", "iterations=[10]"], "iterations: got [10], expected two or more values."),
+        (["gsp_mu", "transport_ratios=[0.3,1.5]"], "expected two or more numbers in (0, 1]."),
+        (["gsp_mu", "training=[loss]"], "training: got loss, expected overrides such as fit.max_steps=100."),
+        (["gsp_m_eps", "smoothings=[1.0]"], "smoothings: got [1.0], expected two or more values."),
+        (["gsp_weights", "transport_ratio=1"], "transport_ratio: got 1.0, expected a number between 0 and 1."),
+        (["collage_samples", "super_classes=[insect]"], "super_classes 'insect' is unknown; did you mean 'insects'"),
+        (["collage_samples", "super_classes=[trees]"], "super_classes 'trees' is unknown"),  # background
+        (["untrained_poolings", "poolings=[gap,cbam]"], "poolings: got gap, cbam, expected two or more of gap, gmp"),
+        (["object_size", "gap=x"], "gmp=... is missing"),
+        (["object_size", "edges=[0,0.5]"], "edges: got [0.0, 0.5], expected numbers that ascend from 0 to 1"),
+    ],
+)
+def test_errors_of_studies(arguments, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["study", *arguments, *([f"paths.output_dir={tmp_path}"] if len(arguments) > 1 else [])])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

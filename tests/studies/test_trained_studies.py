@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from dmlbench.config import compose
 from dmlbench.data.image_table import make_table
 from dmlbench.models.pooling.global_pooling import Gap
-from dmlbench.studies import gsp_tokens, gsp_weights, tokens, xml_prototypes, zero_shot_prediction
+from dmlbench.studies import gsp_tokens, gsp_weights, xml_prototypes, zero_shot_prediction
 from dmlbench.studies.record import conduct_study
 from dmlbench.studies.same_classes import SameClasses
 from dmlbench.studies.trained import Described, entropy, halves, some_of_each, tied_to_classes
@@ -64,7 +64,7 @@ def min_distances(points: torch.Tensor, prototypes: torch.Tensor) -> np.ndarray:
     return np.array([min(float((x - p).norm()) for p in prototypes) for x in points])
 
 
-def test_the_largest_product_finds_a_far_prototype_unless_lengths_are_equal() -> None:
+def test_largest_product_finds_a_far_prototype_unless_lengths_are_equal() -> None:
     features = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
     unequal = xml_prototypes.discrepancy(features, torch.tensor([[1.0, 0.0], [5.0, 5.0]]))
     assert float(unequal["nearest"]) == 0 and float(unequal["product"]) == pytest.approx(41**0.5)
@@ -94,7 +94,7 @@ def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
 
 
 @pytest.mark.slow  # three trainings
-def test_the_study_of_xml_in_miniature(cifar: Path, tmp_path: Path) -> None:
+def test_xml_prototypes_in_miniature(cifar: Path, tmp_path: Path) -> None:
     small = ["images=4", "centers=3", "prototypes=4", "splits=3", "eval_images=4"]
     cfg = compose("study_xml_prototypes", [training(), *small, *places(cifar, tmp_path)])
     findings, written = conduct_study("xml_prototypes", cfg, xml_prototypes.conduct)
@@ -126,7 +126,7 @@ def test_zero_shot_prediction_by_a_loop() -> None:
 
 
 @pytest.mark.slow
-def test_the_study_of_zero_shot_prediction_in_miniature(cifar: Path, tmp_path: Path) -> None:
+def test_zero_shot_prediction_in_miniature(cifar: Path, tmp_path: Path) -> None:
     started = training("pooling.memory_rows=32", "loss=proxy_nca_gsp")
     small = ["prototypes=4", "splits=3", "eval_images=4"]
     cfg = compose("study_zero_shot_prediction", [started, *small, *places(cifar, tmp_path)])
@@ -161,21 +161,21 @@ def test_the_published_parts_need_the_same_classes() -> None:
 
 
 def test_bags_hold_tokens_of_their_class_and_of_the_background() -> None:
-    numbers, labels = tokens.bags(30, np.random.default_rng(0))
+    numbers, labels = gsp_tokens.bags(30, np.random.default_rng(0))
     own = numbers // 4 == labels[:, None]
     assert ((own) | (numbers >= 64)).all() and int(numbers.max()) == 67
     assert float(own.double().mean()) == pytest.approx(0.5, abs=0.02)
-    alone, _ = tokens.bags(2, np.random.default_rng(0), mixing_mean=1.0, mixing_std=0.0)
+    alone, _ = gsp_tokens.bags(2, np.random.default_rng(0), mixing_mean=1.0, mixing_std=0.0)
     assert (alone < 64).all()
 
 
-def test_average_pooling_averages_tokens_and_weighs_the_background_by_its_share() -> None:
-    model = tokens.TokenModel(Gap(), 2, limit=0.3)
-    numbers, _ = tokens.bags(2, np.random.default_rng(1))
+def test_average_pooling_weighs_background_tokens_by_their_share() -> None:
+    model = gsp_tokens.TokenModel(Gap(), 2, limit=0.3)
+    numbers, _ = gsp_tokens.bags(2, np.random.default_rng(1))
     expected = model.tokens[numbers].mean(dim=1)
     assert torch.allclose(model(numbers).embedding, expected, atol=1e-7)
     share = float((numbers >= 64).double().mean())
-    assert tokens.weight_of_background(model, numbers) == pytest.approx(share)
+    assert gsp_tokens.weight_of_background(model, numbers) == pytest.approx(share)
 
 
 def test_hulls_that_overlap_are_seen() -> None:
@@ -186,7 +186,7 @@ def test_hulls_that_overlap_are_seen() -> None:
     assert gsp_tokens.share_in_other_hulls(square, [0, 1, 2, 3]) == 0
 
 
-def test_the_study_of_tokens_starts_its_memory_as_late_as_the_public_code() -> None:
+def test_memory_of_the_token_study_starts_as_in_the_public_code() -> None:
     """yetigurbuz/generalized-sum-pooling b765b889: tensorflow/framework/models/token_embedding.py:58,
     tensorflow/framework/datasets/experimental.py:26, 53."""
     cfg = compose("study_gsp_tokens", [])
@@ -194,7 +194,7 @@ def test_the_study_of_tokens_starts_its_memory_as_late_as_the_public_code() -> N
     assert (cfg.steps_per_epoch, cfg.validation_samples) == (512, 128)
 
 
-def test_the_study_of_tokens_in_miniature(tmp_path: Path) -> None:
+def test_token_study_in_miniature(tmp_path: Path) -> None:
     small = ["epochs=2", "steps_per_epoch=3", "repeats=1", "validation_samples=2", "test_samples=3",
              "pooling.num_prototypes=4", "pooling.memory_rows=64", "pooling.start_step=1"]  # fmt: skip
     cfg = compose("study_gsp_tokens", [*small, f"paths.output_dir={tmp_path}"])

@@ -1,4 +1,4 @@
-"""A search over runs that only pretend to train: who claims a trial, what goes on after a kill, what costs nothing."""
+"""A search over runs that only pretend to train: claims of trials, resuming after a kill, and repeated values."""
 
 import contextlib
 import dataclasses
@@ -91,7 +91,7 @@ def conducted(asked: search.Search) -> list[search.Outcome]:
     return search.conduct(asked, compose)
 
 
-def test_a_search_that_is_killed_anywhere_comes_to_the_trials_of_one_that_is_not(tmp_path, monkeypatch) -> None:
+def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, monkeypatch) -> None:
     runs, two = Runs(monkeypatch), {"runs": (("part=0",), ("part=1",))}
     whole = conducted(made(tmp_path / "whole", **two))
     states = Counter(outcome.state for outcome in whole)
@@ -112,15 +112,13 @@ def test_a_search_that_is_killed_anywhere_comes_to_the_trials_of_one_that_is_not
     assert "points ahead of the next values" in text and f"{states['pruned']} of 9 trials were pruned" in text
 
 
-def test_values_that_were_tried_cost_nothing_and_what_diverges_is_a_failed_trial(tmp_path, monkeypatch) -> None:
+def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeypatch) -> None:
     runs = Runs(monkeypatch)
     asked = made(tmp_path, space={"lr": {"choices": [0.001, 0.01, 0.1]}}, trials=7, pruner=None)
     found = conducted(asked)
     assert sum(runs.trained.values()) == 2 * STEPS  # of 7 trials of three values, one of which diverges
     assert {outcome.state for outcome in found} == {"complete", "failed"}
-    assert all(
-        (o.state == "failed") == (o.values["lr"] == 0.1) and ("nan" in o.note) == (o.state == "failed") for o in found
-    )
+    assert all((o.state == "failed") == (o.values["lr"] == 0.1) == ("nan" in o.note) for o in found)
     assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=8))) == 8
 
 
@@ -138,7 +136,7 @@ def test_a_trial_has_one_process_and_is_free_once_that_is_gone(tmp_path, monkeyp
         assert (again.number, again.params) == (0, one.params)
 
 
-def test_a_trial_that_ends_while_another_process_claims_is_not_taken_for_a_left_one(tmp_path, monkeypatch) -> None:
+def test_a_trial_that_ends_while_another_process_claims_is_not_resumed(tmp_path, monkeypatch) -> None:
     asked = made(tmp_path, trials=2)
     asked.folder.mkdir(parents=True)
     first, second = (search._open(asked, {"space": ""}) for _ in range(2))
@@ -205,21 +203,30 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
     Runs(monkeypatch)
     asked = made(tmp_path, trials=2, pruner=None)
     found = conducted(asked)
-    with pytest.raises(RunError, match=r"holds a search with other settings \(of space\); choose another name"):
+    with pytest.raises(RunError, match=r"holds a search with other settings \(of space\). Choose another name"):
         conducted(made(tmp_path, space={"lr": {**LR, "high": 1}}))
     path = tmp_path / found[0].runs[0] / store.RESULT
     result = read_json(path)
     write_json(path, {**result, "metrics": {"val": {"map_at_r": 0.9999}}})
-    with pytest.raises(RunError, match=r"trial 1 of .* had 0\.\d+, but its runs .* have 0.9999"):
+    with pytest.raises(RunError, match=r"trial 1 of .* had 0\.\d+, but its runs .* now have 0.9999"):
         conducted(asked)
     path.unlink()
     with pytest.raises(RunError, match=r"holds no complete run: result\.json is missing, or search under another name"):
         conducted(asked)
     (asked.folder / search.STORAGE).write_bytes(b"no database")
-    with pytest.raises(RunError, match=r"study.db cannot be read .*remove it, or choose another name"):
+    with pytest.raises(RunError, match=r"study.db cannot be read .*Remove it, or choose another name"):
         conducted(asked)
-    for wrong, message in (({"trials": 0}, r"trials \(0\) must"), ({"runs": ()}, r"is empty; .*\[\['repeat=0'\]\]"),
-                           ({"pruner": {"warmup": 1}}, "pruner has 'warmup': did you mean 'warmup_steps'"),
-                           ({"pruner": {"warmup_steps": -1}}, r"pruner.warmup_steps \(-1\)")):  # fmt: skip
-        with pytest.raises(ConfigError, match=message):
-            made(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"trials": 0}, "trials: got 0, expected at least 1"),
+        ({"runs": ()}, r"runs: got an empty list, .*\[\['repeat=0'\]\]"),
+        ({"pruner": {"warmup": 1}}, "pruner 'warmup' is unknown; did you mean 'warmup_steps'"),
+        ({"pruner": {"warmup_steps": -1}}, "pruner.warmup_steps: got -1, expected a whole number"),
+    ],
+)
+def test_errors_of_searches(tmp_path, wrong, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(tmp_path, **wrong)

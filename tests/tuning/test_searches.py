@@ -27,7 +27,7 @@ def searched(name: str, *given: str, own: tuple[str, ...] = ()):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_reality_check_searches_each_of_its_losses_by_fifty_trials_of_four_folds(loss) -> None:
+def test_mlrc_musgrave_searches_each_loss_by_fifty_trials_of_four_folds(loss) -> None:
     with composing():
         search = searched("mlrc_musgrave", "dataset=cars196", f"loss={loss}")
         _checked(search, composed_run)
@@ -37,19 +37,19 @@ def test_the_reality_check_searches_each_of_its_losses_by_fifty_trials_of_four_f
 
 
 @pytest.mark.slow
-def test_searches_have_the_names_of_their_files_and_no_run_sees_the_test_set() -> None:
+def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
     names = [path.stem for path in (config_folder() / "search").glob("*.yaml")]
     with composing():
         assert [searched(name).name for name in names] == names
         _checked(searched("demo"), composed_run)
-        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* leave protocol out"):
+        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* Leave protocol out"):
             _checked(searched("demo", "protocol=mlrc"), composed_run)
         with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting"):  # also of a trial's second run
             _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed_run)
         for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
-            with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is searched; leave this out, or take"):
+            with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is searched. Leave this out, or take"):
                 searched("demo", *given, own=own)
-        with pytest.raises(ConfigError, match="train has 'pooling', which is no override"):
+        with pytest.raises(ConfigError, match="train: got 'pooling', expected overrides"):
             searched("demo", own=("train=[pooling]",))
         with pytest.raises(ConfigError, match=r"name \('a/b'\) names a folder"):
             searched("demo", own=("name=a/b",))

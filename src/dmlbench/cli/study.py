@@ -1,4 +1,4 @@
-"""``dmlbench study NAME``: small experiments of the papers, each with a picture and a table beside its claims."""
+"""``dmlbench study NAME``: run a paper's small-scale study and compare with its claims."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ STUDIES = {
     "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",
     "object_size": "average and maximum pooling by the size of the object (ProxyNCA++, figure 7); needs boxes",
 }
-"""What can be studied; ``conf/study_<name>.yaml`` configures it, ``conduct`` of ``studies/<name>.py`` does it."""
+"""Studies, each with ``conf/study_<name>.yaml`` and ``conduct`` of ``studies/<name>.py``."""
 
 
 def main(line: CommandLine) -> None:
@@ -31,12 +31,11 @@ def main(line: CommandLine) -> None:
         return
     name, rest = chosen
     if line.is_sweep:
-        raise ConfigError("a study is no sweep: leave out -m; what it compares are values of its own keys")
+        raise ConfigError("-m: a study compares values of its own keys. Leave -m out.")
     run_command(f"study_{name}", functools.partial(conduct, name), rest)
 
 
 def conduct(name: str, cfg: DictConfig) -> None:
-    """Conduct what is missing of a study, print its table and name its files."""
     from dmlbench.studies.record import conduct_study, to_markdown
 
     module = importlib.import_module(f"dmlbench.studies.{name}")

@@ -1,4 +1,4 @@
-"""``dmlbench tune``: hyper-parameters searched under ``protocol=hpo``, and the best ones written as a recipe."""
+"""``dmlbench tune``: search hyper-parameters under ``protocol=hpo``, and write the best as a recipe."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,20 +25,15 @@ _OWN = (*TuneConfig.__dataclass_fields__, "search")
 
 
 def main(line: CommandLine) -> None:
-    """Do the trials that are missing, print the table, write the recipe.
-
-    Raises:
-        ConfigError: the search or values of one's own are wrong.
-        RunError: the folder or its runs are of something else, or no trial is complete.
-    """
+    """Run the missing trials, print the table, write the recipe."""
     if line.is_sweep:
-        raise ConfigError("-m: tune chooses the values by itself; leave -m out, and name what is searched in space")
+        raise ConfigError("-m: tune chooses the values. Leave -m out, and name the searched keys in space.")
     own, given, launching = parts_of(line, _OWN)
     if line.help or line.cfg:
         run_command("tune", lambda cfg: None, own)
         return
     if other := next((override for override in launching if override.startswith("hydra")), None):
-        raise ConfigError(f"{other}: tune has no launcher; start the same command in several shells instead")
+        raise ConfigError(f"{other}: tune has no launcher. Start the same command in several shells.")
     prepare_process(line.config_dir)
     with composing(line.config_dir):
         cfg = hydra.compose("tune", for_hydra("tune", own), return_hydra_config=True)
@@ -85,11 +80,7 @@ def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices:
 
 
 def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search":
-    """The search that a configuration describes.
-
-    Raises:
-        ConfigError: a value of it is wrong.
-    """
+    """Make the search of a configuration."""
     from dmlbench.tuning.search import Search
     from dmlbench.tuning.space import make_space
 
@@ -98,16 +89,14 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):
         if wrong := [each for each in listed if not (isinstance(each, str) and ("=" in each or each[:1] == "~"))]:
-            raise ConfigError(
-                f"{key} has {wrong[0]!r}, which is no override of dmlbench train, such as fit.max_steps=100"
-            )
+            raise ConfigError(f"{key}: got {wrong[0]!r}, expected overrides such as fit.max_steps=100.")
     overrides = (*plain["train"], *given)
     output_dir = Path(plain["paths"]["output_dir"])
     space = make_space(plain["space"], choices(["protocol=hpo", *overrides]))
     searched = {dimension.key for dimension in space}
     for override in (*given, *(each for run in runs for each in run)):
         if (key := key_of(override).strip()) in searched:
-            raise ConfigError(f"{override}: {key} is searched; leave this out, or take {key} out of space")
+            raise ConfigError(f"{override}: {key} is searched. Leave this out, or take {key} out of space.")
     return Search(
         name=plain["name"], folder=output_dir / "tuning" / plain["name"], output_dir=output_dir,
         space=space, overrides=overrides, runs=tuple(map(tuple, runs)), trials=plain["trials"], seed=plain["seed"],
@@ -122,11 +111,7 @@ def _for_train(overrides: Sequence[str]) -> list[str]:
 def _write_recipe(
     search: "Search", best: "Outcome", compose: Any, choices: Any, config_dir: Path | None
 ) -> tuple[Path, list[str]]:
-    """The recipe's file and how it is used, once it has been seen to make the winner's settings.
-
-    Raises:
-        RunError: it does not.
-    """
+    """Write the recipe and check that it makes the winner's settings; return its file and the overrides beside it."""
     from dmlbench.runtime import atomic_write
     from dmlbench.tuning.findings import make_recipe, settings
 
@@ -140,7 +125,7 @@ def _write_recipe(
         made = settings(composed_run([*_for_train([*asked, f"recipe={search.name}"]), *searching]))
     if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:
         raise RunError(
-            f"{path} cannot say all of the best trial's settings ({', '.join(lost)}); give these on the command line "
-            "beside the recipe"
+            f"{path} cannot hold all settings of the best trial ({', '.join(lost)}). Give these on the command line "
+            "beside the recipe."
         )
     return path, [each for each in asked if not each.startswith("protocol")]

@@ -1,4 +1,4 @@
-"""Generalization over train-test shifts of measured size (ooDML): distances, splits, and what runs show over them.
+"""Generalization over train-test shifts of measured size (ooDML): distances, splits, and runs over them.
 
 Source: T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric Learning",
     NeurIPS 2021.

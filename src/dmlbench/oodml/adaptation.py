@@ -1,4 +1,4 @@
-"""The last layer of a network adapted to a few images of each class, from features that were computed before."""
+"""Adapt the projection of a trained model to a few images of each class, from cached features."""
 
 import contextlib
 import copy
@@ -20,16 +20,11 @@ from dmlbench.types import ConfigError, IntArray
 
 @dataclass(frozen=True)
 class Adaptation:
-    """How the layer is trained: Adam, margin loss with fixed boundaries, negatives weighted by distance.
+    """Adam on the margin loss with fixed boundaries and distance-weighted negatives.
 
     Attributes:
-        steps: batches.
-        lr: learning rate.
-        weight_decay: of the layer's matrix, as Adam means it.
-        batch_size: images of a batch at most, 112 in the public code.
-        images_per_class: of them of each class.
+        batch_size: at most; 112 in the public code.
         beta: boundary of the margin loss, which the public code does not train here.
-        margin: half the width of the band around it.
     """
 
     steps: int
@@ -42,37 +37,28 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(f"steps ({self.steps}) must be at least 1; zero-shot scores come with every call")
+            raise ConfigError(f"steps: got {self.steps}, expected at least 1.")
         if not self.lr > 0:
-            raise ConfigError(f"the learning rate ({self.lr}) must be above 0; set lr_factor, or lr")
-        if self.weight_decay < 0:
-            raise ConfigError(f"weight_decay ({self.weight_decay}) must not be negative")
+            raise ConfigError(f"learning rate: got {self.lr}, expected a positive number. Set lr_factor.")
         if self.images_per_class < 2:
-            raise ConfigError(f"images_per_class ({self.images_per_class}) must be at least 2: an image and a positive")
+            raise ConfigError(f"images_per_class: got {self.images_per_class}, expected at least 2.")
         if self.batch_size < 2 * self.images_per_class:
-            raise ConfigError(
-                f"batch_size ({self.batch_size}) must hold images_per_class ({self.images_per_class}) of two classes"
-            )
+            raise ConfigError(f"batch_size: got {self.batch_size}, expected at least 2 * {self.images_per_class}.")
 
 
 def adapt(
     features: CachedFeatures, support: IntArray, labels: IntArray, adaptation: Adaptation, *, seed: int
 ) -> Projection:
-    """A copy of the projection, trained on the support set alone; all else stays as it is.
+    """Train a copy of the projection on the support.
 
     Args:
-        features: of all images.
         support: [S] positions in ``features``.
-        labels: [S] classes of these, any integers.
-        adaptation: how.
+        labels: [S].
         seed: of batches and triplets; nothing else is random.
-
-    Raises:
-        ConfigError: there are fewer than two classes.
     """
     names, classes = np.unique(labels, return_inverse=True)
     if len(names) < 2:
-        raise ConfigError(f"the support set has {len(names)} class; a margin to another one needs two")
+        raise ConfigError(f"support: got {len(names)} class, expected at least two.")
     device = features.device
     projection = copy.deepcopy(features.projection).requires_grad_(True)
     loss = MarginOodml(len(names), margin=adaptation.margin, beta=adaptation.beta, learn_beta=False).to(device)
@@ -89,8 +75,7 @@ def adapt(
     )
     triplets = torch.Generator(device).manual_seed(derive_seed(seed, "triplets"))
     positions, of_class = torch.from_numpy(support), torch.from_numpy(np.asarray(classes, dtype=np.int64))
-    # Products of single batches are so small that threads wait for each other longer than they compute; with one of
-    # them, the result does not depend on their number either.
+    # Threads wait longer than they compute such small products, and one thread makes the result reproducible.
     with single_threaded_torch() if features.pooling is None else contextlib.nullcontext():
         for _ in range(adaptation.steps):
             rows = torch.from_numpy(next(batches).rows)

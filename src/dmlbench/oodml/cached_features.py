@@ -1,4 +1,4 @@
-"""What the last layer of a trained network reads, computed once for each image, to train the layer alone."""
+"""Inputs of the projection of a trained model, computed once for each image, to train the projection alone."""
 
 import sys
 from dataclasses import dataclass
@@ -19,15 +19,11 @@ from dmlbench.types import IntArray, RunError
 
 @dataclass(frozen=True)
 class CachedFeatures:
-    """Features of images and the way from there through a projection to embeddings.
+    """Features of images, from which a projection makes embeddings.
 
     Attributes:
-        values: [N, C] where the pooling pools first and the embedding is the projection of that; else the last maps
-            [N, C, H, W], which are pooled anew whenever the projection has changed. In main memory.
-        pooling: of the maps; None where ``values`` are vectors.
-        projection: as it was trained.
-        device: where embeddings are computed.
-        precision: of the pooling, as in training.
+        values: [N, C] if the projection follows the pooling, else the last maps [N, C, H, W]; in main memory.
+        pooling: of the maps; None if ``values`` are vectors.
         batch_size: images whose embeddings are computed at once without gradients.
     """
 
@@ -39,7 +35,7 @@ class CachedFeatures:
     batch_size: int
 
     def embeddings(self, positions: Tensor, projection: Projection) -> Tensor:
-        """Rows [B, D] float32 of the images at ``positions`` [B], with gradients to the projection."""
+        """Embeddings [B, D] float32 of the images at ``positions`` [B], with gradients to the projection."""
         values = self.values[positions].to(self.device)
         with autocast(self.device, self.precision):
             rows: Tensor = projection(values) if self.pooling is None else self.pooling(values, projection).embedding
@@ -47,25 +43,22 @@ class CachedFeatures:
 
     @torch.no_grad()
     def all_embeddings(self, projection: Projection) -> Tensor:
-        """Rows [N, D] of all images, in main memory."""
+        """Embeddings [N, D] of all images, in main memory."""
         parts = torch.arange(len(self.values)).split(self.batch_size)
         return torch.cat([self.embeddings(part, projection).cpu() for part in parts])
 
 
 def cache_features(setup: Setup, rows: IntArray, *, memory_bytes: int, describe: str) -> CachedFeatures:
-    """Pass images through the network once and keep what its projection needs.
+    """Pass images through the network once and keep the inputs of its projection.
 
-    Which of the two kinds of ``CachedFeatures.values`` that is, is seen while the first images pass: the projection is
-    called once with vectors and its result is the embedding, or anything else happens.
+    The first batch tells whether vectors suffice: the projection is called once, with vectors, and its result is the
+    embedding.
 
     Args:
         setup: a run with a linear head, in evaluation mode.
         rows: [N] of its table.
-        memory_bytes: limit of what is kept.
-        describe: whose images these are, for messages.
-
-    Raises:
-        RunError: they need more memory than the limit, or features are not finite.
+        memory_bytes: limit of the features.
+        describe: the run, for messages.
     """
     model = setup.model
     assert isinstance(model, PooledModel)
@@ -96,8 +89,8 @@ def cache_features(setup: Setup, rows: IntArray, *, memory_bytes: int, describe:
                 if needed > memory_bytes:
                     raise RunError(
                         f"{describe}: {_what(model, pools_first)} of {len(rows):,} images need "
-                        f"{needed / 2**30:.2f} GiB of memory, and memory_bytes allows {memory_bytes / 2**30:.2f} GiB; "
-                        f"set memory_bytes={needed} or more if the machine has it"
+                        f"{needed / 2**30:.2f} GiB, memory_bytes allows {memory_bytes / 2**30:.2f} GiB. Set "
+                        f"memory_bytes={needed} or more."
                     )
                 values = torch.empty((len(rows), *part.shape[1:]), dtype=part.dtype)
             values[done : done + len(part)] = part.cpu()

@@ -1,7 +1,7 @@
-"""Whether measures of the training embeddings go along with test scores: rank correlations, and a picture of them."""
+"""Rank correlations of measures of the training embeddings with test scores."""
 
-import textwrap
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,17 +10,22 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from omegaconf import DictConfig
 from scipy.stats import spearmanr
+from tqdm import tqdm
 
 from dmlbench.apps.pictures import save_figure
+from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.oodml.split_runs import SplitRun, notes_of
-from dmlbench.oodml.structure import MEASURES, Structure
+from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
+from dmlbench.oodml.structure import MEASURES, Structure, structure_of_run
+from dmlbench.results.run_scores import scores_of_run
 from dmlbench.results.table import markdown_lines
+from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError
 
 DEFAULT = "default"
-"""The kind of the split that everybody uses, in the facts of a run."""
+"""The kind of the published split, in the facts of a run."""
 _FEWEST = 3
 """Points that a rank correlation needs: two lie on a line always."""
 _MARKERS = "osD^vP*X<>"
@@ -42,21 +47,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A method on a split, mean over repeats.
-
-    Attributes:
-        label: the method.
-        fold: the split.
-        values: measures and scores by name, as they are; None where a run's is undefined.
-    """
-
-    label: str
-    fold: int
-    values: Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
 class Correlation:
     """Spearman's rank correlation over ``count`` points; None where it is undefined."""
 
@@ -67,56 +57,61 @@ class Correlation:
         return "undefined" if self.rho is None else f"{self.rho:.2f}"
 
 
-def points_of(measured: Sequence[Measured]) -> list[Point]:
-    """One point for each method on each split, in the order given."""
-    grouped: dict[tuple[str, int], list[dict[str, float | None]]] = {}
-    for one in measured:
-        values = asdict(one.structure) | dict(one.scores)
-        grouped.setdefault((one.run.label, one.run.fold), []).append(values)
-    return [Point(label, fold, {key: _mean([run[key] for run in runs]) for key in runs[0]})
-            for (label, fold), runs in grouped.items()]  # fmt: skip
+def correlate(cfg: DictConfig) -> Iterator[str]:
+    """Measure the chosen runs, and write tables and a figure of each group."""
+    spec = component(cfg.evaluation)
+    for title, stem, runs in grouped_runs(cfg):
+        measured = []
+        for run in tqdm(runs, desc="structure", disable=not sys.stderr.isatty(), unit="run"):
+            # first: it raises for runs whose embeddings are not compared as unit vectors
+            found = structure_of_run(run.path, device=cfg.device, num_workers=cfg.num_workers)
+            known = scores_of_run(run.path, run.result, spec, distance_of=lambda run_dir: None)
+            measured.append(Measured(run, found, {name: known[name] for name in spec.score_names}))
+        text = correlation_tables(title, measured, spec.score_names)
+        yield text
+        atomic_write(stem.with_name(f"{stem.name}.md"), text.encode())
+        for suffix, frame in (("", correlations_frame(measured, spec.score_names)), ("-runs", points_frame(measured))):
+            atomic_write(stem.with_name(f"{stem.name}{suffix}.csv"), frame.to_csv(index=False).encode())
+        draw(title, measured, stem.with_name(f"{stem.name}.png"), scores=spec.score_names)
+        yield f"written: {stem}.md, .csv, -runs.csv, .png\n"
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if len(known) == len(values) else None
+def points_of(measured: Sequence[Measured]) -> pd.DataFrame:
+    """A row for each method on each split, mean over repeats; NaN where a measure is undefined."""
+    lines = [{"label": one.run.label, "fold": one.run.fold, **asdict(one.structure), **one.scores} for one in measured]
+    values = pd.DataFrame(lines).set_index(["label", "fold"]).astype(float)
+    return values.groupby(["label", "fold"], sort=False).agg(pd.Series.mean, skipna=False).reset_index()
 
 
-def normalized(points: Sequence[Point], x: str, y: str) -> list[tuple[Point, float, float]]:
-    """Points with both values moved and scaled to [0, 1] within their split.
+def normalized(points: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """Scale both values to [0, 1] within each split, as columns "x" and "y".
 
-    Points without one of the values are left out, and so are splits on which one of them is constant.
+    Leaves out points without one of the values, and splits on which one of them is constant.
     """
-    result = []
-    for fold in dict.fromkeys(point.fold for point in points):
-        own = [(p, a, b) for p in points
-               if p.fold == fold and (a := p.values[x]) is not None and (b := p.values[y]) is not None]  # fmt: skip
-        if not own:
-            continue
-        values = np.array([(a, b) for _, a, b in own])
-        low, spread = values.min(axis=0), np.ptp(values, axis=0)
+    parts = [pd.DataFrame(columns=["label", "fold", "x", "y"])]
+    for _, own in points.dropna(subset=[x, y]).groupby("fold", sort=False):
+        values = own[[x, y]].set_axis(["x", "y"], axis=1)
+        spread = values.max() - values.min()
         if (spread > 0).all():
-            scaled = (values - low) / spread
-            result += [(p, float(a), float(b)) for (p, _, _), (a, b) in zip(own, scaled, strict=True)]
-    return result
+            parts.append(own[["label", "fold"]].join((values - values.min()) / spread))
+    return pd.concat(parts[1:] or parts)
 
 
-def correlation(points: Sequence[Point], measure: str, score: str) -> Correlation:
-    """Over all points, normalized by split (of one split that changes no rank)."""
+def correlation(points: pd.DataFrame, measure: str, score: str) -> Correlation:
+    """Correlate all points, normalized by split."""
     scaled = normalized(points, measure, score)
     if len(scaled) < _FEWEST:
         return Correlation(None, len(scaled))
-    _, a, b = zip(*scaled, strict=True)
-    return Correlation(float(spearmanr(a, b).statistic), len(scaled))
+    return Correlation(float(spearmanr(scaled.x, scaled.y).statistic), len(scaled))
 
 
-def correlations(points: Sequence[Point], score: str) -> dict[str, dict[int | None, Correlation]]:
-    """By measure: overall (None), then of every split."""
-    folds = sorted({point.fold for point in points})
+def correlations(points: pd.DataFrame, score: str) -> dict[str, dict[int | None, Correlation]]:
+    """By measure: over all splits (None), then on every split."""
+    folds = sorted(points.fold.unique().tolist())
     return {
         measure: {
             None: correlation(points, measure, score),
-            **{fold: correlation([p for p in points if p.fold == fold], measure, score) for fold in folds},
+            **{fold: correlation(points[points.fold == fold], measure, score) for fold in folds},
         }
         for measure in MEASURES
     }
@@ -165,13 +160,10 @@ def correlations_frame(measured: Sequence[Measured], scores: Sequence[str]) -> p
 
 
 def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequence[str]) -> None:
-    """Write a PNG: a row a score, a panel a measure; both normalized by split, markers by method, colors by split.
-
-    Least-squares lines go through all points, and through those of the default split if the facts of one say that.
-    """
+    """Draw scores over measures, normalized by split, with least-squares lines of all splits and of the default one."""
     points, names = points_of(measured), _names_of_splits(measured)
     default = next((one.run.fold for one in measured if one.run.kind == DEFAULT), None)
-    labels = list(dict.fromkeys(point.label for point in points))
+    labels = points.label.unique().tolist()
     if len(labels) > len(_MARKERS):
         raise ConfigError(
             f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer configs"
@@ -185,12 +177,8 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
         len(scores), len(MEASURES), figsize=(3.2 * len(MEASURES), 3.1 * len(scores) + 1.2), squeeze=False,
         layout="constrained", sharex=True, sharey=True,
     )  # fmt: skip
-    figure.suptitle(
-        f"{title}: measures of the training embeddings over test scores, both normalized by split",
-        x=0.02,
-        ha="left",
-        fontsize=10,
-    )
+    heading = f"{title}: measures of the training embeddings over test scores, both normalized by split"
+    figure.suptitle(heading, x=0.02, ha="left", fontsize=10)
     for line, score in zip(axes, scores, strict=True):
         for axis, measure in zip(line, MEASURES, strict=True):
             _panel(axis, normalized(points, score, measure), markers, colors, default)
@@ -202,24 +190,19 @@ def draw(title: str, measured: Sequence[Measured], path: Path, *, scores: Sequen
     if default is not None:
         named.append(Line2D([], [], color="#d73027", linestyle="--", label="default split"))
     figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
-    if notes := notes_of([one.run for one in measured]):
-        figure.supxlabel("\n".join(textwrap.fill(note, 150) for note in notes), fontsize=7)
+    write_notes(figure, notes_of([one.run for one in measured]), 150)
     save_figure(figure, path)
 
 
 def _panel(
-    axis: Axes, scaled: Sequence[tuple[Point, float, float]], markers: Mapping[str, str],
-    colors: Mapping[int, tuple[float, ...]], default: int | None,
+    axis: Axes, scaled: pd.DataFrame, markers: Mapping[str, str], colors: Mapping[int, tuple[float, ...]],
+    default: int | None,
 ) -> None:  # fmt: skip
-    for point, x, y in scaled:
-        axis.plot(x, y, markers[point.label], color=colors[point.fold], markersize=6, alpha=0.85)
-    for color, style, own in (
-        ("k", "-", scaled),
-        ("#d73027", "--", [one for one in scaled if one[0].fold == default]),
-    ):
-        if own:  # normalized values of a split are 0 and 1 at least, so a line is defined
-            _, x_values, y_values = zip(*own, strict=True)
-            slope, start = np.polyfit(x_values, y_values, 1)
+    for label, fold, x, y in scaled.itertuples(index=False):
+        axis.plot(x, y, markers[label], color=colors[fold], markersize=6, alpha=0.85)
+    for color, style, own in (("k", "-", scaled), ("#d73027", "--", scaled[scaled.fold == default])):
+        if len(own):  # normalized values of a split include 0 and 1, so a line is defined
+            slope, start = np.polyfit(own.x, own.y, 1)
             axis.plot([0, 1], [start, start + slope], color=color, linestyle=style, linewidth=1.2)
     axis.set(xlim=(-0.06, 1.06), ylim=(-0.06, 1.06))
     axis.tick_params(labelsize=7)

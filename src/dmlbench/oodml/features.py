@@ -1,10 +1,9 @@
-"""Features of all images of a data set by one network, computed once and kept."""
+"""Features of all images of a data set by one network, kept in the cache."""
 
 import hashlib
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.store import CONFIG
-from dmlbench.runtime import atomic_write, seed_everything, select_device, set_strict_float32
+from dmlbench.runtime import atomic_write, seed_everything, select_device, set_strict_float32, write_json
 from dmlbench.types import ImageTable
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Features:
-    """What a network says of every image.
+    """Features of every image of a table.
 
     Attributes:
-        table: the data set.
-        rows: [N, d] float64, in the table's order: the mean over the places of the last map.
-        measured_by: the network and its weights, and the size of the images, in words.
+        rows: [N, d] float64 means over the last map.
+        measured_by: network, weights and image size, in words.
         sha256: of the rows.
     """
 
@@ -43,13 +41,13 @@ class Features:
     measured_by: str
     sha256: str
 
+    @property
+    def notes(self) -> list[str]:
+        return [f"NOT THE PUBLISHED DATA: {note}" for note in self.table.notes]
+
 
 def features_of(cfg: DictConfig) -> Features:
-    """Features of ``cfg.dataset`` by ``cfg.backbone``, or by the trained backbone of ``cfg.run``; kept in the cache.
-
-    Raises:
-        DataError, ConfigError, RunError: data, network or run cannot be used.
-    """
+    """Compute features of ``cfg.dataset`` by ``cfg.backbone``, or by the trained backbone of ``cfg.run``."""
     set_strict_float32()
     table: ImageTable = build.component(cfg.dataset.table)
     device = select_device(cfg.device)
@@ -67,11 +65,13 @@ def features_of(cfg: DictConfig) -> Features:
     transform = build.component(of_images)
     size = getattr(transform, "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
-    state = backbone.state_dict()
+    weights_digest = hashlib.sha256()
+    for name, tensor in sorted(backbone.state_dict().items()):
+        weights_digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     settings: Any = OmegaConf.to_container(node, resolve=True)
     about = {
         "data": table.fingerprint,
-        "weights": _digest({name: tensor.cpu().numpy().tobytes() for name, tensor in state.items()}),
+        "weights": weights_digest.hexdigest(),
         # the same weights make other features with another stride, other levels, other means of colors
         "network": {key: value for key, value in settings.items() if key not in ("pretrained", "weights_file")},
         "colors": [getattr(backbone, name).flatten().tolist() for name in ("mean", "std") if hasattr(backbone, name)],
@@ -102,12 +102,11 @@ def features_of(cfg: DictConfig) -> Features:
 
 
 def network_name(cfg: DictConfig) -> str:
-    """The chosen option, and of timm's networks their own names."""
+    """The chosen option, or the name of a timm network."""
     return str(cfg.backbone.get("name") or cfg.network)
 
 
 def _weights(backbone: DictConfig) -> str:
-    """What the weights are, as far as the configuration says; random ones measure nothing that is worth publishing."""
     if backbone.get("weights_file") is not None:
         return f"the weights of {Path(backbone.weights_file).name}"
     if backbone.get("pretrained"):
@@ -116,11 +115,12 @@ def _weights(backbone: DictConfig) -> str:
     return "RANDOM weights"
 
 
-def _digest(parts: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(parts):
-        digest.update(name.encode() + parts[name])
-    return digest.hexdigest()
+def write_output(cfg: DictConfig, document: dict[str, Any]) -> list[str]:
+    """Write a JSON document to ``cfg.output``, if that is given; return the lines to print."""
+    if cfg.output is None:
+        return []
+    write_json(Path(cfg.output), document)
+    return [f"written: {cfg.output}"]
 
 
 def _kept(path: Path, count: int) -> Any:

@@ -1,9 +1,6 @@
-"""Few-shot adaptation of finished runs: scores of test images before and after the last layer has seen k of each class.
+"""Few-shot adaptation of finished runs: the projection is adapted to k images of each test class, the support.
 
-An episode takes k images of each test class as the support, adapts the linear projection to them by the margin loss
-with distance-weighted sampling, and searches the other images, the queries, among themselves; beside it stand the
-scores of the unadapted projection on the same queries. What the projection reads is computed once a run, from the
-images as they are tested, so the support is seen without augmentation (the public code draws random crops of it).
+The other test images are the queries. The support is not augmented (the public code draws random crops of it).
 
 Source: Milbich et al., NeurIPS 2021, section 4.5; settings of its public code (OOD-Study_FewShot.sh,
 utilities/finetune_utils.py: 1,000 steps for 2 shots, 1,500 for 5, ten times the rate of the training, no decay).
@@ -24,7 +21,7 @@ from omegaconf import DictConfig
 from torch import nn
 from tqdm import tqdm
 
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.trained import config_with_weights, load_run
 from dmlbench.build import component
 from dmlbench.component_arguments import imported
 from dmlbench.config import load_config
@@ -46,7 +43,7 @@ from dmlbench.training.optim import OptimizerSettings
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 FEW_SHOT = "few_shot.json"
-"""Scores of episodes, next to a run's result, bound to the weights that were adapted."""
+"""Scores of a run's episodes, with the hash of its weights."""
 _SCHEMA = 1
 _STEPS, _STEPS_OF_MANY_SHOTS, _MANY_SHOTS = 1000, 1500, 5
 """Of 2 and 5 shots in the public code, OOD-Study_FewShot.sh."""
@@ -54,19 +51,16 @@ _STEPS, _STEPS_OF_MANY_SHOTS, _MANY_SHOTS = 1000, 1500, 5
 
 @dataclass(frozen=True)
 class FewShotPlan:
-    """What is asked for of each run.
+    """Settings for all runs.
 
     Attributes:
-        shots: numbers of support images of a class.
-        episodes: how many episodes of each.
-        spec: the scores, of rankings.
-        steps: of ``Adaptation``; None: 1,000, from 5 shots on 1,500 (public code).
-        batch_size, images_per_class, margin: of ``Adaptation``.
-        beta: of ``Adaptation``; None: the run's own initial boundary, 1.2 for losses without one (public code).
-        lr_factor: its learning rate over that of the run's head.
-        weight_decay: its decay, 0 in the public code; None: the run's.
+        shots: support images of a class.
+        steps: None is 1,000, from 5 shots on 1,500 (public code).
+        beta: None is the run's initial boundary, 1.2 for losses without one (public code).
+        lr_factor: learning rate over that of the run's head.
+        weight_decay: None is the run's.
         official: published episodes; None draws own ones.
-        memory_bytes: limit of what is kept of the images.
+        memory_bytes: limit of the cached features.
     """
 
     shots: tuple[int, ...]
@@ -84,23 +78,15 @@ class FewShotPlan:
 
     def __post_init__(self) -> None:
         if self.episodes < 1:
-            raise ConfigError(f"episodes ({self.episodes}) must be at least 1")
+            raise ConfigError(f"episodes: got {self.episodes}, expected at least 1.")
         if not self.shots:
-            raise ConfigError("shots is empty; name at least one number, such as shots=2,5,10")
-        if len(of_queries(self.spec.scores)) < len(self.spec.scores):
-            others = [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]
-            raise ConfigError(f"metric '{others[0]}' is not one of rankings, which alone are scored of episodes")
+            raise ConfigError("shots: got an empty list, expected numbers such as shots=2,5,10.")
+        if others := [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]:
+            raise ConfigError(f"metric: got '{others[0]}', expected a metric of rankings.")
         if self.spec.shortlist is not None:
-            raise ConfigError("shortlist ranks a shortlist of a distance of its own; the episodes compare unit vectors")
+            raise ConfigError("shortlist is for distances other than that of unit vectors. Leave it out.")
 
     def adaptation(self, trained_by: OptimizerSettings, boundary: float, shots: int) -> Adaptation:
-        """How a run that was trained so is adapted.
-
-        Args:
-            trained_by: the run's optimizer.
-            boundary: of the run's loss, see ``initial_boundary``.
-            shots: images of each class.
-        """
         lr = trained_by.lr * trained_by.lr_multipliers.get("head", 1.0) * self.lr_factor
         decay = trained_by.weight_decay if self.weight_decay is None else self.weight_decay
         beta = boundary if self.beta is None else self.beta
@@ -111,7 +97,7 @@ class FewShotPlan:
 
 
 def initial_boundary(loss: DictConfig) -> float:
-    """Where the boundaries of a run's margin loss started; 1.2 for losses without boundaries.
+    """Initial boundary of a run's margin loss; 1.2 for losses without boundaries.
 
     Source: ooDML's code reads --loss_margin_beta of the training command, whose default is 1.2 (parameters.py), when it
     adapts (utilities/finetune_utils.py); S2SD was trained with 0.6 (OOD-Study_FewShot.sh).
@@ -122,7 +108,7 @@ def initial_boundary(loss: DictConfig) -> float:
 
 @dataclass(frozen=True)
 class Compared:
-    """Scores [episodes] of a run by name, before (zero-shot) and after (few-shot) adaptation, on the same queries."""
+    """Scores [episodes] of a run by name, before (zero-shot) and after (few-shot) adaptation."""
 
     zero_shot: Mapping[str, Sequence[float]]
     few_shot: Mapping[str, Sequence[float]]
@@ -136,19 +122,12 @@ class Compared:
 def few_shot_of_run(
     run_dir: Path, plan: FewShotPlan, *, device: str = "auto", num_workers: int | None = None
 ) -> dict[int, Compared]:
-    """Scores of a run's episodes by number of shots: those that ``few_shot.json`` has, others computed and kept.
+    """Score a run's episodes by number of shots; keep each in ``few_shot.json`` as soon as it is done.
 
-    It is written after each episode, so an interrupted call has what it finished. Everything random comes from the
-    run's seed, the number of shots and that of the episode.
+    Everything random depends on the run's seed, the number of shots and the episode.
 
     Args:
         run_dir: a complete run with its weights, a linear head, and a test set that is searched within itself.
-        plan: what is asked for.
-        device, num_workers: as in the configuration of a run.
-
-    Raises:
-        RunError: the run is not of this kind.
-        ConfigError: a class has no more images than shots; a value is out of its range.
     """
     result = read_result(run_dir)
     bound = _bound_to(run_dir, result)
@@ -156,7 +135,9 @@ def few_shot_of_run(
     trained_by, boundary = component(config.optim), initial_boundary(config.loss)
     adaptations = {shots: plan.adaptation(trained_by, boundary, shots) for shots in plan.shots}
     held = _held(run_dir, bound)
-    keys = {shots: _key(shots, adaptations[shots], plan.official) for shots in plan.shots}
+    settings = {shots: _settings(shots, adaptations[shots], plan.official) for shots in plan.shots}
+    digests = {k: hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest() for k, own in settings.items()}
+    keys = {shots: f"{shots}-{digest[:12]}" for shots, digest in digests.items()}
     names = set(plan.spec.score_names)
     missing = [
         (shots, episode)
@@ -165,13 +146,12 @@ def few_shot_of_run(
         if not names <= set(held.get(keys[shots], {}).get("episodes", {}).get(str(episode), {}).get("few_shot", {}))
     ]
     if missing:
-        loaded = _Loaded(
-            run_dir, load_run(run_dir, {"num_workers": num_workers}, device=device), plan, seed=result["seed"]
-        )  # fmt: skip
+        setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
+        loaded = _Loaded(run_dir, setup, plan, seed=result["seed"])
         for shots, episode in tqdm(missing, desc=run_dir.name, disable=not sys.stderr.isatty(), unit="episode"):
             scores = loaded.episode(shots, episode, adaptations[shots])
             held = _held(run_dir, bound)  # as another process may have left it meanwhile
-            kept = held.setdefault(keys[shots], {"settings": _settings(shots, adaptations[shots], plan.official)})
+            kept = held.setdefault(keys[shots], {"settings": settings[shots]})
             of_episode = kept.setdefault("episodes", {}).setdefault(str(episode), {})
             for kind, found in scores.items():
                 of_episode[kind] = of_episode.get(kind, {}) | found
@@ -189,26 +169,22 @@ def _compared(episodes: Mapping[str, Any], plan: FewShotPlan) -> Compared:
 
 
 class _Loaded:
-    """A run's test images as its last layer reads them, and their scores."""
+    """A run's test images as inputs of its projection, and their scores."""
 
     def __init__(self, run_dir: Path, setup: Setup, plan: FewShotPlan, *, seed: int) -> None:
         self.run_dir, self.setup, self.plan, self.seed = run_dir, setup, plan, seed
         test = setup.data.split.test
         if test is None or test.gallery is not None:
-            raise RunError(
-                f"{run_dir} has no test set that is searched within itself; its queries cannot be adapted to"
-            )
+            raise RunError(f"{run_dir} has no test set that is searched within itself.")
         self.rows = test.query
         self.labels: IntArray = setup.data.table.labels[self.rows]
         check_shots(self.labels, plan.shots, setup.data.table.class_names)
-        # all at once: what a file of episodes lacks is said before the images are read
+        # all at once, so that errors in a file of episodes come before the images are read
         self.support = {(k, e): self._support(k, e) for k in plan.shots for e in range(plan.episodes)}
 
     @cached_property
     def features(self) -> CachedFeatures:
-        return cache_features(
-            self.setup, self.rows, memory_bytes=self.plan.memory_bytes, describe=str(self.run_dir)
-        )  # fmt: skip
+        return cache_features(self.setup, self.rows, memory_bytes=self.plan.memory_bytes, describe=str(self.run_dir))
 
     @cached_property
     def unadapted(self) -> torch.Tensor:
@@ -236,32 +212,24 @@ class _Loaded:
 
 
 def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    """The hash of the weights of a run that can be adapted."""
+    """Hash of the weights of a run that can be adapted."""
     if not result["metrics"].get("test"):
-        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half.")
     if "rerank" in result:
-        raise RunError(f"{run_dir} ranks its lists again, which episodes do not; name the same run without rerank")
+        raise RunError(f"{run_dir} reranks, which episodes do not. Name the same run without rerank.")
     head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")
     if not issubclass(head, Projection):
-        raise RunError(f"{run_dir} has no linear layer that makes its embeddings (its head is {head.__name__})")
-    if not (run_dir / BEST).exists():
-        raise RunError(
-            f"{run_dir} has no {BEST}, without which nothing can be adapted; run it again with fit.keep=best"
-        )
+        raise RunError(f"head of {run_dir}: got {head.__name__}, expected a linear layer.")
+    config_with_weights(run_dir)
     return require_own_files(run_dir, result, (BEST,))
 
 
 def _settings(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> dict[str, Any]:
-    """Everything that decides an episode's scores besides the run and its number."""
+    """Everything but the run and the episode that decides the scores."""
     drawn = None if official is None else {"sha256": official.sha256, "merge_order": list(official.merge_order)}
     return {"shots": shots, **asdict(adaptation), "official": drawn}
 
 
-def _key(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> str:
-    text = json.dumps(_settings(shots, adaptation, official), sort_keys=True)
-    return f"{shots}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
 def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
-    """What earlier calls found of these very weights, by the key of their settings."""
+    """Episodes of earlier calls, by the key of their settings."""
     return kept_of(run_dir / FEW_SHOT, bound, lambda held: dict(held["adaptations"]), schema=_SCHEMA) or {}

@@ -1,6 +1,5 @@
 """Few-shot scores of several runs: a table, and a picture like figure 7 of the paper."""
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,17 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.report.picture import COLORS
+from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import score_named
-from dmlbench.oodml.few_shot import Compared
-from dmlbench.oodml.split_runs import SplitRun, notes_of
+from dmlbench.oodml.episodes import read_official
+from dmlbench.oodml.few_shot import Compared, FewShotPlan, few_shot_of_run
+from dmlbench.oodml.split_runs import SplitRun, grouped_runs, listed, notes_of, write_notes
 from dmlbench.results.table import Table
+from dmlbench.types import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,37 @@ class FewShotRow:
 
     run: SplitRun
     compared: Mapping[int, Compared]
+
+
+def few_shot(cfg: DictConfig) -> Iterator[str]:
+    """Adapt the chosen runs, and write a table and figures of each group."""
+    plan = _plan(cfg)
+    scores = plan.spec.score_names
+    for title, stem, runs in grouped_runs(cfg):
+        rows = [
+            FewShotRow(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers))
+            for run in runs
+        ]
+        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
+        yield table.to_markdown()
+        table.write(stem, ["md", "csv"])
+        for score in scores:
+            draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
+        yield f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n"
+
+
+def _plan(cfg: DictConfig) -> FewShotPlan:
+    shots = listed(cfg.shots)
+    if any(isinstance(k, bool) or not isinstance(k, int) for k in shots):
+        raise ConfigError(f"shots: got {cfg.shots}, expected whole numbers such as shots=2,5,10.")
+    official = None
+    if cfg.official is not None:
+        official = read_official(Path(cfg.official), listed(cfg.merge_order))
+    elif cfg.merge_order is not None:
+        raise ConfigError("merge_order belongs to official=<file>. Leave it out.")
+    keys = ("steps", "batch_size", "images_per_class", "beta", "margin", "lr_factor", "weight_decay", "memory_bytes")
+    own = {key: cfg[key] for key in keys}
+    return FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
 
 
 def few_shot_table(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> Table:
@@ -79,11 +113,7 @@ def _in_percent(values: Sequence[float] | None) -> str:
 
 
 def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> None:
-    """Write a PNG with a panel for each number of shots.
-
-    Over the splits, in the order of their distance, stand a pair of bars for each method (zero-shot light, few-shot
-    dark, means of repeats) and the methods' mean relative gain as a line.
-    """
+    """Draw zero-shot and few-shot bars of each method over the splits, and the mean gain, for each number of shots."""
     shots = list(rows[0].compared)
     labels = list(dict.fromkeys(row.run.label for row in rows))
     figure, axes = plt.subplots(
@@ -95,8 +125,7 @@ def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> N
     named = [Patch(color=COLORS[i % len(COLORS)], label=label) for i, label in enumerate(labels)]
     named += [Patch(color="0.75", label="light: zero-shot"), Patch(color="0.25", label="dark: few-shot")]
     figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
-    if notes := notes_of([row.run for row in rows]):
-        figure.supxlabel("\n".join(textwrap.fill(note, 60 * len(shots)) for note in notes), fontsize=7)
+    write_notes(figure, notes_of([row.run for row in rows]), 60 * len(shots))
     save_figure(figure, path)
 
 

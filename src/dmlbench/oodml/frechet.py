@@ -1,4 +1,4 @@
-"""How far two sets of features are apart: the Fréchet distance of the Gaussians that are fitted to them."""
+"""The Fréchet distance of Gaussians fitted to two sets of features."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,24 +19,18 @@ _PYTORCH_FID_RIDGE = 1e-6
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A normal distribution with a covariance that may have any rank.
-
-    Attributes:
-        mean: [d].
-        factor: [r, d]; the covariance is ``factor.T @ factor``.
-    """
+    """A normal distribution with mean [d] and covariance ``factor.T @ factor`` of any rank, ``factor`` [r, d]."""
 
     mean: Float
     factor: Float
 
     @property
     def total_variance(self) -> float:
-        """Trace of the covariance."""
         return float((self.factor**2).sum())
 
 
 def gaussian_of_rows(rows: Float) -> Gaussian:
-    """Mean and unbiased covariance of rows [n, d], n >= 2; of more rows than columns the factor has d rows."""
+    """Fit mean and unbiased covariance to rows [n, d], n >= 2; the factor has min(n, d) rows."""
     mean = rows.mean(axis=0)
     centered = (rows - mean) / np.sqrt(len(rows) - 1)
     if len(rows) <= rows.shape[1]:
@@ -45,7 +39,7 @@ def gaussian_of_rows(rows: Float) -> Gaussian:
 
 
 def gaussian_of_moments(mean: Float, covariance: Float) -> Gaussian:
-    """The same from a covariance [d, d] of full or lower rank, by Cholesky's factors with pivots."""
+    """Factor a covariance [d, d] of any rank by pivoted Cholesky."""
     lower, pivots, rank, _ = scipy.linalg.lapack.dpstrf(covariance, lower=1)
     factor = np.zeros((rank, len(mean)))
     factor[:, pivots - 1] = np.tril(lower)[:, :rank].T
@@ -53,12 +47,10 @@ def gaussian_of_moments(mean: Float, covariance: Float) -> Gaussian:
 
 
 def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False) -> float:
-    """||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), 0 where no more than rounding is left.
+    """||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), rounded to 0 within the rounding error.
 
-    With S_a = F_a^T F_a and S_b = F_b^T F_b the eigenvalues of S_a S_b other than 0 are the squared singular values of
-    F_a F_b^T, so that the trace of the root is the sum of these: real and accurate for covariances of any rank.
-    ``by_squares`` takes the eigenvalues themselves, several times faster: a singular value is then off by up to 1e-8 of
-    the largest, as it is where factors come from covariances.
+    The trace of the root is the sum of the singular values of F_a F_b^T, with S = F^T F. ``by_squares`` takes roots of
+    eigenvalues instead: several times faster, and off by up to 1e-8 of the largest singular value.
     """
     product = a.factor @ b.factor.T
     if by_squares:
@@ -74,18 +66,16 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
     """Squared Fréchet distance between the Gaussians fitted to two sets of features, in float64.
 
-    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S. Sets of fewer rows
-    than columns have covariances of lower rank, which is no obstacle.
+    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S of any rank.
 
     Args:
-        a: features [n, d], two rows or more; rows may be images, or means of classes.
-        b: features [m, d], likewise.
+        a: [n, d] features of images, or class means; n >= 2.
+        b: [m, d], likewise.
         variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under
-            the root alone, as the public code of the ooDML study does (equal sets come out slightly below 0);
-            "pytorch_fid" takes scipy's matrix root of the product, with 1e-6 on the diagonals where that fails.
+            the root, as the study's public code does (equal sets are slightly below 0); "pytorch_fid" takes scipy's
+            matrix root of the product, with 1e-6 on the diagonals where that fails.
 
     Raises:
-        ConfigError: an unknown variant.
         DataError: shapes that do not fit, fewer than two rows, or a number that is not finite.
 
     Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium",
@@ -96,7 +86,7 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     first, second = _checked(a, "first"), _checked(b, "second")
     if first.shape[1] != second.shape[1]:
         raise DataError(
-            f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared; take both from one network"
+            f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared. Use one network for both."
         )
     if variant == "pytorch_fid":
         return _by_matrix_root(first, second)
@@ -122,12 +112,9 @@ def _by_matrix_root(a: Float, b: Float) -> float:
 
 def _checked(features: ArrayLike, which: str) -> Float:
     rows = np.asarray(features, dtype=np.float64)
-    if rows.ndim != 2 or rows.shape[1] == 0:
-        raise DataError(f"the {which} set of features has shape {list(rows.shape)}; give rows [n, d]")
-    if len(rows) < 2:
-        count = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
-        raise DataError(f"the {which} set of features has {count}; a Gaussian needs two or more")
+    if rows.ndim != 2 or rows.shape[1] == 0 or len(rows) < 2:
+        raise DataError(f"{which} set of features: got shape {list(rows.shape)}, expected two or more rows [n, d].")
     if not np.isfinite(rows).all():
         bad = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
-        raise DataError(f"row {bad} of the {which} set of features is not finite; embed these images again")
+        raise DataError(f"row {bad} of the {which} set of features is not finite.")
     return rows

@@ -1,4 +1,4 @@
-"""Pictures of splits: how their distance grows (figures 1 and S1), and where their classes lie (figure S2)."""
+"""Figures of splits: how their distance grows (figures 1 and S1), and an embedding of their images (figure S2)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +15,10 @@ _SEED = 0
 
 
 def draw_progression(ways: Mapping[str, Mapping[str, Any]], path: Path, *, dataset: str) -> None:
-    """Distances on the way: exchanged classes, then removed ones; several ways are brought to [0, 1] (figure S1).
+    """Draw distances over exchanged and removed classes; several ways are scaled to [0, 1] (figure S1).
 
     Args:
-        ways: by what was measured, what a file of splits says of the way.
-        path: the PNG.
-        dataset: for the title.
+        ways: documents of ``dmlbench oodml splits`` by label.
     """
     normalized = len(ways) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, constrained_layout=True)
@@ -54,15 +52,11 @@ def draw_progression(ways: Mapping[str, Mapping[str, Any]], path: Path, *, datas
 def draw_embedding(
     rows: Float, labels: IntArray, picked: Sequence[Step], path: Path, *, points: int, title: str
 ) -> None:
-    """The same points three times, colored by the halves of the easiest, a medium and the hardest split.
+    """Draw a random sample of images, colored by the halves of the easiest, a medium and the hardest split.
 
     Args:
-        rows: [N, d] features.
-        labels: [N].
         picked: splits, ascending in distance.
-        path: the PNG.
-        points: images at most, drawn at random.
-        title: above the picture.
+        points: images at most.
 
     Source: T. Milbich et al., figure S2, which uses UMAP; here t-SNE (scikit-learn), after 50 principal components.
     """

@@ -1,14 +1,12 @@
 """Scores of configs over the distance of their splits: tables (S3 to S6) and pictures (figures 2, 3 and S4)."""
 
 import dataclasses
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
@@ -16,6 +14,7 @@ from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, fin
 from dmlbench.build import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.oodml.split_runs import listed, write_notes
 from dmlbench.results.config_table import entry_of
 from dmlbench.results.table import Entry, Table
 from dmlbench.runtime import read_json
@@ -27,14 +26,10 @@ Splits = tuple[tuple[str, float], ...]
 AGS = "AGS"
 
 
-def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
-    """Tables of the configs that ``cfg`` names, one for each data set and sequence of splits, and the files written.
-
-    Raises:
-        RunError: none of the configs was run under ``protocol=oodml``, or they are not aggregated.
-    """
+def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
+    """Write a table and figures of the chosen configs for each data set and sequence of splits."""
     spec: EvaluationSpec = component(cfg.evaluation)
-    frozen = {str(name): _read_frozen(Path(str(name))) for name in _listed(cfg.frozen)}
+    frozen = {str(name): _read_frozen(Path(str(name))) for name in listed(cfg.frozen)}
     unused = set(frozen)
     tables: list[Table] = []
     written: list[Path] = []
@@ -59,14 +54,14 @@ def scores_over_distance(cfg: DictConfig) -> tuple[list[Table], list[Path]]:
                     alike, splits, score, path, title=table.title, frozen=as_they_are, notes=table.cautions
                 )
                 written.append(path)
-            path = folder / f"{stem}-areas.png"
-            draw_areas(alike, scores, path, title=table.title, notes=table.cautions)
-            written.append(path)
+            written.append(folder / f"{stem}-areas.png")
+            draw_areas(alike, scores, written[-1], title=table.title, notes=table.cautions)
     if not tables:
         raise RunError(f"no config that matches '{cfg.configs}' was run over splits; run some with protocol=oodml")
     if unused:
         raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these configs; leave it out")
-    return tables, written
+    yield from (table.to_text() for table in tables)
+    yield from (f"written: {path}" for path in written)
 
 
 def _read_frozen(path: Path) -> dict[str, Any]:
@@ -78,10 +73,6 @@ def _read_frozen(path: Path) -> dict[str, Any]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RunError(f"'{path}' has no scores of features as they are ({error!r}); {remedy}") from error
     return found
-
-
-def _listed(frozen: Any) -> list[Any]:
-    return [] if frozen is None else [frozen] if isinstance(frozen, str) else list(frozen)
 
 
 def _splits(by_split: Sequence[Mapping[str, Any]]) -> Splits:
@@ -97,14 +88,10 @@ def _by_splits(configs: Sequence[ConfigSummary]) -> dict[Splits, list[ConfigSumm
 
 
 def _table(
-    dataset: str,
-    protocol: str,
-    configs: Sequence[ConfigSummary],
-    splits: Splits,
-    scores: Sequence[Score],
+    dataset: str, protocol: str, configs: Sequence[ConfigSummary], splits: Splits, scores: Sequence[Score],
     spec: EvaluationSpec,
-) -> Table:
-    """Rows of configs, and for each score a column a split, then the area under them."""
+) -> Table:  # fmt: skip
+    """A row for each config; for each score a column for each split, then the area."""
     (base,) = build_tables({(dataset, protocol): configs}, spec).values()
     columns = [
         (score.label, head) for score in scores for head in (*(f"{name} ({at:.1f})" for name, at in splits), AGS)
@@ -131,7 +118,7 @@ def _table(
 
 
 def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> Table:
-    """Rows of features as they are below those of trained configs; they do not compete."""
+    """Add rows of frozen features, which do not compete."""
     rows = []
     for one in frozen:
         values = [
@@ -155,16 +142,11 @@ def draw_over_distance(
     configs: Sequence[ConfigSummary], splits: Splits, score: Score, path: Path, *, title: str,
     frozen: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Scores over the distance, and below differences from the mean of all configs (figure 2); bands are deviations.
+    """Draw scores over the distance, and their differences from the mean of all configs (figure 2).
 
     Args:
-        configs: a curve each.
-        splits: of all of them.
-        score: what is drawn.
-        path: the PNG.
-        title: above it.
-        frozen: what ``dmlbench oodml frozen`` wrote of these splits, dashed; no part of the mean.
-        notes: what the numbers are not, below it.
+        frozen: documents of ``dmlbench oodml frozen``, dashed and not part of the mean.
+        notes: below the figure.
     """
     at = [distance for _, distance in splits]
     curves = {}
@@ -191,18 +173,14 @@ def draw_over_distance(
     bottom.set_xlabel("squared Fréchet distance between train and test half")
     figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", fontsize=7)
     top.set_title(title, fontsize=9)
-    _write_notes(figure, notes, 100)
+    write_notes(figure, notes, 100, fontsize=6)
     save_figure(figure, path)
-
-
-def _write_notes(figure: Figure, notes: Sequence[str], width: int) -> None:
-    figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=6)
 
 
 def draw_areas(
     configs: Sequence[ConfigSummary], scores: Sequence[Score], path: Path, *, title: str, notes: Sequence[str] = ()
 ) -> None:
-    """Areas under the scores as bars with deviations, a panel each (figures 3 and S4)."""
+    """Draw the areas under each score as bars with stds (figures 3 and S4)."""
     figure, panels = plt.subplots(
         1, len(scores), figsize=(1.2 + 2.6 * len(scores), 3.4), constrained_layout=True, squeeze=False
     )
@@ -217,5 +195,5 @@ def draw_areas(
         axes.set_xticks(range(len(configs)), [config.label for config in configs], rotation=30, ha="right", fontsize=7)
         axes.set_title(f"AGS of {score.label}", fontsize=8)
     figure.suptitle(title, fontsize=8)
-    _write_notes(figure, notes, 50 * len(scores))
+    write_notes(figure, notes, 50 * len(scores), fontsize=6)
     save_figure(figure, path)

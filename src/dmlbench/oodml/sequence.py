@@ -1,4 +1,4 @@
-"""Train-test splits of growing distance: classes exchanged between the halves, then removed from both (section 3.3)."""
+"""Train-test splits of growing distance, by exchange and removal of classes (section 3.3)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,9 @@ class ClassFeatures:
     """Features of images, class by class.
 
     Attributes:
-        rows: [N, d] float64, those of one class next to each other.
-        start: [C + 1] where each class begins; a class without rows cannot take part.
-        over: whether distances between halves compare the means of their classes (the study's public code) or their
-            images (its equation 1).
+        rows: [N, d] float64, sorted by class.
+        start: [C + 1] first row of each class.
+        over: whether distances between halves compare class means (public code) or images (equation 1).
     """
 
     rows: Float
@@ -36,14 +35,8 @@ class ClassFeatures:
 
     @staticmethod
     def of(features: Float, labels: IntArray, *, over: Over = "class_means") -> "ClassFeatures":
-        """Sorted by class; centered, which moves no distance and keeps float64 exact where means are large.
-
-        Raises:
-            ConfigError: an unknown ``over``. DataError: lengths differ.
-        """
+        """Sort by class, and center, which changes no distance and keeps float64 exact where means are large."""
         check_choice("over", over, OVER)
-        if len(features) != len(labels):
-            raise DataError(f"{len(features)} features for {len(labels)} labels; give one each")
         order = np.argsort(labels, kind="stable")
         rows = np.asarray(features, dtype=np.float64)[order]
         start = np.searchsorted(labels[order], np.arange(labels.max() + 2))
@@ -51,7 +44,7 @@ class ClassFeatures:
 
     @cached_property
     def means(self) -> Float:
-        """[C, d] means of the classes; NaN of those without rows."""
+        """[C, d] class means; NaN without rows."""
         n, counts = len(self.rows), np.diff(self.start)[:, None]
         members = scipy.sparse.csr_array((np.ones(n), np.arange(n), self.start), shape=(len(counts), n))
         return np.divide(sums := members @ self.rows, counts, out=np.full_like(sums, np.nan), where=counts > 0)
@@ -59,12 +52,12 @@ class ClassFeatures:
 
 @dataclass(frozen=True)
 class Step:
-    """A train-test split on the way.
+    """A train-test split.
 
     Attributes:
-        kind: "default" where the way begins, "exchanged", "reversed" (exchanged for a smaller distance) or "removed".
+        kind: "default" (the first), "exchanged", "reversed" (exchanged for a smaller distance) or "removed".
         count: classes exchanged so far, or removed from each half.
-        train, test: the classes, ascending.
+        train, test: classes, ascending.
         distance: squared Fréchet distance between the halves.
     """
 
@@ -76,10 +69,7 @@ class Step:
 
 
 class _Half:
-    """The classes of one half in their slots, and mean and scatter of its rows, kept up to date as classes change.
-
-    An exchange of k rows costs 2 k d^2 operations each way, instead of n d^2 for all n rows of the half.
-    """
+    """The classes of one half in slots, with running mean and scatter, so that k rows cost 2 k d^2 instead of n d^2."""
 
     def __init__(self, rows_of: Callable[[Sequence[int]], Float], classes: Sequence[int], dimension: int) -> None:
         self.rows_of, self.slots = rows_of, list(classes)
@@ -88,7 +78,6 @@ class _Half:
         self.scatter = rows.T @ rows if self.count > dimension else None
 
     def put(self, slots: Sequence[int], classes: Sequence[int]) -> None:
-        """Other classes into some slots."""
         self._change([self.slots[slot] for slot in slots], classes)
         for slot, arrived in zip(slots, classes, strict=True):
             self.slots[slot] = arrived
@@ -115,8 +104,6 @@ class _Half:
 
 
 class _Halves:
-    """Train and test half on the way."""
-
     def __init__(self, features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
         _check_halves(features, train, test)
         self.means = features.means
@@ -140,13 +127,13 @@ class _Halves:
         return [self.means[half.slots].mean(axis=0) for half in self.both]
 
     def to_centers(self, own: int) -> tuple[Float, Float]:
-        """Distances of one half's classes, by slot, to the center of the other half and to their own."""
+        """Distances of one half's classes to the center of the other half and to their own, by slot."""
         means, centers = self.means[self.both[own].slots], self.centers()
         to_both = [np.linalg.norm(means - center, axis=1) for center in centers]
         return to_both[1 - own], to_both[own]
 
     def order(self, own: int, *, reverse: bool = False) -> list[int]:
-        """Slots of one half, those first that are much nearer to the other half than to their own (eq. 2 and 3)."""
+        """Slots of one half, the relatively nearest to the other half first (eq. 2 and 3)."""
         other, home = self.to_centers(own)
         order = np.argsort(other - home, kind="stable").tolist()
         return order[::-1] if reverse else order
@@ -163,13 +150,13 @@ class _Halves:
 
 
 class _Memory:
-    """Slots of each half that were exchanged lately: what has just come does not go back at once."""
+    """Recently exchanged slots of each half, which may not be exchanged again at once."""
 
     def __init__(self, length: int) -> None:
         self.lately: tuple[deque[int], deque[int]] = deque(maxlen=length), deque(maxlen=length)
 
     def pick(self, orders: Sequence[Sequence[int]], count: int) -> list[tuple[int, int]]:
-        """The first ``count`` pairs of slots that were not exchanged lately; fewer where there are no more."""
+        """The first ``count`` pairs of slots that were not exchanged lately, or fewer."""
         picked: list[tuple[int, int]] = []
         for k in range(count):
             pair = [
@@ -188,22 +175,14 @@ def exchange(
     features: ClassFeatures, train: Sequence[int], test: Sequence[int], *, steps: int, per_step: int = 2,
     memory: int = 5, reverse: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
-    """The split as given, then after every exchange of ``per_step`` classes of one half for as many of the other.
+    """Yield the given split, then the split after every exchange of ``per_step`` classes between the halves.
 
-    Those classes go over that are nearest to the other half in comparison with their own: with means m_c of classes
-    and M, M' of the halves' class means, the least |m_c - M'| - |m_c - M|. ``reverse`` takes the greatest, for splits
-    that are nearer than the given one.
+    With class means m_c and their means M, M' over both halves, the classes of the least |m_c - M'| - |m_c - M| go.
 
     Args:
-        features: of all classes.
-        train, test: the halves to begin with.
         steps: exchanges at most.
-        per_step: classes of each half in one exchange.
-        memory: so many slots that were exchanged last stay as they are.
-        reverse: make the halves more alike.
-
-    Raises:
-        DataError: halves that share classes, have fewer than two, or classes without features.
+        memory: so many recently exchanged slots are kept.
+        reverse: take the greatest instead, so that the halves become more alike.
 
     Source: T. Milbich et al., NeurIPS 2021, section 3.3 and public code.
     """
@@ -224,21 +203,14 @@ def removal(
     features: ClassFeatures, train: Sequence[int], test: Sequence[int], *, steps: int, per_step: int = 2,
     keep: float = 0.6, rule: Rule = "nearest", memory: int = 5,
 ) -> Iterator[Step]:  # fmt: skip
-    """The split as given, then after every removal of ``per_step`` classes of each half.
+    """Yield the given split, then the split after every removal of ``per_step`` classes of each half.
 
     Args:
-        features: of all classes.
-        train, test: the halves to begin with.
         steps: removals at most.
-        per_step: classes of each half that go in one step.
         keep: share of each half's classes that must remain.
-        rule: "nearest" removes the classes that are nearest to the center of the other half, as the paper says;
-            "exchange_first" does what its public code does: it tries an exchange, which stays if it brings the halves
-            closer together, and else removes the classes that would have been exchanged (from Python only).
+        rule: "nearest" removes the classes nearest to the center of the other half (paper); "exchange_first" tries an
+            exchange, keeps it if it lowers the distance, and else removes those classes (public code).
         memory: of "exchange_first", as in ``exchange``.
-
-    Raises:
-        ConfigError: an unknown rule. DataError: as in ``exchange``.
 
     Source: T. Milbich et al., NeurIPS 2021, section 3.3 and public code.
     """
@@ -270,17 +242,13 @@ def removal(
 
 
 def alike_halves(features: ClassFeatures, classes: Sequence[int], *, seed: int) -> float:
-    """Distance between two halves of the images of the same classes, drawn at random (table 1, "i.i.d.").
-
-    Raises:
-        DataError: a class has fewer than two images.
-    """
+    """Distance between two random halves of the images of the same classes (table 1, "i.i.d.")."""
     generator = np.random.default_rng(seed)
     parts: tuple[list[Float], list[Float]] = [], []
     for c in classes:
         rows = features.rows[features.start[c] : features.start[c + 1]]
         if len(rows) < 2:
-            raise DataError(f"class {c} has {len(rows)} images; halves of a class need two or more")
+            raise DataError(f"class {c}: got {len(rows)} images, expected two or more.")
         drawn = generator.permutation(len(rows))
         for part, chosen in zip(parts, (drawn[: len(rows) // 2], drawn[len(rows) // 2 :]), strict=True):
             part.append(rows[chosen].mean(axis=0)[None] if features.over == "class_means" else rows[chosen])
@@ -288,19 +256,11 @@ def alike_halves(features: ClassFeatures, classes: Sequence[int], *, seed: int) 
 
 
 def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
-    """``count`` splits whose distances lie evenly between the least and the greatest, ascending.
-
-    The split that the way began with is one of them: it takes the place of the one nearest to it.
-
-    Raises:
-        DataError: there are not so many splits of different distance.
-    """
+    """Pick ``count`` splits of evenly spaced distances, ascending; the default split replaces the one nearest to it."""
     own_first = sorted(steps, key=lambda step: step.kind == "default")  # the last of equal ones is kept
     ordered = sorted({(step.train, step.test): step for step in own_first}.values(), key=lambda step: step.distance)
     if count < 2 or len(ordered) < count:
-        raise DataError(
-            f"{count} splits cannot be picked of {len(ordered)} different ones; ask for 2 to {len(ordered)}"
-        )
+        raise DataError(f"picks: got {count}, expected 2 to {len(ordered)}, the number of different splits.")
     distances = np.array([step.distance for step in ordered])
     picked: list[int] = []
     for target in np.linspace(distances[0], distances[-1], count):
@@ -315,13 +275,11 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
 
 def _check_halves(features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
     if shared := set(train) & set(test):
-        raise DataError(
-            f"the halves share {len(shared)} classes, such as {min(shared)}; a class belongs to one of them"
-        )
+        raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
     counts = np.diff(features.start)
     for name, classes in (("train", train), ("test", test)):
         if len(classes) < 2:
-            raise DataError(f"the {name} half has {len(classes)} classes; a distance between halves needs two or more")
+            raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
         without = [c for c in classes if c >= len(counts) or not counts[c]]
         if without:
-            raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}")
+            raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")

@@ -1,24 +1,28 @@
-"""Complete runs over train-test splits, each with the name of its method and what its split says of itself."""
+"""Complete runs over train-test splits, grouped by data set and protocol, and what is written of them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from matplotlib.figure import Figure
+from omegaconf import DictConfig, ListConfig
 
 from dmlbench.apps.tables import Found, named_configs
 from dmlbench.config import load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
-from dmlbench.runtime import read_json
-from dmlbench.types import ConfigError, RunError
+from dmlbench.runtime import read_json, set_strict_float32
+from dmlbench.types import ConfigError, RunError, check_file_name
 
 Kept = TypeVar("Kept")
 
 log = logging.getLogger(__name__)
 
 Group = tuple[str, str]
-"""Data set and protocol, within which runs stand side by side."""
+"""Data set and protocol."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,7 @@ class SplitRun:
     """A complete run.
 
     Attributes:
-        path: its directory.
-        result: its ``result.json``.
-        label: of its config, the shortest that tells the configs of its group apart.
+        label: the shortest of its config that is unique in its group.
         differing: settings in which the configs of its group differ beyond their labels.
     """
 
@@ -47,32 +49,50 @@ class SplitRun:
 
     @property
     def distance(self) -> float | None:
-        """How far the split's test classes are from its training ones, if its facts say so."""
-        value = self.result.get("facts", {}).get("distance")
+        """Distance between the halves of the split, if the protocol measures one."""
+        value = self._facts.get("distance")
         return None if value is None else float(value)
 
     @property
     def kind(self) -> str | None:
-        """What kind of split it is, if its facts say so; ``default`` is the one that everybody uses."""
-        value = self.result.get("facts", {}).get("kind")
+        """Kind of the split, if known; ``default`` is the published one."""
+        value = self._facts.get("kind")
         return None if value is None else str(value)
 
     @property
+    def _facts(self) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = self.result.get("facts", {})
+        return facts
+
+    @property
     def split(self) -> str:
-        """The split as tables and pictures name it."""
-        name = self.result.get("facts", {}).get("split", self.fold)
+        """Name of the split in tables and figures."""
+        name = self._facts.get("split", self.fold)
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
-def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> list[Path]:
-    """Directories of the runs that a command names, or of the complete ones of configs that match a pattern.
+def listed(value: Any) -> list[Any]:
+    """A value of a configuration as a list: none, one or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, ListConfig) else [value]
 
-    Raises:
-        ConfigError: it names both or neither.
-        RunError: no complete run matches.
-    """
+
+def grouped_runs(cfg: DictConfig) -> Iterator[tuple[str, Path, list[SplitRun]]]:
+    """Title, file stem and members of each group of the runs that a command names."""
+    check_file_name(cfg.name)
+    set_strict_float32()
+    folder = Path(cfg.paths.output_dir) / "tables"
+    paths = chosen_runs(listed(cfg.get("run")), cfg.configs, cfg.paths.output_dir)
+    for (dataset, protocol), runs in named_runs(paths).items():
+        folder.mkdir(parents=True, exist_ok=True)
+        yield f"{dataset} under {protocol}", folder / f"{cfg.name}-{dataset}-{protocol}", runs
+
+
+def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> list[Path]:
+    """Directories of the named runs, or of the complete runs that match a pattern."""
     if bool(runs) == bool(configs):
-        raise ConfigError("say which runs, by one of the two: run=<run directory> (or several), or configs=<pattern>")
+        raise ConfigError("name the runs by either run=<run directory> (or several) or configs=<pattern>")
     if configs is None:
         return [Path(run).absolute() for run in runs]
     found = [run.path.absolute() for run in find_runs(output_dir, configs) if run.state == "done"]
@@ -82,14 +102,10 @@ def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> li
 
 
 def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
-    """Runs by data set and protocol, in the order of methods, folds and repeats.
+    """Group runs by data set and protocol, sorted by method, fold and repeat.
 
-    Runs over the splits of several files are groups of their own: fold 0 of one is another split than that of another.
-
-    Of configs that are one but for what they were evaluated by, one is taken; the log says which.
-
-    Raises:
-        RunError: one is not complete, or was copied from another run.
+    Runs over different split files are in different groups. Of configs that differ only in their evaluation, one is
+    taken and logged.
     """
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
     sequences = {config: _splits_of(next(path for path in results if path.parent == config)) for config in
@@ -116,25 +132,28 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
 
 
 def _splits_of(run: Path) -> str:
-    """Which file of splits a run is of; empty where its protocol reads none."""
+    """Digest of the split file of a run; empty if its protocol reads none."""
     return str(load_config(run / CONFIG).protocol.get("splits_sha256") or "")[:8]
 
 
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
-    """What a reader must know of the runs' scores."""
+    """Caveats on the scores of runs."""
     cautions = cautions_of_rows([run.result for run in runs])
     settings = dict.fromkeys(note for run in runs for note in run.differing)
     names = [f"{run.label}, {run.path.name}" for run in runs]
     return by_row(cautions, names) + [f"DIFFERENT SETTINGS: {note}" for note in settings]
 
 
+def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: int = 7) -> None:
+    """Write notes below a figure."""
+    if notes:
+        figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=fontsize)
+
+
 def kept_of(
     path: Path, bound: Mapping[str, str], take: Callable[[dict[str, Any]], Kept], *, schema: int
 ) -> Kept | None:
-    """What ``take`` finds in a file that an earlier call kept beside a run of these very weights.
-
-    None where there is no such file, or one of other weights or damaged, as the log then says.
-    """
+    """Apply ``take`` to a file beside a run; None if it is missing, damaged or of other weights."""
     try:
         held = read_json(path)
         if held["schema"] == schema and {key: held.get(key) for key in bound} == dict(bound):

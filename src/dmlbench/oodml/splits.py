@@ -1,72 +1,29 @@
-"""From a data set and a network to a file of train-test splits of growing distance, with pictures of the way."""
+"""``dmlbench oodml splits``: a file of train-test splits of growing distance, and its figures."""
 
-import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from dmlbench.data.given_splits import FORMAT, read_splits, validation_part
 from dmlbench.oodml.features import Features, features_of, network_name
 from dmlbench.oodml.pictures import draw_embedding, draw_progression
 from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
+from dmlbench.oodml.split_runs import listed
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DataError, ImageTable, is_file_name
-
-log = logging.getLogger(__name__)
 
 _MANY_CLASSES = 1000
 
 
-@dataclass(frozen=True)
-class MadeSplits:
-    """What was made.
-
-    Attributes:
-        dataset: the data set's name.
-        measured_by: the network, in words.
-        way: all steps, ascending in distance along the reversed, exchanged and removed part.
-        picked: those in the file.
-        alike: distances between halves of the same classes.
-        notes: what a reader of the distances must know.
-        written: the files.
-    """
-
-    dataset: str
-    measured_by: str
-    way: tuple[Step, ...]
-    picked: tuple[Step, ...]
-    alike: tuple[float, ...]
-    notes: tuple[str, ...]
-    written: tuple[Path, ...]
-
-    def lines(self) -> list[str]:
-        """The picked splits, a line each, and what to compare them with."""
-        lines = [
-            f"{i}  {step.distance:9.4f}  {len(step.train)} + {len(step.test)} classes, {_in_words(step)}"
-            for i, step in enumerate(self.picked, start=1)
-        ]
-        if self.alike:
-            spread = f" ± {np.std(self.alike):.4f}" if len(self.alike) > 1 else ""
-            halves = f"{len(self.alike)} x halves of the same classes, drawn at random"
-            lines.append(f"-  {np.mean(self.alike):9.4f}{spread}  {halves}")
-        return lines + [f"note: {note}" for note in self.notes]
-
-
-def make_splits(cfg: DictConfig) -> MadeSplits:
-    """Walk the way, pick splits, write the file and its pictures.
-
-    Raises:
-        ConfigError: values out of range. DataError: the data set has no two halves, or too few splits came out.
-    """
+def make_splits(cfg: DictConfig) -> Iterator[str]:
+    """Exchange and remove classes, pick splits on the way, and write the file and its figures."""
     _check(cfg)
-    others = _named_files(cfg.also)
-    ways = [(path, _way_of(path)) for path in others]  # before the work rather than after it
+    others = [(path, _way_of(path)) for path in map(Path, map(str, listed(cfg.also)))]  # before the work
     features = features_of(cfg)
     table = features.table
     by_class = ClassFeatures.of(features.rows, table.labels, over=cfg.over)
@@ -83,21 +40,17 @@ def make_splits(cfg: DictConfig) -> MadeSplits:
             return found
 
         away = walked(exchange(by_class, train, test, steps=cfg.exchanges, per_step=per_step))
-        nearer = walked(
-            exchange(
-                by_class, train, test, steps=cfg.reversed_exchanges, per_step=per_step, memory=30, reverse=True
-            )
-        )[1:]  # fmt: skip
+        back = exchange(by_class, train, test, steps=cfg.reversed_exchanges, per_step=per_step, memory=30, reverse=True)
+        nearer = walked(back)[1:]
         furthest = max(away, key=lambda step: step.distance)
-        further = walked(
-            removal(
-                by_class, furthest.train, furthest.test, steps=cfg.removals, per_step=per_step, keep=cfg.keep
-            )
-        )[1:]  # fmt: skip
-    counts = np.diff(by_class.start)
+        fewer = removal(
+            by_class, furthest.train, furthest.test, steps=cfg.removals, per_step=per_step, keep=cfg.keep
+        )  # fmt: skip
+        further = walked(fewer)[1:]
     picked = pick_evenly([*nearer, *away, *further], cfg.picks)
+    counts = np.diff(by_class.start)
     paired = [c for c in (*train, *test) if counts[c] > 1]
-    alike = tuple(alike_halves(by_class, paired, seed=seed) for seed in range(cfg.alike)) if paired else ()
+    alike = [alike_halves(by_class, paired, seed=seed) for seed in range(cfg.alike)] if paired else []
     notes = _notes(features, by_class, picked, len(train) + len(test) - len(paired))
     path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{table.name}-{_file_stem(cfg)}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,34 +66,36 @@ def make_splits(cfg: DictConfig) -> MadeSplits:
             "per_step": per_step,
             **{key: cfg[key] for key in ("exchanges", "reversed_exchanges", "removals", "keep", "picks")},
         },
-        "notes": list(notes),
-        "alike": list(alike),
+        "notes": notes,
+        "alike": alike,
         "way": [_on_the_way(step) for step in (*reversed(nearer), *away, *further)],
-        "splits": [
-            _in_file(step, table, name=str(i)) for i, step in enumerate(picked, start=1)
-        ],
-    }  # fmt: skip
+        "splits": [_in_file(step, table, name=str(i)) for i, step in enumerate(picked, start=1)],
+    }
     write_json(path, document)
     written = [path, path.with_name(f"{path.stem}-way.png")]
-    draw_progression(_labeled(document, ways), written[1], dataset=table.name)
+    draw_progression(_labeled(document, others), written[1], dataset=table.name)
     if cfg.points:
         written.append(path.with_name(f"{path.stem}-embedding.png"))
-        draw_embedding(features.rows, table.labels, picked, written[2], points=cfg.points, title=_title(features))
-    way = (*reversed(nearer), *away, *further)
-    return MadeSplits(table.name, features.measured_by, way, tuple(picked), alike, notes, tuple(written))
+        title = f"{table.name}, features of {features.measured_by}"
+        draw_embedding(features.rows, table.labels, picked, written[2], points=cfg.points, title=title)
+    yield f"{table.name}: squared Fréchet distance between the halves, measured by {features.measured_by}"
+    for i, step in enumerate(picked, start=1):
+        kind = "the data set's own halves" if step.kind == "default" else f"{step.count} {step.kind}"
+        yield f"  {i}  {step.distance:9.4f}  {len(step.train)} + {len(step.test)} classes, {kind}"
+    if alike:
+        spread = f" ± {np.std(alike):.4f}" if len(alike) > 1 else ""
+        yield f"  -  {np.mean(alike):9.4f}{spread}  {len(alike)} x halves of the same classes, drawn at random"
+    yield from (f"  note: {note}" for note in notes)
+    yield from (f"written: {path}" for path in written)
 
 
 def halves_of(table: ImageTable) -> tuple[list[int], list[int]]:
-    """The classes that the data set trains and tests on.
-
-    Raises:
-        DataError: it has only one of the two.
-    """
+    """Classes of the train half and of the test half."""
     train = np.unique(table.labels[table.role == "train"]).tolist()
     test = np.unique(table.labels[table.role != "train"]).tolist()
     if len(train) < 2 or len(test) < 2:
         raise DataError(
-            f"'{table.name}' has {len(train)} train and {len(test)} test classes; splits need two or more of each"
+            f"'{table.name}': got {len(train)} train and {len(test)} test classes, expected two or more of each."
         )
     return train, test
 
@@ -151,18 +106,13 @@ def _check(cfg: DictConfig) -> None:
         ("points", 0),
     ):  # fmt: skip
         if cfg[key] is not None and cfg[key] < least:
-            raise ConfigError(f"{key} ({cfg[key]}) must be at least {least}")
+            raise ConfigError(f"{key}: got {cfg[key]}, expected at least {least}.")
     if not 0 <= cfg.keep <= 1:
-        raise ConfigError(f"keep ({cfg.keep}) must lie in [0, 1]")
-
-
-def _named_files(also: Any) -> list[Path]:
-    named = list(also) if isinstance(also, ListConfig) else [] if also is None else [also]
-    return [Path(str(name)) for name in named]
+        raise ConfigError(f"keep: got {cfg.keep}, expected a number in [0, 1].")
 
 
 def _labeled(own: Mapping[str, Any], others: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
-    """Ways by what measured them; files whose name is needed to tell them from others have it, too."""
+    """Ways by network, and by file where the network is not enough."""
     labeled = {str(own["measured_by"]): own}
     for path, way in others:
         measured_by = str(way["measured_by"])
@@ -179,8 +129,8 @@ def _way_of(path: Path) -> Mapping[str, Any]:
     return dict(found)
 
 
-def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], single: int) -> tuple[str, ...]:
-    notes = [f"NOT THE PUBLISHED DATA: {note}" for note in features.table.notes]
+def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], single: int) -> list[str]:
+    notes = features.notes
     dimension = features.rows.shape[1]
     counts = np.diff(by_class.start)
     over_means = by_class.over == "class_means"
@@ -192,7 +142,7 @@ def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], 
         notes.append(f"halves of down to {least} {what} in {dimension} dimensions: {rank}")
     if single:
         notes.append(f"{single} classes of one image take no part in the halves of the same classes")
-    return tuple(notes)
+    return notes
 
 
 def _file_stem(cfg: DictConfig) -> str:
@@ -200,10 +150,6 @@ def _file_stem(cfg: DictConfig) -> str:
     over = "" if cfg.over == "class_means" else f"-{cfg.over}"
     name = f"{stem}{over}".replace("/", "_")
     return name if is_file_name(name) else "splits"
-
-
-def _in_words(step: Step) -> str:
-    return "the data set's own halves" if step.kind == "default" else f"{step.count} {step.kind}"
 
 
 def _on_the_way(step: Step) -> dict[str, Any]:
@@ -218,7 +164,3 @@ def _in_file(step: Step, table: ImageTable, *, name: str) -> dict[str, Any]:
         "name": name, "kind": step.kind, "count": step.count, "distance": step.distance, "train": train, "test": test,
         "fitted": list(fitted), "validation": list(validation),
     }  # fmt: skip
-
-
-def _title(features: Features) -> str:
-    return f"{features.table.name}, features of {features.measured_by}"

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.linalg
 from numpy.typing import ArrayLike
 
-from dmlbench.apps.trained import distance_of_run, load_run
+from dmlbench.apps.trained import config_with_weights, distance_of_run, load_run
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import read_result, require_own_files
@@ -20,12 +20,12 @@ from dmlbench.training.fit import BEST
 from dmlbench.types import DataError, RetrievalSet, RunError
 
 STRUCTURE = "structure.json"
-"""Measures of a run's training embeddings, next to its result, bound to its weights."""
+"""Measures of a run's training embeddings, with the hash of its weights."""
 _SCHEMA = 1
 _ROUNDING = 1e-6
-"""Singular values below this share of the largest are what float32 rows leave of 0."""
+"""Singular values below this share of the largest are rounding of float32."""
 _SAME_DIRECTION = 1e-12
-"""Cosine distances below this are what float64 leaves of 0."""
+"""Cosine distances below this are rounding of float64."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,12 @@ class Structure:
     """Measures of embeddings as unit vectors.
 
     Attributes:
-        intra: mean over classes of the mean cosine distance between two different images of the class; classes of one
-            image are left out.
-        inter: mean cosine distance between the normalized means of two different classes.
-        density: intra / inter; None where all class means are one direction.
-        spectral_decay: divergence of the singular values from evenness, sum_i u log(u / s_i) with the singular values s
-            of the rows, divided by their sum, and u = 1 / their number; 0 where all directions count alike. All D
-            singular values count, as in ooDML's code on a GPU (metrics/rho_spectrum.py:19, torch.svd, its default). On
-            a CPU that code takes the D - 1 largest, 511 at most. None where it is infinite: the rows do not span all
-            dimensions.
+        intra: mean over classes of the mean cosine distance within the class, without classes of one image.
+        inter: mean cosine distance between the normalized class means.
+        density: intra / inter; None where all class means have one direction.
+        spectral_decay: sum_i u log(u / s_i) with the singular values s, divided by their sum, and u = 1 / D; None where
+            it is infinite. All D singular values count, as in ooDML's code on a GPU (metrics/rho_spectrum.py:19); on a
+            CPU that code takes the D - 1 largest, 511 at most.
     """
 
     intra: float
@@ -54,25 +51,15 @@ MEASURES = tuple(field.name for field in fields(Structure))
 
 
 def structure(rows: ArrayLike, labels: ArrayLike) -> Structure:
-    """The measures of embeddings, in float64.
-
-    Args:
-        rows: [N, D], of any length.
-        labels: [N] whole numbers.
-
-    Raises:
-        DataError: shapes that do not fit, numbers that are not finite, fewer than two classes, or none with two images.
-    """
+    """Measure embeddings [N, D] with labels [N], in float64."""
     given, classes = np.asarray(rows, dtype=np.float64), np.asarray(labels, dtype=np.int64)
-    if given.ndim != 2 or classes.shape != given.shape[:1]:
-        raise DataError(f"rows {given.shape} and labels {classes.shape} must be [N, D] and [N]")
     if not np.isfinite(given).all():
-        raise DataError("the rows hold NaN or infinity; the model has diverged")
+        raise DataError("embeddings: got NaN or infinity, expected finite numbers. The model has diverged.")
     _, counts = np.unique(classes, return_counts=True)
     if len(counts) < 2 or counts.max() < 2:
         raise DataError(
-            f"{len(classes)} images of {len(counts)} classes: distances within and between classes need two classes, "
-            "one of them with two images"
+            f"embeddings: got {len(classes)} images of {len(counts)} classes, expected two classes, one of them with "
+            "two images."
         )
     length = np.linalg.norm(given, axis=1, keepdims=True)
     unit = given / np.where(length > 0, length, 1.0)
@@ -85,22 +72,15 @@ def structure(rows: ArrayLike, labels: ArrayLike) -> Structure:
 
 
 def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | None = None) -> Structure:
-    """The measures of a run's training images by its best weights, from ``structure.json`` or computed and kept there.
-
-    Images are seen as in the test, without augmentation.
-
-    Raises:
-        RunError: the run is not complete, has no weights, or does not compare unit vectors.
-    """
+    """Measure a run's training images without augmentation by its best weights; keep that in ``structure.json``."""
     result = read_result(run_dir)
-    if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST} to embed its training images by; run it again with fit.keep=best")
+    config_with_weights(run_dir)
     bound = require_own_files(run_dir, result, (BEST,))
     held = kept_of(run_dir / STRUCTURE, bound, lambda held: Structure(**held["measures"]), schema=_SCHEMA)
     if held is not None:
         return held
     if distance_of_run(run_dir) is not None:
-        raise RunError(f"{run_dir} compares its embeddings by a distance of its own; the measures are of unit vectors")
+        raise RunError(f"{run_dir} compares embeddings by its own distance, expected unit vectors.")
     setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
     embeddings, _ = setup.embed(RetrievalSet(setup.data.split.train))
     found = structure(embeddings.rows.numpy(), embeddings.labels.numpy())

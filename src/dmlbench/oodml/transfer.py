@@ -1,8 +1,7 @@
-"""Trained models on another data set (appendix C), and features of networks as they are over splits (section 4.4)."""
+"""Trained models on another data set (appendix C), and features of frozen networks over splits (section 4.4)."""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +18,14 @@ from dmlbench.data.protocols import Conventional
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.oodml.features import Features, features_of
+from dmlbench.oodml.features import Features, features_of, write_output
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
-from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet
 
 
-@dataclass(frozen=True)
-class Transferred:
-    """Scores on the test half of a data set, a row a model.
-
-    Attributes:
-        dataset: what was tested on.
-        rows: (model in words, what it was trained on, scores by name).
-        notes: what a reader must know.
-    """
-
-    dataset: str
-    rows: tuple[tuple[str, str, dict[str, float]], ...]
-    notes: tuple[str, ...]
-
-    def lines(self, names: Sequence[str]) -> list[str]:
-        """A line a model, in percent."""
-        scores = [score_named(name) for name in names]
-        width = max(len(f"{trained} -> {self.dataset}: {model}") for model, trained, _ in self.rows)
-        wide = [max(12, len(score.label) + 2) for score in scores]
-        lines = [" " * width + "".join(f"{score.label:>{w}}" for score, w in zip(scores, wide, strict=True))]
-        for model, trained, found in self.rows:
-            of_row = [score.scale * found[score.name] for score in scores]
-            values = "".join(f"{value:{w}.2f}" for value, w in zip(of_row, wide, strict=True))
-            lines.append(f"{f'{trained} -> {self.dataset}: {model}':<{width}}{values}")
-        return lines + [f"note: {note}" for note in self.notes]
-
-    def write(self, path: str | Path) -> None:
-        """The scores as JSON, fractions."""
-        rows = [{"model": model, "trained_on": trained, "scores": found} for model, trained, found in self.rows]
-        write_json(Path(path), {"dataset": self.dataset, "rows": rows, "notes": list(self.notes)})
-
-
-def transfer(cfg: DictConfig) -> Transferred:
-    """Scores of the runs of ``cfg.runs`` on the test half of ``cfg.dataset``, and of ``cfg.backbone``'s own features.
-
-    Raises:
-        ConfigError: no run is named, or one was trained on classes of this test half.
-        RunError: one of them cannot be loaded. DataError: the data set has no test half.
-    """
+def transfer(cfg: DictConfig) -> Iterator[str]:
+    """Score the runs of ``cfg.runs``, and the features of ``cfg.backbone``, on the test half of ``cfg.dataset``."""
     spec: EvaluationSpec = build.component(cfg.evaluation)
     named = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
     if not named:
@@ -76,15 +37,15 @@ def transfer(cfg: DictConfig) -> Transferred:
     table = features.table
     test = Conventional().split(table, fold=0).test
     assert test is not None
-    rows = []
-    notes = [f"NOT THE PUBLISHED DATA: {note}" for note in table.notes]
+    rows: list[dict[str, Any]] = []
+    notes = features.notes
     for name, result, setup in loaded:
         own_data: ImageTable = setup.data.table
         shared = np.intersect1d(own_data.labels[setup.data.split.train], table.labels[test.rows])
         if own_data.fingerprint == table.fingerprint and len(shared):
             raise ConfigError(
                 f"{name} was trained on {len(shared)} classes of the test half of {table.name}, such as "
-                f"'{table.class_names[shared[0]]}'; name another data set"
+                f"'{table.class_names[shared[0]]}'. Name another data set."
             )
         open_images = build.image_opener(cfg, table, setup.device)
         other = dataclasses.replace(
@@ -94,11 +55,28 @@ def transfer(cfg: DictConfig) -> Transferred:
         )
         _, _, found = other.test(test, spec)
         again = "" if setup.rerank is None else f" ({setup.rerank.description})"
-        rows.append((f"{name.parent.name}/{name.name}{again}", str(result["dataset"]), found.scores))
+        model = f"{name.parent.name}/{name.name}{again}"
+        rows.append({"model": model, "trained_on": str(result["dataset"]), "scores": found.scores})
         if own_data.name != table.name:
             notes += [f"NOT THE PUBLISHED DATA: {own_data.name}: {note}" for note in own_data.notes]
-    rows.append((features.measured_by, "as it is", _scores(features, test, spec)))
-    return Transferred(table.name, tuple(rows), tuple(dict.fromkeys(notes)))
+    rows.append({"model": features.measured_by, "trained_on": "as it is", "scores": _scores(features, test, spec)})
+    notes = list(dict.fromkeys(notes))
+    yield from _lines(rows, table.name, asked_columns(spec))
+    yield from (f"note: {note}" for note in notes)
+    yield from write_output(cfg, {"dataset": table.name, "rows": rows, "notes": notes})
+
+
+def _lines(rows: list[dict[str, Any]], dataset: str, names: list[str]) -> list[str]:
+    """A line for each model, in percent."""
+    scores = [score_named(name) for name in names]
+    models = [f"{row['trained_on']} -> {dataset}: {row['model']}" for row in rows]
+    width = max(map(len, models))
+    wide = [max(12, len(score.label) + 2) for score in scores]
+    lines = [" " * width + "".join(f"{score.label:>{w}}" for score, w in zip(scores, wide, strict=True))]
+    for model, row in zip(models, rows, strict=True):
+        values = [score.scale * row["scores"][score.name] for score in scores]
+        lines.append(f"{model:<{width}}" + "".join(f"{value:{w}.2f}" for value, w in zip(values, wide, strict=True)))
+    return lines
 
 
 def _scores(features: Features, part: RetrievalSet, spec: EvaluationSpec) -> dict[str, float]:
@@ -110,12 +88,8 @@ def _scores(features: Features, part: RetrievalSet, spec: EvaluationSpec) -> dic
     return evaluate(of(part.query), gallery, spec).scores
 
 
-def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
-    """Scores of ``cfg.backbone``'s own features on the test half of every split of ``cfg.splits``, and their areas.
-
-    Raises:
-        ConfigError: no file of splits is named. DataError: the splits are of another data set.
-    """
+def frozen(cfg: DictConfig) -> Iterator[str]:
+    """Score the features of ``cfg.backbone`` on the test half of every split of ``cfg.splits``."""
     if cfg.splits is None:
         raise ConfigError("name the splits: splits=<file of `dmlbench oodml splits`, or one of the study's pickles>")
     spec: EvaluationSpec = build.component(cfg.evaluation)
@@ -123,19 +97,23 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
     features = features_of(cfg)
     table = features.table
     file.require_of(table, cfg.splits)
+    scores = [score_named(name) for name in asked_columns(spec)]
+    yield f"{table.name}: {features.measured_by}, as it is"
+    yield f"{'split':>7}  {'distance':>10}" + "".join(f"{score.label:>12}" for score in scores)
     splits: list[dict[str, Any]] = []
     for split in sorted(file.splits, key=lambda split: split.distance):
-        scores = _scores(features, RetrievalSet(rows_of_split(split, table)["test"]), spec)
-        splits.append({"split": split.name, "distance": split.distance, "scores": scores})
+        found = _scores(features, RetrievalSet(rows_of_split(split, table)["test"]), spec)
+        splits.append({"split": split.name, "distance": split.distance, "scores": found})
+        values = "".join(f"{score.scale * found[score.name]:12.2f}" for score in scores)
+        yield f"{split.name:>7}  {split.distance:10.4f}{values}"
     at = [split["distance"] for split in splits]
-    return {
-        "dataset": table.name,
-        "network": features.measured_by,
-        "notes": list(table.notes),
-        "distance_by": file.measured_on(table),
-        "by_split": splits,
-        "AGS": {
-            name: float(area_under([split["scores"][name] for split in splits], at))
-            for name in asked_columns(spec)
-        } if len(set(at)) > 1 else {},
+    areas = {}
+    if len(set(at)) > 1:
+        areas = {s.name: float(area_under([split["scores"][s.name] for split in splits], at)) for s in scores}
+        yield f"{'AGS':>19}" + "".join(f"{score.scale * areas[score.name]:12.2f}" for score in scores)
+    yield from (f"note: {note}" for note in features.notes)
+    document = {
+        "dataset": table.name, "network": features.measured_by, "notes": list(table.notes),
+        "distance_by": file.measured_on(table), "by_split": splits, "AGS": areas,
     }  # fmt: skip
+    yield from write_output(cfg, document)

@@ -26,7 +26,7 @@ from dmlbench.data.readers.cifar_collage import (
     classes_of_parts,
 )
 from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.types import ConfigError, ImageTable, closest
+from dmlbench.types import ConfigError, ImageTable, check_choice
 
 Pixels = NDArray[np.uint8]
 
@@ -42,7 +42,7 @@ def quadrants_of(collages: Pixels) -> Pixels:
 
 
 def rows_by_pixels(source: ImageTable) -> dict[bytes, list[int]]:
-    """Rows of a table by the digest of their pixels; images that are there twice share it."""
+    """Rows of a table by the digest of their pixels, which duplicates share."""
     found: dict[bytes, list[int]] = {}
     for row, image in enumerate(_pixels(source)):
         found.setdefault(_digest(image), []).append(row)
@@ -50,19 +50,13 @@ def rows_by_pixels(source: ImageTable) -> dict[bytes, list[int]]:
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Make the collages of both layouts, take them apart again, and draw some.
-
-    Raises:
-        ConfigError: a super-class that is none or has no collages, or too many images of a class.
-        DataError: CIFAR-100 is missing, or does not name super-classes.
-    """
+    """Make the collages of both layouts, take them apart again, and draw some."""
     shown = [str(name) for name in cfg.super_classes]
     possible = [name for name in SUPER_CLASSES if name not in BACKGROUND]
-    for name in shown:
-        if name not in possible:
-            raise ConfigError(f"super_classes has '{name}': {closest(name, possible)}")
     if not shown:
-        raise ConfigError(f"super_classes must name one or more of {', '.join(possible)}")
+        raise ConfigError(f"super_classes: got an empty list, expected one or more of {', '.join(possible)}.")
+    for name in shown:
+        check_choice("super_classes", name, possible)
     made = partial(
         cifar100_collage, cfg.paths.data_dir, cache_dir=cfg.paths.cache_dir, images_per_class=cfg.images_per_class,
         seed=cfg.seed,
@@ -70,14 +64,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     tables: dict[str, ImageTable] = {layout: made(layout=layout) for layout in PARTS}
     source, classes = classes_of_parts(cfg.paths.data_dir, cfg.paths.cache_dir, "paper")
     parts.bind(data=source.fingerprint)
-    known: dict[bytes, list[int]] = {}
-
-    def compute(layout: str) -> dict[str, Any]:
-        known.update(known or rows_by_pixels(source))
-        return _taken_apart(tables[layout], source, known)
-
-    found = parts.get(list(PARTS), compute, describe="layouts")
-    known.update(known or rows_by_pixels(source))
+    known = rows_by_pixels(source)
+    found = parts.get(list(PARTS), lambda layout: _taken_apart(tables[layout], source, known), describe="layouts")
     firsts = [int(classes[part][name][0]) for name in shown for part in PARTS["paper"]]
     distilled = made(collage=False)
     return Findings(
@@ -106,7 +94,7 @@ _COUNTS = ("super_classes", "targets", "backgrounds", "collages")
 
 
 def _taken_apart(table: ImageTable, source: ImageTable, known: Mapping[bytes, list[int]]) -> dict[str, Any]:
-    """By part of a layout, how many collages are a target and three images of the background, and of which classes."""
+    """Count the collages of each part of a layout that are a target and three background images."""
     row_of = {path: row for row, path in enumerate(source.paths.tolist())}
     assert source.super_labels is not None
     is_background = np.isin(np.array(SUPER_CLASSES)[source.super_labels], BACKGROUND)
@@ -126,19 +114,16 @@ def _taken_apart(table: ImageTable, source: ImageTable, known: Mapping[bytes, li
             one["background"] |= classes if len(classes) == 1 else set()
     return {
         part: {
-            "super_classes": len(one["names"]),
-            "targets": len(one["target"]),
-            "backgrounds": len(one["background"]),
-            "collages": one["all"],
-            "as_described": int(one["as"]),
+            "super_classes": len(one["names"]), "targets": len(one["target"]), "backgrounds": len(one["background"]),
+            "collages": one["all"], "as_described": int(one["as"]),
             "classes": sorted(one["target"] | one["background"]),
         }
         for part, one in seen.items()
-    }
+    }  # fmt: skip
 
 
 def _shared(of_parts: Mapping[str, Mapping[str, Any]], part: str) -> set[int]:
-    """Classes of a part that other parts of the layout have, too."""
+    """Classes of a part that are also in other parts of the layout."""
     others = (set(one["classes"]) for name, one in of_parts.items() if name != part)
     return set(of_parts[part]["classes"]) & set().union(*others)
 
@@ -168,7 +153,7 @@ def _draw(
     classes: list[int], tables: Mapping[str, ImageTable], distilled: ImageTable, source: ImageTable,
     known: Mapping[bytes, list[int]], path: Path,
 ) -> None:  # fmt: skip
-    """A row for the first image of each class: itself, what stands beside it, its collages, and itself alone."""
+    """Draw a row for the first image of each class: the target, its backgrounds, its collages, and the target alone."""
     figure, axes = plt.subplots(
         len(classes), len(_HEADS), squeeze=False, width_ratios=_WIDTHS, layout="constrained",
         figsize=(1.15 * sum(_WIDTHS), 1.75 * len(classes) + 0.5),
@@ -206,14 +191,12 @@ def _show(axes: Axes, image: Pixels, label: str) -> None:
 
 
 def _named(source: ImageTable, row: int) -> str:
-    """Super-class and class of an image, on two lines."""
     assert source.super_labels is not None
     wide = SUPER_CLASSES[source.super_labels[row]].replace("large_", "").replace("_outdoor", "")
     return f"{wide}:\n{source.class_names[source.labels[row]]}".replace("_", " ")
 
 
 def _of(table: ImageTable, path: str) -> tuple[Pixels, str]:
-    """The collage of a target, and its part."""
     place = table.paths.tolist().index(path)
     return _pixels(table)[place], table.class_names[table.labels[place]].removesuffix(")").rpartition(" (")[2]
 

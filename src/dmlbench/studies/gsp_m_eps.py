@@ -11,26 +11,19 @@ import numpy as np
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.studies.by_class import spread
-from dmlbench.studies.grid import Scores, mean, scores_of, where_from
 from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.trained import Float, mean, notes_on_runs, score_rows, scores_of
 from dmlbench.types import ConfigError
 
 _BASELINE = "GAP"
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train and test at every pair of values, and with average pooling.
-
-    Raises:
-        ConfigError: values out of their range.
-    """
+    """Train and test at every pair of values, and with average pooling."""
     prototypes, smoothings = sorted(set(cfg.prototypes)), sorted({float(value) for value in cfg.smoothings})
-    if min(len(prototypes), len(smoothings)) < 2 or prototypes[0] < 1 or smoothings[0] <= 0:
-        raise ConfigError(
-            f"prototypes ({list(cfg.prototypes)}) must be two or more numbers from 1 on, and smoothings "
-            f"({list(cfg.smoothings)}) two or more above 0"
-        )
+    for key, values in (("prototypes", prototypes), ("smoothings", smoothings)):
+        if len(values) < 2:
+            raise ConfigError(f"{key}: got {values}, expected two or more values.")
     ratio = f"pooling.transport_ratio={cfg.transport_ratio}"
     configs = {_BASELINE: ("pooling=gap",)} | {
         _name(m, value): ("pooling=gsp", f"pooling.num_prototypes={m}", f"pooling.smoothing={value}", ratio)
@@ -38,7 +31,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         for value in smoothings
     }
     found = scores_of(configs, cfg, parts)
-    rows = tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
     grid = np.array([[mean(found[_name(m, value)]) for value in smoothings] for m in prototypes])
     at_m, at_smoothing = np.unravel_index(int(grid.argmax()), grid.shape)
     over_m, over_smoothing = (float(np.ptp(grid.mean(axis=axis))) for axis in (1, 0))
@@ -50,18 +42,17 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"from {grid.min():.1f} to {grid.max():.1f}; means differ by {over_m:.1f} over m and by "
               f"{over_smoothing:.1f} over epsilon", None),
     )  # fmt: skip
-    notes = (f"mu = {cfg.transport_ratio:g}; the data are others than the paper's", *where_from(cfg))
+    notes = (f"mu = {cfg.transport_ratio:g}; the data are others than the paper's", *notes_on_runs(cfg))
     title = "GSP over the number of prototypes and the smoothing"
-    draw = partial(_draw, prototypes, smoothings, found, title)
-    return Findings(title, ("pooling", "MAP@R, %", "P@1, %"), rows, claims, notes, draw)
+    draw = partial(_draw, prototypes, smoothings, grid, mean(found[_BASELINE]), title)
+    return Findings(title, ("pooling", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, draw)
 
 
 def _name(prototypes: int, smoothing: float) -> str:
     return f"m = {prototypes}, epsilon = {smoothing:g}"
 
 
-def _draw(prototypes: list[int], smoothings: list[float], found: dict[str, Scores], title: str, path: Path) -> None:
-    grid = np.array([[mean(found[_name(m, value)]) for value in smoothings] for m in prototypes])
+def _draw(prototypes: list[int], smoothings: list[float], grid: Float, baseline: float, title: str, path: Path) -> None:
     figure, axes = plt.subplots(
         figsize=(1.8 + 1.1 * len(smoothings), 1.8 + 0.8 * len(prototypes)), layout="constrained"
     )
@@ -74,5 +65,5 @@ def _draw(prototypes: list[int], smoothings: list[float], found: dict[str, Score
     axes.set_xlabel("epsilon")
     axes.set_ylabel("m")
     figure.colorbar(image, label="MAP@R, %")
-    axes.set_title(f"{title}\n(GAP: {mean(found[_BASELINE]):.1f})", fontsize=8)
+    axes.set_title(f"{title}\n(GAP: {baseline:.1f})", fontsize=8)
     save_figure(figure, path)

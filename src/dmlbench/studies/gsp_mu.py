@@ -12,24 +12,18 @@ from omegaconf import DictConfig
 from scipy.stats import spearmanr
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.studies.by_class import spread
-from dmlbench.studies.grid import Scores, mean, scores_of, where_from
 from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.trained import Scores, mean, notes_on_runs, score_rows, scores_of
 from dmlbench.types import ConfigError
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train and test at every mu.
-
-    Raises:
-        ConfigError: values out of their range.
-    """
+    """Train and test at every mu."""
     values = sorted({float(value) for value in cfg.transport_ratios})
     if len(values) < 2 or not (values[0] > 0 and values[-1] <= 1):
-        raise ConfigError(f"transport_ratios ({list(cfg.transport_ratios)}) must be two or more numbers in (0, 1]")
+        raise ConfigError(f"transport_ratios: got {values}, expected two or more numbers in (0, 1].")
     configs = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
     found = scores_of(configs, cfg, parts)
-    rows = tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
     means = {value: mean(found[f"mu = {value:g}"]) for value in values}
     best = max(means, key=lambda value: means[value])
     low, high = ([means[value] for value in values if (value <= cfg.low) == is_low] for is_low in (True, False))
@@ -47,9 +41,10 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         Claim("5.2.2, figure 7", "performance falls as mu grows", shown, falls),
         Claim("5.2.2", "0.3 is suggested", f"best at {best:g}", None),
     )  # fmt: skip
-    notes = (f"lower mu: at most {cfg.low:g}; mu = 1 is average pooling", *where_from(cfg))
+    notes = (f"lower mu: at most {cfg.low:g}; mu = 1 is average pooling", *notes_on_runs(cfg))
     title = "GSP over mu, the share of the pixels that is transported"
-    return Findings(title, ("mu", "MAP@R, %", "P@1, %"), rows, claims, notes, partial(_draw, values, found, title))
+    draw = partial(_draw, values, found, title)
+    return Findings(title, ("mu", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, draw)
 
 
 def _draw(values: list[float], found: dict[str, Scores], title: str, path: Path) -> None:

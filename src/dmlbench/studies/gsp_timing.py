@@ -5,7 +5,10 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
     the iterations; the exact solver has no iterations, and the gradient in closed form.
 """
 
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,9 +23,10 @@ from dmlbench.build import component
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.transport import prototype_cost, transport_weights
 from dmlbench.runtime import seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.timing import Action, in_turns
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive
 from dmlbench.types import ConfigError
+
+Action = Callable[[], object]
 
 EXACT, AUTODIFF, CLOSED = "exact", "iterations, differentiated", "iterations, closed form"
 _MARKERS = {EXACT: "s", AUTODIFF: "^", CLOSED: "o"}
@@ -30,62 +34,95 @@ _WIDTH = 128
 _MARGINAL = 0.01
 
 
-def transport_times(
-    *, pixels: int, prototypes: int, iterations: tuple[int, ...], batch: int, rounds: int, ratio: float,
-    smoothing: float, device: torch.device, seed: int,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Median milliseconds from a matrix of costs to weights and histogram ("forward"), and to its gradient ("both").
+def in_turns(
+    actions: Mapping[str, Action], rounds: int, device: torch.device | str, *, of_processor: bool = False
+) -> dict[str, list[float]]:
+    """Milliseconds of each action in each round, after one round of warm-up.
 
-    Returns:
-        by solver: "exact", and every k for so many iterations, which are differentiated.
+    Every round runs each action once in a random order, since an action pays for caches that the one before it filled.
+
+    Args:
+        of_processor: on a CPU, take the process's own time, which leaves out other processes of a busy machine.
     """
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(batch, pixels, _WIDTH, generator=generator) / _WIDTH**0.5
-    omega = torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5
-    cost = prototype_cost(features.to(device), omega.to(device)).requires_grad_()
-    grads = [torch.randn(batch, width, generator=generator).to(device) for width in (pixels, prototypes)]
-
-    def solve(of: Tensor, **how: Any) -> tuple[Tensor, ...]:
-        return tuple(transport_weights(of, transport_ratio=ratio, smoothing=smoothing, **how))
-
-    def both(**how: Any) -> object:
-        return torch.autograd.grad(solve(cost, **how), [cost], grads)
-
-    actions: dict[str, Action] = {}
-    ways: dict[str, dict[str, Any]] = {"exact": {"solver": "exact"}}
-    ways |= {str(k): {"solver": "fixed_point", "iterations": k} for k in iterations}
-    for name, how in ways.items():
-        actions[f"{name}, forward"] = partial(solve, cost.detach(), **how)
-        actions[f"{name}, both"] = partial(both, **how)
-    times = in_turns(actions, rounds, device, of_processor=True)
-    found = {}
-    for name in ("exact", *map(str, iterations)):
-        forward, whole = (median(times[f"{name}, {what}"]) for what in ("forward", "both"))
-        found[name] = {"forward": forward, "both": whole}
-    return found
+    on_gpu = torch.device(device).type != "cpu"
+    clock = time.process_time if of_processor and not on_gpu else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    order, shuffle = list(actions.items()), random.Random(0).shuffle
+    for turn in range(rounds + 1):
+        shuffle(order)
+        for name, action in order:
+            if on_gpu:
+                torch.cuda.synchronize()
+            started = clock()
+            action()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if turn > 0:
+                times[name].append(1000 * (clock() - started))
+    return times
 
 
-def inference_times(
-    *, pixels: int, prototypes: int, iterations: tuple[int, ...], rounds: int, ratio: float, smoothing: float,
-    device: torch.device, seed: int,
-) -> dict[str, float]:  # fmt: skip
-    """Median milliseconds from the pixels of one image to their weights, costs included, by "exact" and every k."""
-    generator = torch.Generator().manual_seed(seed)
-    features = (torch.randn(1, pixels, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
-    omega = (torch.randn(prototypes, _WIDTH, generator=generator) / _WIDTH**0.5).to(device)
+@dataclass(frozen=True)
+class Transport:
+    """Transport of random pixels to random prototypes, by the exact solver and by k iterations for several k."""
 
-    def weigh(**how: Any) -> object:
-        return transport_weights(prototype_cost(features, omega), transport_ratio=ratio, smoothing=smoothing, **how)
+    pixels: int
+    prototypes: int
+    iterations: tuple[int, ...]
+    batch: int
+    rounds: int
+    ratio: float
+    smoothing: float
+    device: torch.device
+    seed: int
 
-    ways: dict[str, Action] = {str(k): partial(weigh, solver="fixed_point", iterations=k) for k in iterations}
-    with torch.no_grad():
-        times = in_turns({"exact": weigh, **ways}, rounds, device, of_processor=True)
-    return {name: median(values) for name, values in times.items()}
+    def _inputs(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        shapes = (self.batch, self.pixels, _WIDTH), (self.prototypes, _WIDTH)
+        features, omega = (torch.randn(shape, generator=generator) / _WIDTH**0.5 for shape in shapes)
+        return features.to(self.device), omega.to(self.device)
+
+    def _solvers(self) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
+        solve = partial(transport_weights, transport_ratio=self.ratio, smoothing=self.smoothing)
+        iterated = {str(k): partial(solve, solver="fixed_point", iterations=k) for k in self.iterations}
+        return {"exact": partial(solve, solver="exact"), **iterated}
+
+    def times(self) -> dict[str, dict[str, float]]:
+        """Median milliseconds from the cost matrix, "forward" and with its gradient ("both"), by "exact" and k."""
+        generator = torch.Generator().manual_seed(self.seed)
+        cost = prototype_cost(*self._inputs(generator)).requires_grad_()
+        widths = self.pixels, self.prototypes
+        grads = [torch.randn(self.batch, width, generator=generator).to(self.device) for width in widths]
+
+        def both(solve: Callable[[Tensor], tuple[Tensor, ...]]) -> object:
+            return torch.autograd.grad(tuple(solve(cost)), [cost], grads)
+
+        actions: dict[str, Action] = {}
+        for name, solve in self._solvers().items():
+            actions[f"{name}, forward"] = partial(solve, cost.detach())
+            actions[f"{name}, both"] = partial(both, solve)
+        times = in_turns(actions, self.rounds, self.device, of_processor=True)
+        return {
+            name: {what: median(times[f"{name}, {what}"]) for what in ("forward", "both")} for name in self._solvers()
+        }
+
+    @torch.no_grad()
+    def inference_times(self) -> dict[str, float]:
+        """Median milliseconds from the pixels to their weights, costs included, by "exact" and k."""
+        features, omega = self._inputs(torch.Generator().manual_seed(self.seed))
+
+        def weigh(solve: Callable[[Tensor], tuple[Tensor, ...]]) -> object:
+            return solve(prototype_cost(features, omega))
+
+        actions = {name: partial(weigh, solve) for name, solve in self._solvers().items()}
+        times = in_turns(actions, self.rounds, self.device, of_processor=True)
+        return {name: median(values) for name, values in times.items()}
 
 
 def training_times(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Forward and backward by way and k: the closed form after k iterations is their forward pass and the exact
-    solver's backward pass, which is the same formula."""
+    """Forward and backward by way and k.
+
+    The closed form after k iterations takes their forward pass and the exact solver's backward pass (same formula).
+    """
     backward = found["exact"]["both"] - found["exact"]["forward"]
     of_k = {name: one for name, one in found.items() if name != "exact"}
     return {
@@ -96,7 +133,7 @@ def training_times(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 
 
 def network_time(backbone: Backbone, *, image_size: int, rounds: int, device: torch.device) -> tuple[float, int]:
-    """Median milliseconds of one image through the network, and the pixels of its last map."""
+    """Median milliseconds of one image, and the pixels of its last map."""
     backbone.to(device).eval()
     images = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     with torch.no_grad():
@@ -106,33 +143,31 @@ def network_time(backbone: Backbone, *, image_size: int, rounds: int, device: to
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Time the transport alone over iterations, prototypes and pixels, and beside a network.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
+    """Time the transport alone over iterations, prototypes and pixels, and beside a network."""
     iterations = tuple(sorted({int(k) for k in cfg.iterations}))
-    least = min((*iterations, *cfg.prototypes, *cfg.pixels, cfg.batch, cfg.rounds))
-    if least < 1 or len(iterations) < 2:
-        raise ConfigError(f"iterations ({iterations}) must be two or more, and every number at least 1 (is {least})")
+    if len(iterations) < 2:
+        raise ConfigError(f"iterations: got {list(iterations)}, expected two or more values.")
+    require_positive(cfg, "batch", "rounds")
     seed_everything(cfg.seed)
-    settings: dict[str, Any] = {"batch": cfg.batch, "rounds": cfg.rounds, "ratio": cfg.transport_ratio,
-                                "smoothing": cfg.smoothing, "device": parts.device, "seed": cfg.seed}  # fmt: skip
-    usual = {"pixels": cfg.pixels_of_others, "prototypes": cfg.prototypes_of_others}
-    paper_k = (cfg.iterations_of_others,)
+    usual = Transport(
+        cfg.pixels_of_others, cfg.prototypes_of_others, iterations, cfg.batch, cfg.rounds, cfg.transport_ratio,
+        cfg.smoothing, parts.device, cfg.seed,
+    )  # fmt: skip
 
     def compute(name: str) -> Any:
         if name == "iterations":
-            return transport_times(**usual, iterations=iterations, **settings)
+            return usual.times()
         if name == "network":
             backbone = component(cfg.backbone)
-            size = {"image_size": cfg.image_size, "rounds": max(3, cfg.rounds // 5), "device": parts.device}
-            of_network, pixels = network_time(backbone, **size)
-            one = {key: value for key, value in settings.items() if key != "batch"}
-            times = inference_times(**{**usual, "pixels": pixels}, iterations=iterations, **one)
+            rounds = max(3, cfg.rounds // 5)
+            of_network, pixels = network_time(
+                backbone, image_size=cfg.image_size, rounds=rounds, device=parts.device
+            )  # fmt: skip
+            times = replace(usual, batch=1, pixels=pixels).inference_times()
             return {"network": of_network, "pixels": pixels, "times": times}
         over, _, value = name.partition(" ")
-        return transport_times(**{**usual, over: int(value)}, iterations=paper_k, **settings)
+        size: dict[str, Any] = {over: int(value)}
+        return replace(usual, iterations=(cfg.iterations_of_others,), **size).times()
 
     sizes = [*(f"prototypes {m}" for m in cfg.prototypes), *(f"pixels {n}" for n in cfg.pixels)]
     found = parts.get(["iterations", *sizes, "network"], compute, describe="timing")
@@ -165,11 +200,10 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"costs and transport add {shown_within} to the network, the exact solver {added['exact']:.1f} %",
               max(within) < 6 if within else None),
     )  # fmt: skip
-    m, n = usual["prototypes"], usual["pixels"]
     notes = (
-        f"m = {m} prototypes and n = {n} pixels where nothing else is said, batches of {cfg.batch}, mu = "
-        f"{cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds in turns, of the "
-        "process's own time on a CPU; from the costs on, which both solvers share",
+        f"m = {usual.prototypes} prototypes and n = {usual.pixels} pixels where nothing else is said, batches of "
+        f"{cfg.batch}, mu = {cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds "
+        "in turns, of the process's own time on a CPU; from the costs on, which both solvers share",
         "closed form: k iterations without a graph, then the exact solver's backward pass",
         f"network: {cfg.network}, one image of {cfg.image_size} pixels, {found['network']['network']:.0f} ms, "
         f"{found['network']['pixels']} pixels in its map; random weights, which cost the same time",
@@ -187,7 +221,6 @@ def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float
 
 
 def _draw(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig, title: str, path: Path) -> None:
-    """Training time over k (figures 7 and 9), over m and over n, and what inference takes longer (figure 8)."""
     figure, panels = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
     for way, of_k in training_times(found["iterations"]).items():
         values = [of_k[str(k)] for k in iterations]

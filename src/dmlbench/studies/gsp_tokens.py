@@ -11,53 +11,146 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.path import Path as Polygon
 from numpy.typing import NDArray
 from omegaconf import DictConfig
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.losses import ContrastiveLoss
 from scipy.spatial import ConvexHull
+from torch import Tensor, nn
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.build import component
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.losses.objective import Objective
+from dmlbench.models.net import MetricModel
+from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.runtime import derive_seed, generator, seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.tokens import NUM_CLASSES, TokenModel, bags, scores, train, weight_of_background
-from dmlbench.training.fit import FitSettings
-from dmlbench.types import ConfigError
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.training.fit import FitSettings, fit
+from dmlbench.types import Batch, ConfigError, EmbeddingSet, ModelOutput
 
 Float = NDArray[np.float64]
 
+NUM_CLASSES, TOKENS_OF_EACH, TOKENS_OF_A_BAG = 16, 4, 50
+"""Classes, tokens of each class and of the background, and tokens of a sample (GSP, section 5.1 and supplement 2.1)."""
+_NUM_TOKENS = (NUM_CLASSES + 1) * TOKENS_OF_EACH
+_BACKGROUND = NUM_CLASSES * TOKENS_OF_EACH
+"""First token of the background."""
 _TITLES = {"gap": "GAP", "gsp": "GSP"}
 
 
+def bags(
+    per_class: int, rng: np.random.Generator, *, mixing_mean: float = 0.5, mixing_std: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """Draw ``per_class`` samples of every class.
+
+    The share of class tokens of a sample is drawn from N(mixing_mean, mixing_std^2) and clipped to [0, 1].
+
+    Returns:
+        token numbers [16 per_class, 50] and labels [16 per_class].
+    """
+    labels = np.repeat(np.arange(NUM_CLASSES), per_class)
+    shares = np.clip(rng.normal(mixing_mean, mixing_std, len(labels)), 0, 1)
+    own = np.rint(shares * TOKENS_OF_A_BAG).astype(np.int64)  # [N] tokens of the class, which come first
+    numbers = rng.integers(0, TOKENS_OF_EACH, (len(labels), TOKENS_OF_A_BAG))
+    is_own = np.arange(TOKENS_OF_A_BAG) < own[:, None]
+    first = np.where(is_own, labels[:, None] * TOKENS_OF_EACH, _BACKGROUND)
+    return torch.from_numpy(numbers + first), torch.from_numpy(labels)
+
+
+class TokenBatches:
+    """Endless batches of new bags, each drawn from the seed and its number."""
+
+    def __init__(self, per_class: int, *, seed: int, mixing: Mapping[str, float]) -> None:
+        self.per_class, self.seed, self.mixing, self.count = per_class, seed, mixing, 0
+
+    def __next__(self) -> Batch:
+        self.count += 1
+        numbers, labels = bags(self.per_class, generator("tokens", self.seed, self.count), **self.mixing)
+        return Batch(numbers, labels, torch.arange(len(labels)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class TokenModel(MetricModel):
+    """Pools the vectors of tokens [B, 50], as if these were pixels, to embeddings [B, D]."""
+
+    pooling: Pooling
+
+    def __init__(self, pooling: Pooling, size: int, *, limit: float) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(_NUM_TOKENS, size).uniform_(-limit, limit))
+        self.pooling = pooling
+        self.project: Any = nn.Identity()
+        self.distance = LpDistance(normalize_embeddings=False, p=2, power=1)
+        self.embedding_size = size
+
+    def forward(self, images: Tensor) -> ModelOutput:
+        vectors = self.tokens[images]  # [B, 50, D]
+        pooled: Pooled = self.pooling(vectors.transpose(1, 2)[..., None], self.project)
+        return ModelOutput(pooled.embedding, pooled.side)
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        return self.pooling.provides
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        return {"backbone": [("tokens", self.tokens)], "pooling": list(self.pooling.named_parameters())}
+
+
+@torch.no_grad()
+def scores(model: TokenModel, numbers: Tensor, labels: Tensor) -> dict[str, float]:
+    """P@1 and MAP@R of bags, by Euclidean distance without normalization."""
+    rows = model(numbers).embedding.float()
+    found = EmbeddingSet(rows, labels, torch.arange(len(labels)))
+    return evaluate(found, spec=EvaluationSpec(metrics=("p_at_1", "map_at_r")), distance=model.distance).scores
+
+
+@torch.no_grad()
+def weight_of_background(model: TokenModel, numbers: Tensor) -> float:
+    """Mean share of the pooling weights on background tokens."""
+    side = model(numbers).side
+    weights = side["weights"].flatten(1) if "weights" in side else torch.full(numbers.shape, 1 / numbers.shape[1])
+    return float((weights * (numbers >= _BACKGROUND)).sum(dim=1).mean())
+
+
+def hull_of(points: Float) -> Float | None:
+    """Corners of the convex hull of points [N, 2]; None if they lie on a line."""
+    if len(points) < 3 or np.linalg.matrix_rank(points - points.mean(axis=0)) < 2:
+        return None
+    corners: Float = points[ConvexHull(points).vertices]
+    return corners
+
+
 def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
-    """Share of the points [N, 2] that lie in the convex hull of another class."""
+    """Share of the points [N, 2] in the convex hull of another class."""
     of = np.asarray(labels)
     inside = np.zeros(len(points), dtype=bool)
     for label in np.unique(of):
-        own = points[of == label]
-        if len(own) > 2 and np.linalg.matrix_rank(own - own.mean(axis=0)) == 2:
-            hull = Polygon(own[ConvexHull(own).vertices])
-            inside |= hull.contains_points(points) & (of != label)
+        if (hull := hull_of(points[of == label])) is not None:
+            inside |= Polygon(hull).contains_points(points) & (of != label)
     return float(inside.mean())
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train both poolings from every seed.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-    for key in ("repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples", "test_samples"):
-        if cfg[key] < 1:
-            raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
+    """Train both poolings from every seed."""
+    require_positive(cfg, "repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples",
+                     "test_samples")  # fmt: skip
     if cfg.embedding_size < 2:
-        raise ConfigError(f"embedding_size ({cfg.embedding_size}) must be at least 2: the picture has two dimensions")
+        raise ConfigError(f"embedding_size: got {cfg.embedding_size}, expected 2 or more for the figure.")
     seeds = range(cfg.seed, cfg.seed + cfg.repeats)
     names = {f"{way}, seed {seed}": (way, seed) for seed in seeds for way in _TITLES}
     found = parts.get(list(names), lambda name: _trained(*names[name], cfg, parts), describe="trainings")
     by_way = {way: [found[f"{way}, seed {seed}"] for seed in seeds] for way in _TITLES}
     columns = ("map_at_r", "p_at_1", "background", "overlap")
-    rows = tuple((_TITLES[way], *(_percent([one[key] for one in runs]) for key in columns), _steps(runs))
+    rows = tuple((_TITLES[way], *(spread([one[key] for one in runs]) for key in columns), _steps(runs))
                  for way, runs in by_way.items())  # fmt: skip
     means = {way: {key: float(np.mean([one[key] for one in runs])) for key in columns} for way, runs in by_way.items()}
     gap, gsp = means["gap"], means["gsp"]
@@ -89,10 +182,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     return Findings(title, heads, rows, claims, notes, partial(_draw, found, cfg.seed, title))
 
 
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}"
-
-
 def _steps(runs: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{one['best_step']} of {one['steps']}" for one in runs)
 
@@ -105,13 +194,27 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
     seed_everything(derive_seed(seed, "tokens"))  # the same tokens for both
     pooling = component({"_target_": "dmlbench.models.pooling.global_pooling.Gap"}) if way == "gap" else None
     model = TokenModel(pooling or component(cfg.pooling), cfg.embedding_size, limit=cfg.limit)
+    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=cfg.margin, distance=model.distance))
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+
+    def clip(*_: Any) -> None:
+        with torch.no_grad():
+            model.tokens.clamp_(-cfg.limit, cfg.limit)
+
+    def validate() -> Mapping[str, float]:
+        model.eval()
+        return scores(model, *validation)
+
+    optimizer.register_step_post_hook(clip)
+    batches = TokenBatches(cfg.samples_per_class, seed=seed, mixing=mixing)
     steps = cfg.steps_per_epoch
     settings = FitSettings(cfg.epochs * steps, steps, patience=cfg.patience, keep="both", log_every=steps)
     folder = parts.path.with_name(f"{parts.path.stem}.running") / f"{way}-{seed}"
-    result = train(
-        model, folder, settings, lr=cfg.lr, limit=cfg.limit, per_class=cfg.samples_per_class, margin=cfg.margin,
-        seed=seed, mixing=mixing, validation=validation,
-    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    cpu = torch.device("cpu")
+    result = fit(
+        model, objective, batches, validate, optimizer, settings, folder, device=cpu
+    )  # resumes from the folder
     shutil.rmtree(folder.parent if len(list(folder.parent.iterdir())) == 1 else folder)
     model.eval()
     numbers, labels = test
@@ -138,7 +241,6 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
 
 
 def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
-    """Samples of the first seed with the hulls of their classes, and the tokens."""
     figure, panels = plt.subplots(1, len(_TITLES), figsize=(10, 5), layout="constrained", squeeze=False)
     colors = plt.get_cmap("tab20")
     for axes, (way, name) in zip(panels[0], _TITLES.items(), strict=True):
@@ -147,8 +249,8 @@ def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
         for label in range(NUM_CLASSES):
             own, color = points[labels == label], colors(label)
             axes.scatter(*own.T, s=3, color=color, linewidths=0)
-            if len(own) > 2 and np.linalg.matrix_rank(own - own.mean(axis=0)) == 2:
-                axes.fill(*own[ConvexHull(own).vertices].T, color=color, alpha=0.25, linewidth=0)
+            if (hull := hull_of(own)) is not None:
+                axes.fill(*hull.T, color=color, alpha=0.25, linewidth=0)
             mine = tokens[4 * label : 4 * label + 4]
             axes.scatter(*mine.T, s=22, marker="^", color=color, edgecolors="black", linewidths=0.4)
         axes.scatter(*tokens[4 * NUM_CLASSES :].T, s=40, marker="X", color="black", label="background tokens")

@@ -38,8 +38,10 @@ def color_map(noise: float, *, seed: int) -> tuple[Float, NDArray[np.bool_]]:
 
 
 def linear_program(cost: Float, ratio: float) -> Float:
-    """Weights [n] of the unsmoothed problem (P1) for costs [m, n]: the nearest pixels are taken whole, until their mass
-    is ``ratio``; the last of them in part. Ties go to the smaller index."""
+    """Solve the unsmoothed problem (P1) for costs [m, n]: weights [n].
+
+    The nearest pixels are taken whole until their mass is ``ratio``, the last of them in part.
+    """
     pixels = cost.shape[1]
     weights = np.zeros(pixels)
     left = ratio
@@ -53,17 +55,12 @@ def linear_program(cost: Float, ratio: float) -> Float:
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Solve both problems.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
+    """Solve both problems."""
     smoothings = sorted({float(value) for value in cfg.smoothings}, reverse=True)
-    if len(smoothings) < 2 or smoothings[-1] <= 0 or not 0 < cfg.transport_ratio < 1 or cfg.noise < 0:
-        raise ConfigError(
-            f"smoothings ({list(cfg.smoothings)}) must be two or more numbers above 0, transport_ratio "
-            f"({cfg.transport_ratio}) between 0 and 1, and noise ({cfg.noise}) not negative"
-        )
+    if len(smoothings) < 2 or smoothings[-1] <= 0:
+        raise ConfigError(f"smoothings: got {smoothings}, expected two or more positive numbers.")
+    if not 0 < cfg.transport_ratio < 1:
+        raise ConfigError(f"transport_ratio: got {cfg.transport_ratio}, expected a number between 0 and 1.")
     colors, is_informative = color_map(cfg.noise, seed=cfg.seed)
     features = torch.from_numpy(colors.reshape(1, -1, 3))
     cost = prototype_cost(features, torch.from_numpy(np.stack([_RED, _BLUE])))
@@ -79,22 +76,23 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     found = parts.get(list(names), compute, describe="weights")
     mask = is_informative.ravel()
     even = 1 / mask.sum()
+    weights_by = {name: np.array(weights) for name, weights in found.items()}
     measured = {
         name: {
-            "informative": float(np.array(weights)[mask].sum()),
-            "used": float((np.array(weights)[mask] >= _COVERED * even).mean()),
-            "apart": float(np.abs(np.array(weights) - np.array(found["linear program"])).sum() / 2),
-            "from_gap": float(np.abs(np.array(weights) - 1 / len(mask)).sum() / 2),
+            "informative": float(weights[mask].sum()),
+            "used": float((weights[mask] >= _COVERED * even).mean()),
+            "apart": float(np.abs(weights - weights_by["linear program"]).sum() / 2),
+            "from_gap": float(np.abs(weights - 1 / len(mask)).sum() / 2),
         }
-        for name, weights in found.items()
+        for name, weights in weights_by.items()
     }
     rows = tuple((name, *(f"{100 * value:.1f}" for value in one.values())) for name, one in measured.items())
     program, sharp, flat = (
         measured[name] for name in ("linear program", f"epsilon = {smoothings[0]:g}", f"epsilon = {smoothings[-1]:g}")
     )
-    smooth = [one for name, one in measured.items() if name.startswith("epsilon")]
-    best = max(smooth, key=lambda one: one["used"] * one["informative"])
-    name_of_best = next(name for name, one in measured.items() if one is best)
+    smooth = {name: one["used"] * one["informative"] for name, one in measured.items() if name.startswith("epsilon")}
+    name_of_best = max(smooth, key=smooth.__getitem__)
+    best = measured[name_of_best]
     claims = (
         Claim("4.2, figure 2", "with mu underestimated the linear program ignores informative pixels",
               f"it uses {100 * program['used']:.0f} % of the red and blue pixels", program["used"] < 1),
@@ -121,7 +119,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
 
 
 def _draw(found: Mapping[str, Any], colors: Float, title: str, path: Path) -> None:
-    """The map, then the weights of each problem, higher ones darker."""
     figure, panels = plt.subplots(1, 1 + len(found), figsize=(2 * (1 + len(found)), 2.5), layout="constrained")
     panels[0].imshow(colors)
     panels[0].set_title("map", fontsize=9)

@@ -32,37 +32,27 @@ _WAYS = {"gap": "average", "gmp": "maximum"}
 
 
 def shares_of_boxes(table: ImageTable, rows: IntArray) -> Float:
-    """Share of each image that its published box covers, as far as the box lies within the image, [N].
-
-    Raises:
-        DataError: there are no boxes, or no files; an image has none, or cannot be read.
-    """
+    """Share [N] of each image that its published box covers."""
     originals = table.originals
     if originals is None or originals.boxes is None or table.pixels is not None:
-        raise DataError(
-            f"'{table.name}' has no boxes of its objects; use a data set whose lists have them, such as cub200 with "
-            "bounding_boxes.txt"
-        )
+        raise DataError(f"'{table.name}' has no boxes of its objects. Use cub200 with bounding_boxes.txt.")
     boxes = originals.boxes[rows]
     if np.isnan(boxes).any():
         lacking = table.paths[rows[np.isnan(boxes).any(axis=1)][0]]
         raise DataError(f"{originals.boxes_from} has no box of '{lacking}' of '{table.name}'; get the original")
     sizes = np.empty((len(rows), 2))
     for i, path in enumerate(table.paths[rows]):
-        try:
-            with Image.open(Path(table.root) / str(path)) as image:
-                sizes[i] = image.size
-        except OSError as error:
-            raise DataError(f"'{path}' in '{table.root}' cannot be read ({error}); replace it") from error
+        with Image.open(Path(table.root) / str(path)) as image:
+            sizes[i] = image.size
     low, high = np.clip(boxes[:, :2], 0, sizes), np.clip(boxes[:, 2:], 0, sizes)
     share: Float = np.prod(high - low, axis=1) / np.prod(sizes, axis=1)
     return share
 
 
 def by_size(hits: Float, shares: Float, edges: Sequence[float]) -> tuple[list[float | None], list[int]]:
-    """Mean of the hits [N], None where there is none, and how many there are, of shares in [edges[i], edges[i + 1]).
+    """Mean and number of the hits [N] whose shares are in [edges[i], edges[i + 1]); the last interval is closed.
 
-    The last interval holds its upper edge, too; hits of NaN (queries without a positive) are left out.
+    Hits of NaN (queries without a positive) are left out. An empty interval has the mean None.
     """
     group = np.clip(np.searchsorted(edges, shares, side="right") - 1, 0, len(edges) - 2)
     own = [hits[(group == i) & ~np.isnan(hits)] for i in range(len(edges) - 1)]
@@ -70,20 +60,15 @@ def by_size(hits: Float, shares: Float, edges: Sequence[float]) -> tuple[list[fl
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Group the queries of finished runs.
-
-    Raises:
-        ConfigError: no runs, or edges that do not ascend from 0 to 1.
-        RunError, DataError: runs that are not complete, or data without boxes.
-    """
+    """Group the queries of finished runs by the size of their object."""
     edges = [float(edge) for edge in cfg.edges]
     if edges != sorted(set(edges)) or len(edges) < 2 or (edges[0], edges[-1]) != (0.0, 1.0):
-        raise ConfigError(f"edges ({edges}) must ascend from 0 to 1, such as [0,0.2,0.4,1]")
+        raise ConfigError(f"edges: got {edges}, expected numbers that ascend from 0 to 1, such as [0,0.2,0.4,1].")
     runs: dict[str, tuple[str, Path]] = {}
     for way in _WAYS:
         given = [cfg[way]] if isinstance(cfg[way], str) else list(cfg[way] or ())
         if not given:
-            raise ConfigError(f"{way}=... is missing: name run directories of models with {_WAYS[way]} pooling")
+            raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
         runs |= {f"{way} {i}": (way, Path(str(name))) for i, name in enumerate(given)}
 
     def compute(name: str) -> dict[str, Any]:

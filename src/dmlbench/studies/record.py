@@ -1,4 +1,4 @@
-"""What all studies leave: parts that are computed once, a table beside the paper's claims, a picture and a record."""
+"""The record of a study: parts that are computed once, a table beside the paper's claims, and a figure."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +25,7 @@ from dmlbench.runtime import (
     set_strict_float32,
     write_json,
 )
-from dmlbench.types import RunError, check_file_name
+from dmlbench.types import ConfigError, IntArray, RunError, check_file_name
 
 _SCHEMA = 1
 _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
@@ -33,14 +34,7 @@ _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_ba
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of a figure, and what came out here.
-
-    Attributes:
-        place: figure or section of the paper.
-        paper: the claim in our words, with its numbers where they are printed.
-        ours: what was found.
-        holds: whether it came out as in the paper; None where that cannot be told from this study.
-    """
+    """A claim of a paper and our finding; ``holds`` is None where the study cannot tell."""
 
     place: str
     paper: str
@@ -50,16 +44,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study shows.
-
-    Attributes:
-        title: of table and picture.
-        heads: of the columns.
-        rows: entries as printed, the first is the row's name.
-        claims: the paper's, each beside what came out.
-        notes: under the table: what was reduced, how things were measured.
-        draw: writes the picture as PNG.
-    """
+    """The table of a study, the paper's claims, and a function that writes the figure as PNG."""
 
     title: str
     heads: tuple[str, ...]
@@ -70,26 +55,14 @@ class Findings:
 
 
 class Parts:
-    """Results of a study by name, each computed once and kept in a file from then on, bound to the study's settings.
-
-    A file of other settings is never continued: its parts would be of different experiments.
-    """
+    """Results of a study by name, each computed once and kept in a JSON file with the settings that made it."""
 
     def __init__(self, path: Path, study: str, settings: Mapping[str, Any], *, device: torch.device) -> None:
-        """
-        Args:
-            path: the JSON file.
-            study: its name.
-            settings: everything that moves a number.
-            device: on which the study runs; the file says so.
-
-        Raises:
-            RunError: the file cannot be read, or is of other settings.
-        """
         self.path = path
         self.device = device
-        self._content: dict[str, Any] = {"schema": _SCHEMA, "study": study, "settings": dict(settings), "bound": {}}
-        self._content["parts"] = {}
+        self._content: dict[str, Any] = {
+            "schema": _SCHEMA, "study": study, "settings": dict(settings), "bound": {}, "parts": {},
+        }  # fmt: skip
         if not path.exists():
             return
         try:
@@ -106,11 +79,7 @@ class Parts:
             )
 
     def bind(self, **facts: str) -> None:
-        """Bind the parts to what the settings do not say, such as the fingerprint of the data.
-
-        Raises:
-            RunError: those that are held are of something else.
-        """
+        """Require that all parts share facts beyond the settings, such as the fingerprint of the data."""
         for name, value in facts.items():
             held = self._content["bound"].setdefault(name, value)
             if held != value:
@@ -120,12 +89,11 @@ class Parts:
                 )
 
     def get(self, names: Sequence[str], compute: Callable[[str], Any], *, describe: str) -> dict[str, Any]:
-        """Parts by name, those that are missing computed one after another and kept as soon as they are done.
+        """Compute the missing parts, keep each at once, and return all by name.
 
         Args:
-            names: of the parts.
-            compute: from a name to what JSON can hold.
-            describe: of the progress bar.
+            compute: from a name to a value that JSON can hold.
+            describe: label of the progress bar.
         """
         found = self._content["parts"]
         for name in tqdm(names, desc=describe, disable=not sys.stderr.isatty(), unit="part", leave=False):
@@ -145,7 +113,7 @@ class Parts:
         return {name: found[name]["value"] for name in names}
 
     def finish(self, findings: Findings) -> None:
-        """Write the record as complete, with what the paper claims and what came out."""
+        """Write the complete record."""
         parts = self._content["parts"].values()
         summary = {
             "title": findings.title,
@@ -169,19 +137,13 @@ def _differing(held: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def conduct_study(
     study: str, cfg: DictConfig, conduct: Callable[[DictConfig, Parts], Findings]
 ) -> tuple[Findings, list[Path]]:
-    """Run what is missing of a study and write record, table and picture under ``<output_dir>/studies``.
+    """Compute the missing parts of a study and write record, table and figure under ``<output_dir>/studies``.
 
     Args:
-        study: its name.
-        cfg: of the command.
         conduct: of the study's module.
 
     Returns:
-        What came out, and the files.
-
-    Raises:
-        ConfigError: a name that can name no files.
-        RunError: files of other settings have that name.
+        The findings and the files.
     """
     check_file_name(cfg.name)
     set_strict_float32()
@@ -199,6 +161,17 @@ def conduct_study(
     atomic_write(written[2], pd.DataFrame(findings.rows, columns=findings.heads).to_csv(index=False).encode())
     findings.draw(written[3])
     return findings, written
+
+
+def require_positive(cfg: DictConfig, *keys: str) -> None:
+    for key in keys:
+        if not cfg[key] > 0:
+            raise ConfigError(f"{key}: got {cfg[key]}, expected a positive number.")
+
+
+def spread(values: Sequence[float] | IntArray, digits: int = 1) -> str:
+    """Mean and population std of fractions, in percent."""
+    return f"{100 * np.mean(values):.{digits}f} ± {100 * np.std(values):.{digits}f}"
 
 
 def to_markdown(findings: Findings) -> str:

@@ -1,58 +1,118 @@
-"""Models that studies train as runs, and what these say of images."""
+"""Models that studies train as runs: their test scores, and the prototypes that their test images use."""
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure, SubFigure
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
+from dmlbench.apps.pictures import plt
 from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
 from dmlbench.one_run import run
+from dmlbench.results.store import read_result
+from dmlbench.studies.record import Parts, spread
 from dmlbench.types import ConfigError, IntArray
 
 Float = NDArray[np.float64]
+Scores = dict[str, list[float]]
+"""By metric, a value for each run."""
 
-_PATHS = ("output_dir", "data_dir", "cache_dir")
+_GAP = 2
+"""White pixels around each image."""
+_COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]  # of a listed map
 
 
 def run_of(cfg: DictConfig, overrides: Sequence[str]) -> Path:
-    """The complete run of one of a study's models, trained if need be.
+    """Train one of a study's models where it is missing, and return its run directory.
 
     Args:
-        cfg: of the study: ``train`` are the overrides of all its models, ``training`` the user's own above them.
-        overrides: what makes this model, above both.
-
-    Raises:
-        ConfigError, DataError, RunError: as of ``dmlbench train``.
+        cfg: of the study, whose ``train`` and ``training`` are overrides of all its models.
+        overrides: of this model, which win.
     """
     own = [str(override) for override in cfg.training or ()]
     if wrong := [override for override in own if "=" not in override]:
-        raise ConfigError(
-            f"training ({', '.join(wrong)}) must be overrides of dmlbench train, such as fit.max_steps=100"
-        )
-    paths = [f"paths.{key}='{cfg.paths[key]}'" for key in _PATHS]
+        raise ConfigError(f"training: got {', '.join(wrong)}, expected overrides such as fit.max_steps=100.")
+    paths = [f"paths.{key}='{cfg.paths[key]}'" for key in ("output_dir", "data_dir", "cache_dir")]
     rest = [f"base_seed={cfg.seed}", f"device={cfg.device}", *paths]
     return run(compose("train", [*cfg.train, *own, *overrides, *rest]))
 
 
-def load(cfg: DictConfig, run_dir: Path) -> Setup:
-    """The trained model, and the data that it was trained on."""
-    return load_run(run_dir, {}, device=cfg.device)
+def trained_by(cfg: DictConfig) -> str:
+    return " ".join([*cfg.train, *(cfg.training or ())])
+
+
+def trained_setup(cfg: DictConfig, overrides: Sequence[str], parts: Parts) -> Setup:
+    """Load the trained model and its data, to which the parts are bound."""
+    setup = load_run(run_of(cfg, overrides), {}, device=cfg.device)
+    parts.bind(data=setup.data.table.fingerprint)
+    return setup
+
+
+# Test scores over the values of a pooling
+
+
+def scores_of(configs: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
+    """Test scores over ``cfg.folds`` and ``cfg.repeats`` of configs, given as overrides by name."""
+    names = {
+        f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
+        for config in configs
+        for fold in cfg.folds
+        for repeat in range(cfg.repeats)
+    }
+
+    def compute(name: str) -> dict[str, float]:
+        config, *where = names[name]
+        result: dict[str, Any] = read_result(run_of(cfg, [*configs[config], *where]))
+        parts.bind(data=result["dataset_fingerprint"])
+        return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
+
+    found = parts.get(list(names), compute, describe="runs")
+    return {
+        config: {
+            metric: [found[name][metric] for name, (of, *_) in names.items() if of == config]
+            for metric in ("p_at_1", "map_at_r")
+        }
+        for config in configs
+    }
+
+
+def score_rows(found: Mapping[str, Scores]) -> tuple[tuple[str, ...], ...]:
+    """Name, MAP@R and P@1 of each config, as printed."""
+    return tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
+
+
+def mean(scores: Scores) -> float:
+    """Mean MAP@R in percent."""
+    return 100 * float(np.mean(scores["map_at_r"]))
+
+
+def notes_on_runs(cfg: DictConfig) -> tuple[str, ...]:
+    return (
+        f"runs: {trained_by(cfg)}",
+        f"test scores of folds {', '.join(map(str, cfg.folds))}, {cfg.repeats} repeats each; mean ± population "
+        "deviation over these runs, which share their seeds from row to row",
+    )
+
+
+# Test images and the prototypes that they use
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a model says of images.
+    """The outputs of a model for images.
 
     Attributes:
         embedding: [N, D], not normalized.
-        histogram: [N, m], rows sum to 1.
+        histogram: [N, m] over the prototypes, rows sum to 1.
         labels: [N].
         rows: [N] of the table.
     """
@@ -72,14 +132,21 @@ class Described:
 
 
 def some_of_each(labels: IntArray, rows: IntArray, *, count: int, seed: int) -> IntArray:
-    """So many rows of each class at most, drawn at random, in their order."""
+    """Draw at most ``count`` rows of each class, sorted."""
     rng = np.random.default_rng(seed)
     chosen = [rng.permutation(rows[labels[rows] == label])[:count] for label in np.unique(labels[rows])]
     return np.sort(np.concatenate(chosen))
 
 
+def sample_test_rows(setup: Setup, *, count: int, seed: int) -> IntArray:
+    """Draw at most ``count`` test images of each class."""
+    test = setup.data.split.test
+    assert test is not None
+    return some_of_each(setup.data.table.labels, test.query, count=count, seed=seed)
+
+
 def describe(setup: Setup, rows: IntArray) -> Described:
-    """Embeddings and histograms over the prototypes, in one pass over the images."""
+    """Embeddings and histograms of images, in one pass."""
     size = int(setup.model.embedding_size)
 
     def both(images: torch.Tensor) -> torch.Tensor:
@@ -92,7 +159,7 @@ def describe(setup: Setup, rows: IntArray) -> Described:
 
 
 def halves(num_classes: int, count: int, *, seed: int) -> list[tuple[IntArray, IntArray]]:
-    """So many random halves of the classes, each with the other half."""
+    """Split the classes into random halves ``count`` times."""
     rng = np.random.default_rng(seed)
     orders = [rng.permutation(num_classes) for _ in range(count)]
     cut = num_classes // 2
@@ -101,11 +168,72 @@ def halves(num_classes: int, count: int, *, seed: int) -> list[tuple[IntArray, I
 
 def entropy(histograms: Float) -> float:
     """Mean entropy of rows that sum to 1, in bits."""
-    rows = np.asarray(histograms)
-    return float(-(rows * np.log2(np.maximum(rows, 1e-300))).sum(axis=1).mean())
+    return float(-(histograms * np.log2(np.maximum(histograms, 1e-300))).sum(axis=1).mean())
 
 
 def tied_to_classes(histograms: Float) -> float:
-    """Bits that a prototype tells of the class, for mean histograms [C, m] of equally frequent classes: their mutual
-    information, 0 where all classes use the prototypes alike and log2 C where each has its own."""
+    """Mutual information of prototype and class in bits, from mean histograms [C, m] of equally frequent classes."""
     return entropy(histograms.mean(axis=0, keepdims=True)) - entropy(histograms)
+
+
+def prototypes_by_class(setup: Setup, described: Described, *, images: int) -> dict[str, Any]:
+    """Mean histogram [C, m] of every class, and where each prototype dominates in the first ``images`` of each."""
+    labels = described.labels
+    shown = np.concatenate([np.flatnonzero(labels == label)[:images] for label in range(described.num_classes)])
+    batches = list(setup.batches(described.rows[shown]))
+    explained = [setup.model.explain(batch.images) for batch in batches]
+    contributions, nearest = (torch.cat([one[part] for one in explained]).cpu() for part in (0, 1))  # type: ignore[misc]
+    all_pixels = torch.cat([batch.images.to(torch.uint8) for batch in batches])
+    pixels = all_pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()  # [S, H, W, 3]
+    return {
+        "classes": [str(name) for name in setup.data.table.class_names],
+        "histogram": described.by_class(described.histogram).tolist(),
+        "shown": {
+            "shape": list(pixels.shape),
+            "pixels": base64.b64encode(pixels.tobytes()).decode(),
+            "nearest": nearest.tolist(),
+            "weights": [[[round(w, 6) for w in row] for row in one] for one in contributions.tolist()],
+        },
+    }
+
+
+def side_by_side(figure: Figure, widths: Sequence[float]) -> list[SubFigure]:
+    parts: Any = figure.subfigures(1, len(widths), width_ratios=list(widths), squeeze=False)
+    return list(parts[0])
+
+
+def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: str) -> None:
+    """Draw the histogram of each class as a bar, and its images beside their dominant prototypes.
+
+    The stronger a location's weight in the pooling, the stronger its color.
+    """
+    histogram = np.array(found["histogram"])  # [C, m]
+    shape = found["shown"]["shape"]
+    pixels = np.frombuffer(base64.b64decode(found["shown"]["pixels"]), dtype=np.uint8).reshape(shape)
+    per_class = shape[0] // len(histogram)
+    axes, pictures = figure.subplots(1, 2, width_ratios=[3, 2 * per_class])
+    left = np.zeros(len(histogram))
+    for prototype, share in enumerate(histogram.T):
+        axes.barh(range(len(histogram)), share, left=left, color=_COLORS[prototype % len(_COLORS)])
+        left += share
+    axes.set_yticks(range(len(histogram)), found["classes"], fontsize=7)
+    axes.set_ylim(len(histogram) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.set_title(title, fontsize=8)
+    tiles = []
+    for image, nearest, weights in zip(pixels, found["shown"]["nearest"], found["shown"]["weights"], strict=True):
+        colors = np.array(_COLORS)[np.array(nearest) % len(_COLORS)]  # [h, w, 3]
+        strength = (np.array(weights) / np.max(weights))[..., None]
+        tiles += [image / 255, _resized(strength * colors + (1 - strength), image.shape[:2])]
+    framed = [np.pad(tile, ((_GAP, _GAP), (_GAP, _GAP), (0, 0)), constant_values=1) for tile in tiles]
+    lines = [np.concatenate(framed[i : i + 2 * per_class], axis=1) for i in range(0, len(framed), 2 * per_class)]
+    extent = (0, 2 * per_class, len(histogram) - 0.5, -0.5)
+    pictures.imshow(np.concatenate(lines), extent=extent, aspect="auto", interpolation="nearest")
+    pictures.axis("off")
+
+
+def _resized(image: Float, size: tuple[int, int]) -> Float:
+    """Enlarge by the nearest pixel."""
+    at = [np.arange(length) * old // length for length, old in zip(size, image.shape[:2], strict=True)]
+    enlarged: Float = image[at[0]][:, at[1]]
+    return enlarged

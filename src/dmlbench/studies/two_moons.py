@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.runtime import derive_seed, seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
 from dmlbench.types import ConfigError
 
 Float = NDArray[np.float64]
@@ -31,20 +31,18 @@ _FRESH = 20_000
 
 
 def moons(count: int, *, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Points [count, 2] and labels [count] in {0, 1}."""
     points, labels = make_moons(n_samples=count, noise=noise, random_state=seed)
     return torch.from_numpy(points).float(), torch.from_numpy(labels)
 
 
 def classifier(hidden: int) -> nn.Sequential:
-    """Layers 2-hidden-2 with a ReLU between, torch's own initial weights."""
     return nn.Sequential(nn.Linear(2, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
 def train(
     points: Tensor, labels: Tensor, *, temperature: float, hidden: int, steps: int, lr: float, seed: int
 ) -> nn.Sequential:
-    """A classifier trained on all points at once by Adam: cross entropy of softmax(logits / temperature)."""
+    """Train a classifier on all points at once by Adam and the cross entropy of softmax(logits / temperature)."""
     seed_everything(derive_seed(seed, "two moons"))  # the same initial weights for every temperature
     net = classifier(hidden)
     optimizer = torch.optim.Adam(net.parameters(), lr=lr)
@@ -62,7 +60,7 @@ def accuracy(net: nn.Module, points: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def margin_on_grid(net: nn.Module) -> tuple[Float, Float, Float]:
-    """Places [G] and [G] of a grid over the window, and the difference of the two logits [G, G] there."""
+    """Coordinates [G] and [G] of a grid over the window, and the difference of the two logits [G, G] there."""
     across, up = (np.linspace(low, high, _GRID) for low, high in _WINDOW)
     x, y = np.meshgrid(across, up)
     places = torch.from_numpy(np.stack([x.ravel(), y.ravel()], axis=1)).float()
@@ -71,7 +69,7 @@ def margin_on_grid(net: nn.Module) -> tuple[Float, Float, Float]:
 
 
 def boundary_length(across: Float, up: Float, margin: Float) -> float:
-    """Length of the line on which a function on a grid is 0."""
+    """Length of the zero contour."""
     figure, axes = plt.subplots()
     lines = axes.contour(across, up, margin, levels=[0.0]).allsegs[0]
     plt.close(figure)
@@ -79,7 +77,7 @@ def boundary_length(across: Float, up: Float, margin: Float) -> float:
 
 
 def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
-    """Classifiers of all seeds at one temperature: their accuracies and boundaries, and the weights of the first."""
+    """Accuracies and boundary lengths of all seeds at one temperature, and the weights of the first seed."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
     fresh = moons(_FRESH, noise=cfg.noise, seed=cfg.data_seed + 1)
     found: dict[str, Any] = {"train": [], "fresh": [], "length": [], "weights": None}
@@ -94,22 +92,16 @@ def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train at every temperature.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
+    """Train at every temperature."""
     temperatures = sorted({float(value) for value in cfg.temperatures}, reverse=True)
     if len(temperatures) < 2 or temperatures[-1] <= 0:
-        raise ConfigError(f"temperatures ({list(cfg.temperatures)}) must be two or more numbers above 0")
-    for key in ("points", "hidden", "steps", "repeats", "lr"):
-        if not cfg[key] > 0:
-            raise ConfigError(f"{key} ({cfg[key]}) must be above 0")
+        raise ConfigError(f"temperatures: got {temperatures}, expected two or more positive numbers.")
+    require_positive(cfg, "points", "hidden", "steps", "repeats", "lr")
     names = {f"T={value:g}": value for value in temperatures}
     found = parts.get(list(names), lambda name: measure(names[name], cfg), describe="temperatures")
     means = {key: [float(np.mean(found[name][key])) for name in names] for key in ("train", "fresh", "length")}
     rows = [
-        (name, *(_percent(found[name][key]) for key in ("train", "fresh")),
+        (name, *(spread(found[name][key], 2) for key in ("train", "fresh")),
          f"{np.mean(found[name]['length']):.2f} ± {np.std(found[name]['length']):.2f}")
         for name in names
     ]  # fmt: skip
@@ -139,17 +131,13 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
 
 
 def _never_falls(values: list[list[float]]) -> bool:
-    """Whether no mean falls below the one before by more than its deviation, and the last is above the first."""
+    """Whether no mean falls below the previous one by more than its std, and the last is above the first."""
     means, deviations = np.mean(values, axis=1), np.std(values, axis=1)
     return bool((np.diff(means) >= -deviations[1:]).all() and means[-1] > means[0])
 
 
-def _percent(values: list[float]) -> str:
-    return f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f}"
-
-
 def _draw(found: dict[str, Any], cfg: DictConfig, title: str, path: Path) -> None:
-    """The points and, of the first seed, the probability of class 1 and the boundary; a panel a temperature."""
+    """Draw the points, and the first seed's boundary and probability of class 1, in a panel per temperature."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
     figure, panels = plt.subplots(1, len(found), figsize=(3.1 * len(found), 3.3), layout="constrained", squeeze=False)
     for axes, (name, one) in zip(panels[0], found.items(), strict=True):

@@ -31,23 +31,16 @@ _SPEC = EvaluationSpec(metrics=("recall_at_k", "map_at_r"), recall_at=(1, 2, 4, 
 
 
 def pooled_by(poolings: Mapping[str, nn.Module], maps: torch.Tensor) -> torch.Tensor:
-    """What poolings make of maps [B, C, H, W] without a projection, side by side: [B, poolings C]."""
+    """Pool maps [B, C, H, W] in every way without a projection and concatenate the results: [B, poolings C]."""
     keep: Any = nn.Identity()
     return torch.cat([pooling(maps, keep).embedding for pooling in poolings.values()], dim=1)
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Pool the test half's maps in every way, and search.
-
-    Raises:
-        ConfigError: fewer than two poolings.
-        DataError: the data set is missing.
-    """
+    """Pool the maps of the test half in every way, and score the results."""
     names = [str(name) for name in cfg.poolings]
-    if len(names) < 2:
-        raise ConfigError(f"poolings ({', '.join(names)}) must be two or more of {', '.join(cfg.known)}")
-    if unknown := [name for name in names if name not in cfg.known]:
-        raise ConfigError(f"poolings: {', '.join(unknown)} is none of {', '.join(cfg.known)}")
+    if len(names) < 2 or not set(names) <= set(cfg.known):
+        raise ConfigError(f"poolings: got {', '.join(names)}, expected two or more of {', '.join(cfg.known)}.")
     table: ImageTable = component(cfg.dataset.table)
     parts.bind(data=table.fingerprint)
 

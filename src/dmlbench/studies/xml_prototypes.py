@@ -23,10 +23,21 @@ from dmlbench.experiment import Setup
 from dmlbench.losses.ridge import ridge_predict
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.prototypes import greedy_k_center
-from dmlbench.studies.by_class import draw_by_class, prototypes_by_class, side_by_side, spread
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.trained import Described, describe, entropy, halves, load, run_of, some_of_each, tied_to_classes
-from dmlbench.types import ConfigError, IntArray
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.studies.trained import (
+    Described,
+    describe,
+    draw_by_class,
+    entropy,
+    halves,
+    prototypes_by_class,
+    sample_test_rows,
+    side_by_side,
+    tied_to_classes,
+    trained_by,
+    trained_setup,
+)
+from dmlbench.types import IntArray
 
 _WAYS = {"without XML": "regularizer=xml_reconstruction", "with XML": "regularizer=xml"}
 """Without it the prototypes are fitted to the batches themselves (section 2.2): the loss alone would not train them."""
@@ -34,23 +45,22 @@ _POINTS = 3000
 
 
 def cover(features: Tensor, count: int) -> tuple[Tensor, float]:
-    """Prototypes [count, D] by greedy k-center among the rows [N, D], from the first on, and the radius they cover."""
+    """Pick prototypes [count, D] by greedy k-center from the rows [N, D]; return them and their covering radius."""
     first = features[:1]
     prototypes = first if count == 1 else torch.cat([first, greedy_k_center(first, features, count - 1)])
     return prototypes, float(torch.cdist(features, prototypes).amin(dim=1).max())
 
 
 def discrepancy(features: Tensor, prototypes: Tensor) -> dict[str, Tensor]:
-    """How far the average of each image's features is from the combination of the prototypes assigned to them.
+    """Distance of each image's average feature from the combination of the prototypes assigned to its features.
 
     Args:
         features: [B, n, D].
         prototypes: [m, D].
 
     Returns:
-        [B] by the rule of assignment: "nearest" prototype, for which lemma 2.1 bounds it by the covering radius (a
-        mean of vectors no longer than that), and largest inner "product" (equation 2.2), which is the nearest one for
-        prototypes of equal length only.
+        [B] by rule of assignment: "nearest" prototype, bounded by the covering radius (lemma 2.1), and largest inner
+        "product" (equation 2.2), the same for prototypes of equal length only.
     """
     average = features.mean(dim=1)
     indices = {
@@ -65,7 +75,7 @@ def discrepancy(features: Tensor, prototypes: Tensor) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def local_features(setup: Setup, rows: IntArray) -> Tensor:
-    """Projected pixels of the last map, [N, HW, D] in float64."""
+    """Project the pixels of the last map: [N, HW, D] in float64."""
     model = setup.model
     assert isinstance(model, PooledModel)
     maps = [
@@ -75,12 +85,11 @@ def local_features(setup: Setup, rows: IntArray) -> Tensor:
 
 
 def cross_class(described: Described, splits: list[tuple[IntArray, IntArray]], *, ridge: float, metric: str) -> Any:
-    """Scores of embeddings that a linear map predicts from histograms.
+    """Score embeddings that a linear map predicts from histograms.
 
     Returns:
-        "fitted": of all images by a map that was fitted to all; "crossed": for every split, of the images of the second
-        half by a map that was fitted to the first; "same": of these by a map fitted to themselves; "own": of the
-        embeddings themselves.
+        "fitted": all images by a map fitted to all; "crossed": by split, the second half by a map fitted to the first;
+        "same": the second half by a map fitted to itself; "own": the embeddings themselves.
     """
     spec = EvaluationSpec(metrics=(metric,), recall_at=(1,))
     z, y = (torch.from_numpy(values) for values in (described.histogram, described.embedding))
@@ -100,30 +109,16 @@ def cross_class(described: Described, splits: list[tuple[IntArray, IntArray]], *
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train the three models, then cover, fit and predict.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-    for key in ("images", "centers", "splits", "eval_images", "prototypes"):
-        if cfg[key] < 1:
-            raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
-
-    def setup_of(*overrides: str) -> Setup:
-        setup = load(cfg, run_of(cfg, overrides))
-        parts.bind(data=setup.data.table.fingerprint)
-        return setup
-
-    def rows_of(setup: Setup, count: int) -> IntArray:
-        test = setup.data.split.test
-        assert test is not None
-        return some_of_each(setup.data.table.labels, test.query, count=count, seed=cfg.seed)
+    """Train the three models, then cover, fit and predict."""
+    require_positive(cfg, "images", "centers", "splits", "eval_images", "prototypes")
 
     def compute(name: str) -> Any:
         if name == "cover":
-            return _covered(setup := setup_of("pooling=gap", "head.out_features=2"), rows_of(setup, cfg.images), cfg)
-        setup = setup_of("pooling=gap_histogram", f"pooling.num_prototypes={cfg.prototypes}", _WAYS[name])
-        described = describe(setup, rows_of(setup, cfg.eval_images))
+            setup = trained_setup(cfg, ["pooling=gap", "head.out_features=2"], parts)
+            return _covered(setup, sample_test_rows(setup, count=cfg.images, seed=cfg.seed), cfg)
+        pooling = ("pooling=gap_histogram", f"pooling.num_prototypes={cfg.prototypes}")
+        setup = trained_setup(cfg, [*pooling, _WAYS[name]], parts)
+        described = describe(setup, sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
         splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
         scores = cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric)
         return {**scores, **prototypes_by_class(setup, described, images=2), "images": len(described.labels)}
@@ -159,7 +154,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
     notes = (
-        f"trained by: {' '.join([*cfg.train, *(cfg.training or ())])}",
+        f"trained by: {trained_by(cfg)}",
         "without XML the prototypes learn |V Z - Y|^2 instead (section 2.2)",
         f"figure 3: {cfg.centers} prototypes by greedy k-center among the pixels of {cfg.images} test images a class, "
         "embeddings of two dimensions",

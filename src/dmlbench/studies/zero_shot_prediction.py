@@ -12,17 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.losses.ridge import ridge_predict
-from dmlbench.studies.by_class import draw_by_class, prototypes_by_class, side_by_side, spread
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.trained import describe, entropy, halves, load, run_of, some_of_each, tied_to_classes
-from dmlbench.types import ConfigError, IntArray
-
-Float = NDArray[np.float64]
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.studies.trained import (
+    Float,
+    describe,
+    draw_by_class,
+    entropy,
+    halves,
+    prototypes_by_class,
+    sample_test_rows,
+    side_by_side,
+    tied_to_classes,
+    trained_by,
+    trained_setup,
+)
+from dmlbench.types import IntArray
 
 _WAYS = {"without ZSR": "regularizer=none", "with ZSR": "regularizer=zsr"}
 _TOLD = 0.02
@@ -33,17 +41,16 @@ _DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
 def zero_shot(
     histograms: Float, means: Float, splits: list[tuple[IntArray, IntArray]], *, ridge: float
 ) -> dict[str, dict[str, list[float]]]:
-    """Predict mean embeddings of half of the classes by a map that was fitted to the other half.
+    """Predict mean embeddings of half of the classes by a map fitted to the other half.
 
     Args:
         histograms: [C, m].
         means: [C, D].
         splits: classes to fit to, and classes to predict.
-        ridge: of the fit.
 
     Returns:
         by distance, for every split: "accuracy", the share of classes whose prediction is nearest to their own mean,
-        and "map", the mean of 1 / the rank of their own mean, which is what average precision is with one right answer.
+        and "map", the mean of 1 / the rank of their own mean.
     """
     found: dict[str, dict[str, list[float]]] = {key: {"accuracy": [], "map": []} for key in _DISTANCES}
     for fitted, other in splits:
@@ -68,22 +75,13 @@ def _unit(rows: Float) -> Float:
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
-    """Train with and without the loss, then predict.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-    for key in ("splits", "eval_images", "prototypes"):
-        if cfg[key] < 1:
-            raise ConfigError(f"{key} ({cfg[key]}) must be at least 1")
+    """Train with and without the loss, then predict."""
+    require_positive(cfg, "splits", "eval_images", "prototypes")
 
     def compute(name: str) -> Any:
         pooling = ("pooling=gsp", f"pooling.num_prototypes={cfg.prototypes}")
-        setup = load(cfg, run_of(cfg, [*pooling, _WAYS[name]]))
-        parts.bind(data=setup.data.table.fingerprint)
-        test = setup.data.split.test
-        assert test is not None
-        rows = some_of_each(setup.data.table.labels, test.query, count=cfg.eval_images, seed=cfg.seed)
+        setup = trained_setup(cfg, [*pooling, _WAYS[name]], parts)
+        rows = sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed)
         described = describe(setup, rows)
         histograms, means = (described.by_class(values) for values in (described.histogram, described.embedding))
         splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
@@ -113,7 +111,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               bits["with ZSR"] > bits["without ZSR"] if shares else None),
     )  # fmt: skip
     notes = (
-        f"trained by: {' '.join([*cfg.train, *(cfg.training or ())])}",
+        f"trained by: {trained_by(cfg)}",
         f"{cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the classes, "
         f"ridge {cfg.ridge:g}; mean ± population deviation over the halves",
         f"by chance: MAP {chance:.1f} %, nearest {100 / half:.1f} % of {half} classes",

@@ -1,1 +1,1 @@
-"""Searching hyper-parameters: trials are runs under ``protocol=hpo``, drawn by Optuna, and the best is a recipe."""
+"""Hyper-parameter search by Optuna: trials are runs under ``protocol=hpo``, and the best becomes a recipe."""

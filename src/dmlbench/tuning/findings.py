@@ -1,4 +1,4 @@
-"""What a search leaves: a table of its trials, and the best one as a recipe."""
+"""The result of a search: a table of its trials, and the best one as a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from dmlbench.tuning.space import Value
 from dmlbench.types import flatten
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
-"""Groups for whose options the winner's values were chosen: of others the recipe has nothing."""
+"""Groups whose options the recipe is for."""
 _LEFT = ("protocol", "evaluation", "logger", "paths", "experiment", "recipe", "hydra")
-"""Groups that a recipe leaves as they are."""
+"""Groups that a recipe does not set."""
 
 Choices = Callable[[Sequence[str]], Mapping[str, str | None]]
 """From overrides of ``dmlbench train`` to the option of each group."""
@@ -48,7 +48,7 @@ def trials_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> T
 
 
 def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table does not say by itself."""
+    """Notes below the table."""
     complete = [o for o in ranked(outcomes) if o.state == "complete"]
     pruned = [o for o in outcomes if o.state == "pruned"]
     found = []
@@ -90,10 +90,10 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choices) -> tuple[str, list[str]]:
-    """A recipe of the best trial: what was searched, and all else that its options do not have by themselves.
+    """Make a recipe of the best trial: the searched values, and every other setting that is not a default.
 
     Returns:
-        The content of its file, and the overrides with which ``recipe=<its name>`` makes the winner's settings.
+        The content of the file, and the overrides to use beside ``recipe=<name>``.
     """
     overrides = search.of_run(best.values, 0)
     winner = compose(overrides)
@@ -115,7 +115,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     recipe: dict[str, Any] = {}
     if others:
         recipe["defaults"] = [{f"override /{group}": option} for group, option in others.items()]
-    recipe["covers"] = [{group: _option(chosen[group]) for group in COVERED}]
+    recipe["covers"] = [{group: None if chosen[group] == "None" else chosen[group] for group in COVERED}]
     recipe["settings"] = []
     if held:
         recipe["settings"].append({"when": {}, "set": held, "source": f"{source}; held fixed"})
@@ -128,7 +128,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
 
 
 def settings(cfg: DictConfig) -> dict[str, Any]:
-    """What a recipe can hold of a run's configuration, by key and not resolved."""
+    """The unresolved settings of a run that a recipe can hold, by key."""
     left = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, *_LEFT)
     content = flatten(OmegaConf.to_container(cfg, resolve=False))
     return {key: value for key, value in content.items() if not _is_of(key, left)}
@@ -136,7 +136,3 @@ def settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _is_of(key: str, names: Sequence[str] | Mapping[str, Value]) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in names)
-
-
-def _option(name: str | None) -> str | None:
-    return None if name == "None" else name

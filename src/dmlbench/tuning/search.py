@@ -1,8 +1,8 @@
-"""A search in a folder that processes share: trials are claimed, run, pruned and continued where they were.
+"""A search in a folder that processes share: claim, resume, run and prune trials.
 
-A trial belongs to the process that holds the lock of its folder. One whose process is gone is still "running" in the
-storage and not locked: the next process takes it over, with its number and its values, and its run continues from its
-checkpoint. What is drawn depends on the seed, the trial's number and the trials before it, and on no process.
+A trial belongs to the process that holds the lock of its folder. The next process resumes a running trial without a
+lock, with its number and values. Optuna's ``study.optimize`` would fail it on Ctrl-C or SIGTERM, and its heartbeat
+would retry it after a while under another number, from which other values would follow.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, closest
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_choice
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -38,27 +38,23 @@ STORAGE = "study.db"
 _TRIALS, _CLAIM, _REPORT = "trials", "claim.lock", "report.lock"
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
-"""Added to the steps of a trial's next run, so that validations of one and the same run are compared."""
+"""Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
 _PRUNER = {"startup_trials": 5, "warmup_steps": 0}
 
 Compose = Callable[[Sequence[str]], DictConfig]
-"""From overrides of ``dmlbench train`` to the configuration of a run."""
+"""From overrides of ``dmlbench train`` to a configuration."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and how.
+    """Settings of a search.
 
     Attributes:
-        name: of the search.
-        folder: of its storage.
-        output_dir: of its runs.
-        space: what is searched.
+        folder: of the storage.
         overrides: of every run, above ``protocol=hpo``.
         runs: overrides of each run of a trial; the trial's score is the mean over them.
-        trials: how many, with those that were pruned or failed.
-        seed: of what is drawn.
-        startup_trials: drawn at random, before the sampler has anything to learn from.
+        trials: number, including pruned and failed ones.
+        startup_trials: drawn at random before TPE begins.
         pruner: ``startup_trials`` and ``warmup_steps`` of the median rule; None prunes nothing.
     """
 
@@ -74,16 +70,15 @@ class Search:
     pruner: Mapping[str, int] | None
 
     def __post_init__(self) -> None:
-        for key, least in (("trials", 1), ("startup_trials", 1)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"{key} ({getattr(self, key)}) must be at least {least}")
+        for key in ("trials", "startup_trials"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}: got {getattr(self, key)}, expected at least 1.")
         if not self.runs:
-            raise ConfigError("runs is empty; list the overrides of each run of a trial, such as runs=[['repeat=0']]")
+            raise ConfigError("runs: got an empty list, expected overrides of each run, such as runs=[['repeat=0']].")
         for key, value in (self.pruner or {}).items():
-            if key not in _PRUNER:
-                raise ConfigError(f"pruner has '{key}': {closest(key, list(_PRUNER))}; pruner=null prunes nothing")
+            check_choice("pruner", key, list(_PRUNER))
             if type(value) is not int or value < 0:
-                raise ConfigError(f"pruner.{key} ({value}) must be a whole number of at least 0")
+                raise ConfigError(f"pruner.{key}: got {value}, expected a whole number of at least 0.")
 
     def of_run(self, values: Mapping[str, Value], which: int) -> list[str]:
         """Overrides of one run of a trial."""
@@ -92,25 +87,24 @@ class Search:
 
     @property
     def described(self) -> str:
-        """The overrides of all trials, for people."""
+        """The overrides of all trials, for messages."""
         return " ".join(o for o in self.overrides if not o.startswith("paths.")) or "no overrides"
 
     def values(self, drawn: Mapping[str, Value]) -> dict[str, Value]:
-        """What the runs of a trial get."""
+        """The values of a trial's runs, rounded from the drawn ones."""
         return {dimension.key: dimension.value(drawn[dimension.key]) for dimension in self.space}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial.
+    """The result of a trial.
 
     Attributes:
-        number: of the trial, from 0.
+        number: from 0.
         state: "complete", "pruned", "failed" or "running".
-        values: what its runs got.
-        score: mean validation score of its runs, from their results; of a pruned trial the best that it had reached.
-        steps: optimizer steps that its runs have taken, those before an interruption once.
-        runs: their folders, relative to the output folder.
+        score: mean validation score of its runs; of a pruned trial the best so far.
+        steps: optimizer steps of its runs.
+        runs: run directories, relative to the output folder.
         note: why it failed.
     """
 
@@ -124,16 +118,11 @@ class Outcome:
 
 
 def conduct(search: Search, compose: Compose) -> list[Outcome]:
-    """Run what is missing of a search, beside other processes that do the same; returns what became of its trials.
-
-    Raises:
-        ConfigError: the space does not fit the runs, or there is no Optuna.
-        RunError: the folder holds another search, or a result is not the one that the search has seen.
-    """
+    """Run the missing trials, perhaps beside other processes; return the outcomes of all."""
     identity = _checked(search, compose)
     make_directory(search.folder)
     study = _open(search, identity)
-    outcomes(search, study)  # what is continued must still be there
+    outcomes(search, study)  # raises if results are gone
     while True:
         with _claimed(search, study) as trial:
             if trial is None:
@@ -143,18 +132,14 @@ def conduct(search: Search, compose: Compose) -> list[Outcome]:
 
 
 def _checked(search: Search, compose: Compose) -> dict[str, str]:
-    """What the search is bound to, as text by name.
-
-    Raises:
-        ConfigError: a run at one of the corners of the space cannot be.
-    """
+    """Check the runs at the corners of the space; return what identifies the search, as text by name."""
     first, *others = corners(search.space)
     bases = [compose(search.of_run(search.values(first), i)) for i in range(len(search.runs))]
     for cfg in (*bases, *(compose(search.of_run(search.values(point), 0)) for point in others)):
         if (protocol := component(cfg.protocol).name) != "hpo":
             raise ConfigError(
-                f"protocol={protocol} is for reporting, and values chosen under it have seen its data; leave protocol "
-                "out: tune searches under protocol=hpo"
+                f"protocol={protocol} is for reporting, and chosen values would have seen its data. Leave protocol "
+                "out: tune searches under protocol=hpo."
             )
         check(cfg)
     return {
@@ -169,16 +154,11 @@ def _settings_of(pruner: Mapping[str, int] | None) -> dict[str, int] | None:
 
 
 def _open(search: Search, identity: Mapping[str, str]) -> "Study":
-    """The study in the folder, made if there is none.
-
-    Raises:
-        ConfigError: there is no Optuna.
-        RunError: it cannot be read, or is of other settings.
-    """
+    """Open the study in the folder, or make it."""
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("dmlbench tune needs Optuna; install dmlbench[tune]") from error
+        raise ConfigError("dmlbench tune needs Optuna. Install dmlbench[tune].") from error
     from sqlalchemy import URL
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -190,7 +170,6 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
         pruner = optuna.pruners.MedianPruner(settings["startup_trials"], settings["warmup_steps"])
     try:
         with FileLock(search.folder / _CLAIM):
-            # other processes write for milliseconds: whoever waits for a minute waits for something broken
             storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
             study = optuna.create_study(
                 storage=storage, study_name=search.name, direction="maximize", load_if_exists=True, pruner=pruner
@@ -200,19 +179,19 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
                 study.set_user_attr(key, held[key])
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = " ".join(str(error).split())
-        raise RunError(f"{path} cannot be read ({reason:.200}); remove it, or choose another name=...") from error
+        raise RunError(f"{path} cannot be read ({reason:.200}). Remove it, or choose another name.") from error
     if differing := [key for key, value in identity.items() if held.get(key) != value]:
-        was = f"; it was begun with {held['overrides']}" if "runs" in differing else ""
+        was = f", begun with {held['overrides']}" if "runs" in differing else ""
         raise RunError(
-            f"{search.folder} holds a search with other settings (of {'; '.join(differing)}){was}; choose another "
-            "name=..., or remove that folder: its runs stay, and are not trained again"
+            f"{search.folder} holds a search with other settings (of {'; '.join(differing)}){was}. Choose another "
+            "name, or remove that folder: its runs stay, and are not trained again."
         )
     return study
 
 
 @contextlib.contextmanager
 def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
-    """A trial that is this process's for as long as this lasts: one that a process has left, or a new one, or None."""
+    """Hold a trial for this process: one without a process, or a new one, or None."""
     from optuna.trial import TrialState
 
     with contextlib.ExitStack() as held:
@@ -222,7 +201,7 @@ def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
             for left in (trial for trial in frozen if trial.state == TrialState.RUNNING):
                 with contextlib.suppress(RunInUse):  # by a living process
                     held.enter_context(_lock_of(search, left.number))
-                    log.info("trial %d was left by its process, and goes on", left.number + 1)
+                    log.info("trial %d resumes", left.number + 1)
                     found = left._trial_id
                     break
             number = len(frozen) if found is None else left.number
@@ -232,17 +211,17 @@ def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
             trial = None if found is None else _drawn(search, study, found, number)
         yield trial
         if trial is not None:
-            with FileLock(search.folder / _CLAIM):  # or who has just read that it runs would take it for a left one
+            with FileLock(search.folder / _CLAIM):  # or a process that has just read "running" would resume it
                 held.close()
                 with contextlib.suppress(OSError):
                     (search.folder / _TRIALS / str(number)).rmdir()
 
 
 def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial":
-    """A trial with all of its values: those that it has, and those that a process had no time to draw."""
+    """A trial with all of its values, the missing ones drawn."""
     import optuna
 
-    # made with each trial, so that what it draws does not depend on where its process began
+    # a sampler for each trial, so that draws do not depend on where the process began
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=search.startup_trials,
         seed=derive_seed(search.seed, "trial", number) % 2**32,
@@ -261,7 +240,7 @@ def _lock_of(search: Search, number: int) -> contextlib.AbstractContextManager[N
 
 
 def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -> None:
-    """Do the runs of a trial, and tell the study what came out."""
+    """Do the runs of a trial, and tell the study the result."""
     from optuna.trial import TrialState
 
     values = search.values(trial.params)
@@ -285,7 +264,7 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
     except Diverged as error:
         trial.set_user_attr("note", str(error))
         trial.set_user_attr("steps", steps)
-        # not as failed, of which the sampler learns nothing: it would draw there again and again
+        # not FAIL, from which the sampler learns nothing: it would draw there again and again
         study.tell(trial.number, state=TrialState.PRUNED)
         log.warning("trial %d failed: %s", trial.number + 1, error)
     else:
@@ -295,15 +274,11 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
 
 
 def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int) -> dict[str, Any]:
-    """The result of a trial's run, which is done if need be; its validations are told to the pruner as they come.
+    """The result of a trial's run, done if it is missing; raises ``Pruned``.
 
-    Those of before an interruption are told again, and so are those of a run that others have made: a trial with the
-    values of a pruned one is pruned where that was.
-
-    Raises:
-        Pruned: the trial is pruned.
+    Validations before an interruption, or of an existing run, are reported again: a trial with the values of a pruned
+    one is pruned at the same step.
     """
-
     told = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
 
     def follow(step: int, best: float) -> bool:
@@ -323,13 +298,13 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
         try:
             return read_result(run(cfg, follow))
         except RunInUse as error:  # another trial of these values has it
-            log.info("waiting for %s, which another process has", error.run_dir)
+            log.info("waiting for another process in %s", error.run_dir)
             time.sleep(_WAIT_S)
 
 
 @contextlib.contextmanager
 def reporting(search: Search) -> Iterator[list[Outcome]]:
-    """What became of the trials by now, for as long as this process alone may write it: the last one knows the most."""
+    """The outcomes by now, while this process alone may write them."""
     with FileLock(search.folder / _REPORT):
         yield outcomes(search, _open(search, {}))
 
@@ -339,11 +314,7 @@ def _score_of(result: Mapping[str, Any]) -> float:
 
 
 def outcomes(search: Search, study: "Study") -> list[Outcome]:
-    """What became of every trial, by its number; scores are those of the runs' results.
-
-    Raises:
-        RunError: a result is gone, is not the one that the search has seen, or is of other data than the rest.
-    """
+    """The outcome of every trial by number, with scores from the results of its runs."""
     found: list[Outcome] = []
     data: dict[str, str] = {}
     for trial in study.get_trials(deepcopy=False):
@@ -357,8 +328,8 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
         found.append(Outcome(trial.number, state, values, score, steps, runs, note))
     if len(data) > 1:
         raise RunError(
-            f"trials of {search.folder} are of different data ({' and '.join(data.values())}); search again under "
-            "another name=..."
+            f"trials of {search.folder} are of different data ({' and '.join(data.values())}). Search again under "
+            "another name."
         )
     return found
 
@@ -370,16 +341,15 @@ def _stored_score(search: Search, trial: "FrozenTrial", runs: Sequence[str], dat
         try:
             result = read_result(run_dir)
         except RunError as error:
-            raise RunError(
-                f"trial {trial.number + 1} of {search.folder}: {error}, or search under another name"
-            ) from error
+            what = f"trial {trial.number + 1} of {search.folder}: {error}"
+            raise RunError(f"{what}, or search under another name") from error
         require_own_place(run_dir, result)
         data.setdefault(result["dataset_fingerprint"], name)
         scores.append(_score_of(result))
     score = sum(scores) / len(scores)
     if score != trial.value:
         raise RunError(
-            f"trial {trial.number + 1} of {search.folder} had {trial.value}, but its runs ({', '.join(runs)}) have "
-            f"{score}: they were trained again elsewhere, or changed; search again under another name=..."
+            f"trial {trial.number + 1} of {search.folder} had {trial.value}, but its runs ({', '.join(runs)}) now have "
+            f"{score}. Search again under another name."
         )
     return score
