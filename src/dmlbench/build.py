@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dmlbench.component_arguments import check_components, imported, parameters_of
+from dmlbench.components import check_components, imported, parameters_of
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images

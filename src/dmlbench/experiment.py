@@ -15,8 +15,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim import Optimizer
 
 from dmlbench import build
-from dmlbench.build import Data, component
-from dmlbench.config import config_sha256, run_sha256
+from dmlbench.components import component
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.transforms import Transform
 from dmlbench.data.images.sources import ImageSource
@@ -24,6 +23,8 @@ from dmlbench.data.protocols import Protocol
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.experiment import Data
+from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
 from dmlbench.runtime import autocast, derive_seed, file_sha256, seed_everything

@@ -25,14 +25,14 @@ from dmlbench.apps.imported import import_config
 from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.tables import ConfigSummary, build_tables, find_configs
-from dmlbench.build import component
 from dmlbench.cli.main import main
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.one_run import run
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS
+from dmlbench.runner import run
 from dmlbench.training.log import read_history
 
 SMALL = [

@@ -1,9 +1,9 @@
 """AVSL's settings as its paper prints and its public code sets them, and its tables as configurations."""
 
 import pytest
+from dmlbench.checks import check
 from omegaconf import OmegaConf
 
-from dmlbench import build
 from dmlbench.config import compose
 
 # zbr17/AVSL fd2686e4, examples/samples_avsl.sh: --lr_trunk, --lr_embedder, --lr_collector, --loss0_weight and so on,
@@ -20,7 +20,7 @@ RELEASED = {
 
 def with_epochs_of_ten_steps(*overrides: str):
     cfg = compose("train", list(overrides))
-    build.check(cfg)
+    check(cfg)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
     return cfg
 

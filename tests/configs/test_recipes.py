@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from commands_of_tables import own_commands
+from dmlbench.checks import check
+from dmlbench.identity import config_id
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import compose, config_folder, config_id
+from dmlbench.config import compose, config_folder
 from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 
@@ -85,7 +86,7 @@ def test_what_a_recipe_covers_composes_to_its_values(recipe: str, every: int) ->
     for i, chosen in list(enumerate(combinations(recipe)))[::every]:
         overrides = [f"{group}={option}" for group, option in chosen.items() if option]
         cfg = compose("train", [f"recipe={recipe}", f"recipe.side={SIDES[i % 2]}", *overrides, *levels(chosen)])
-        build.check(cfg)
+        check(cfg)
         assert not cfg.runtime.recipe.overridden
 
 
@@ -180,7 +181,7 @@ WHOLE = {  # ProxyNCA++ table 1; epochs of its configurations; tables 3 to 6
 def test_proxynca_pp_has_the_values_of_its_table_and_code() -> None:
     for i, dataset in enumerate(DATASETS):
         cfg = compose("train", ["experiment=proxynca_pp/table14", f"dataset={dataset}"])
-        build.check(cfg)
+        check(cfg)
         OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
         for key, values in WHOLE.items():
             assert value(cfg, key) == values[i] or value(cfg, key) == pytest.approx(values[i]), (dataset, key)
@@ -387,7 +388,7 @@ def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None
 
 def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch) -> None:
     jobs: list[DictConfig] = []
-    monkeypatch.setattr("dmlbench.one_run.run", jobs.append)
+    monkeypatch.setattr("dmlbench.runner.run", jobs.append)
     monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path))
     arguments = ["recipe=gsp", "recipe.side=paper,code", "dataset=cars196,sop", "loss=triplet", "backbone=resnet50"]
     with pytest.raises(SystemExit) as info:

@@ -1,10 +1,10 @@
 """Components named by ``_target_`` alone on the command line."""
 
 import pytest
+from dmlbench.checks import check
+from dmlbench.identity import config_id
 
-from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import config_id
 
 LOSSES = "pytorch_metric_learning.losses."
 PROXIES = ("loss.num_classes=${runtime.num_classes}", "loss.embedding_size=${runtime.embedding_size}")
@@ -17,11 +17,11 @@ def composed(monkeypatch: pytest.MonkeyPatch, tmp_path):
     found = []
 
     def take(cfg) -> str:
-        build.check(cfg)
+        check(cfg)
         found.append(cfg.copy())
         return "nowhere"
 
-    monkeypatch.setattr("dmlbench.one_run.run", take)
+    monkeypatch.setattr("dmlbench.runner.run", take)
 
     def command(*arguments: str):
         found.clear()

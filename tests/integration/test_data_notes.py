@@ -8,17 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dmlbench.identity import config_id
 from matplotlib.figure import Figure
 from PIL import Image
 
 from dmlbench.apps import explain
 from dmlbench.apps.report import picture
 from dmlbench.cli.main import main
-from dmlbench.config import compose, config_id
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.one_run import run
 from dmlbench.results.store import EMBEDDINGS, find_runs
+from dmlbench.runner import run
 
 OVERRIDES = [
     *("dataset=cub200", "dataset.table.check_counts=false", "backbone=resnet20_small", "fit.max_steps=1", "device=cpu"),

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from commands_of_tables import Command, commands, own_commands
+from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 from small_data_sets import write_cars196, write_cub200, write_inshop, write_sop
 
-from dmlbench import build
 from dmlbench.config import compose
-from dmlbench.one_run import run
 from dmlbench.results.store import read_result
+from dmlbench.runner import run
 from dmlbench.training.fit import BEST, HISTORY
 from dmlbench.training.log import read_history
 
@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made_small(cfg: DictConfig) -> DictConfig:
     """The configuration with less of everything, of the same components but for the network."""
-    build.check(cfg)
+    check(cfg)
     for key, most in AT_MOST.items():
         given = OmegaConf.select(cfg, key)
         if given is not None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
-from dmlbench import one_run as run_module
+from dmlbench import runner as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
@@ -145,6 +146,6 @@ def test_what_cannot_be_matched_is_refused_before_it_is_trained(
 ) -> None:
     cfg = config(tmp_path, "rerank=diml", *overrides)
     with pytest.raises(ConfigError, match=message):
-        build.check(cfg)
+        check(cfg)
         build.build_data(cfg)
         build.build_rerank(cfg, build.build_model(cfg))

@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from dmlbench.build import component
-from dmlbench.config import config_id, config_sha256
-from dmlbench.results.store import (
+from dmlbench.components import component
+from dmlbench.identity import config_id, config_sha256
     EMBEDDINGS,
     last_error,
     read_result,

@@ -13,13 +13,14 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.build import make_setup
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.experiment import Setup, make_setup
+from dmlbench.experiment import Data, Setup
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
@@ -76,7 +77,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     require_own_files(run_dir, result, (BEST,))
     config.merge_with(dict(overrides))
 
-    def check_data(data: build.Data, open_images: object) -> None:
+    def check_data(data: Data, open_images: object) -> None:
         if data.table.fingerprint != result["dataset_fingerprint"]:
             raise RunError(
                 f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.compare import compare_configs
     from dmlbench.apps.tables import build_tables, find_configs, runs_frame
-    from dmlbench.build import component
+    from dmlbench.components import component
     from dmlbench.runtime import atomic_write, remove_leftovers
     from dmlbench.types import check_file_name
 

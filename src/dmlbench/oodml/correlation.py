@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from tqdm import tqdm
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.build import component
+from dmlbench.components import component
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
 from dmlbench.oodml.structure import MEASURES, Structure, structure_of_run

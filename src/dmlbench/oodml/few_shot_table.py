@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.report.picture import COLORS
-from dmlbench.build import component
+from dmlbench.components import component
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.episodes import read_official
 from dmlbench.oodml.few_shot import Compared, FewShotPlan, few_shot_of_run

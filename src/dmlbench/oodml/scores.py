@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
-from dmlbench.build import component
+from dmlbench.components import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.split_runs import listed, write_notes

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from dmlbench import build
 from dmlbench.apps.tables import asked_columns
 from dmlbench.apps.trained import load_run
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.given_splits import read_splits, rows_of_split
 from dmlbench.data.protocols import Conventional
@@ -26,7 +27,7 @@ from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Retr
 
 def transfer(cfg: DictConfig) -> Iterator[str]:
     """Score the runs of ``cfg.runs``, and the features of ``cfg.backbone``, on the test half of ``cfg.dataset``."""
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     named = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
     if not named:
         raise ConfigError("name the trained models: runs=<run directory>, or several: runs=[<one>,<another>]")
@@ -92,7 +93,7 @@ def frozen(cfg: DictConfig) -> Iterator[str]:
     """Score the features of ``cfg.backbone`` on the test half of every split of ``cfg.splits``."""
     if cfg.splits is None:
         raise ConfigError("name the splits: splits=<file of `dmlbench oodml splits`, or one of the study's pickles>")
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     file = read_splits(cfg.splits)
     features = features_of(cfg)
     table = features.table

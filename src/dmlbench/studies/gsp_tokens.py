@@ -21,7 +21,7 @@ from scipy.spatial import ConvexHull
 from torch import Tensor, nn
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.build import component
+from dmlbench.components import component
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective

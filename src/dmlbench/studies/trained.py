@@ -17,8 +17,8 @@ from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
-from dmlbench.one_run import run
 from dmlbench.results.store import read_result
+from dmlbench.runner import run
 from dmlbench.studies.record import Parts, spread
 from dmlbench.types import ConfigError, IntArray
 

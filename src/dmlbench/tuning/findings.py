@@ -7,7 +7,7 @@ import pandas as pd
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.results.table import Table
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value

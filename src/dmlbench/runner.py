@@ -14,12 +14,15 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.build import Data, check, component
-from dmlbench.config import config_id, differences, load_config, run_sha256
+from dmlbench.build import make_experiment
+from dmlbench.checks import check
+from dmlbench.components import component
+from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.experiment import Experiment, make_experiment
+from dmlbench.experiment import Data, Experiment
+from dmlbench.identity import config_id, differences, run_sha256
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -105,7 +108,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
 def directory_of(cfg: DictConfig) -> Path:
     """The run directory of a configuration."""
     protocol = component(cfg.protocol).name
-    return store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
+    return run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
 
 
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
