@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from pytorch_metric_learning.distances import BaseDistance
@@ -20,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dmlbench.component_arguments import check_components, imported, parameters_of
+from dmlbench.component_arguments import check_components, component, imported, parameters_of
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
@@ -39,7 +37,7 @@ from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, DmlbenchError, ImageTable, IntArray, Split, closest, is_file_name
+from dmlbench.types import ConfigError, ImageTable, IntArray, Split, closest, is_file_name
 
 _MOST_WORKERS = 256
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
@@ -244,23 +242,6 @@ def _waits_for_data(node: Any) -> bool:
             return True
         raise
     return False
-
-
-def component(node: Any, **provided: Any) -> Any:
-    """Instantiate a node with a ``_target_``; None stays None. An error of ours comes without Hydra's around it."""
-    if node is None:
-        return None
-    try:
-        return hydra.utils.instantiate(node, _convert_="all", **provided)
-    except InstantiationException as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, DmlbenchError):
-            cause = cause.__cause__
-        if isinstance(cause, DmlbenchError):
-            raise cause from None
-        if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node._target_.startswith("dmlbench."):
-            raise ConfigError(f"{node._target_} refuses its arguments: {cause}") from error
-        raise
 
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.types import ConfigError, closest
+import hydra
+from hydra.errors import InstantiationException
+
+from dmlbench.types import ConfigError, DmlbenchError, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
@@ -21,6 +24,23 @@ _SET_BY_BUILD = (
 )
 
 _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: str, Path: str}  # YAML's values
+
+
+def component(node: Any, **provided: Any) -> Any:
+    """Instantiate a node with a ``_target_``; None stays None. An error of ours comes without Hydra's around it."""
+    if node is None:
+        return None
+    try:
+        return hydra.utils.instantiate(node, _convert_="all", **provided)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, DmlbenchError):
+            cause = cause.__cause__
+        if isinstance(cause, DmlbenchError):
+            raise cause from None
+        if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node._target_.startswith("dmlbench."):
+            raise ConfigError(f"{node._target_} refuses its arguments: {cause}") from error
+        raise
 
 
 def check_components(node: Any, path: str = "") -> None:

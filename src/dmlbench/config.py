@@ -1,12 +1,7 @@
-"""Composing configurations, and what identifies a config and a run; ``schemas.py`` has what their top levels hold.
-
-Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build.py`` checks their arguments against the
-signature of the target. Everything here works without torch, so that a misspelt key fails at once.
-"""
+"""Compose configurations, and read those of runs; without torch, so that a misspelt key fails at once."""
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.recipes import register_recipes, settle_recipe
 from dmlbench.schemas import SCHEMAS
-from dmlbench.types import ConfigError, RunError, flatten, not_a_file
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 
 def config_folder() -> Path:
@@ -112,29 +107,6 @@ def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
     return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
 
 
-# What a config is not made of: coordinates, seed, and everything that does not move a number.
-NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
-NOT_PART_OF_RUN_HASH = (
-    "device",
-    "num_workers",
-    "image_cache",
-    "eval_batch_size",
-    "paths",
-    "runtime",
-    "logger",
-    "reproduce",
-    "fit.checkpoint_every",
-    "fit.log_every",
-    "fit.keep",
-    "dataset.table.cache_dir",
-    "protocol.splits",  # its content is: splits_sha256
-)
-
-# Scores are computed from stored embeddings whenever they are asked for, so only what selects the weights is hashed.
-_OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
-_KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
-
-
 def load_config(path: Path) -> DictConfig:
     """``read_config`` of a run as a configuration.
 
@@ -181,71 +153,3 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' stands twice", node.start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
-
-
-def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that identify a configuration: all but ``excluded`` and evaluation settings that select nothing."""
-    evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
-    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
-    container["evaluation"] = {key: evaluation.get(key) for key in selecting}
-    for key in excluded:
-        *parents, last = key.split(".")
-        node: Any = container
-        for parent in parents:
-            node = node.get(parent) or {}
-        node.pop(last, None)
-    return container
-
-
-def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
-    # Not resolved: "${paths.data_dir}/cars196" is the same wherever the data are.
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
-    return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
-
-
-def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings that make a config what it is, flattened, of a resolved configuration (as a run stores it)."""
-    return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
-
-
-def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """(stored, new) values of the settings that decide a run's numbers and differ, by key.
-
-    Args:
-        cfg: a configuration before its data are read.
-        stored: the resolved one of a finished or interrupted run; what only the data say is taken from it.
-    """
-    # what the data said; what else a run notes under runtime, or once did, is none of it
-    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
-    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
-    containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
-    old, new = (flatten(_identity(container, NOT_PART_OF_RUN_HASH)) for container in containers)
-    return {
-        key: (old.get(key, "absent"), new.get(key, "absent"))
-        for key in sorted(old.keys() | new.keys())
-        if (old.get(key), key in old or "." not in key) != (new.get(key), key in new or "." not in key)
-    }
-
-
-def config_id(cfg: DictConfig) -> str:
-    """Name of a config: backbone, pooling and loss as chosen, and the config hash."""
-    choices = cfg.runtime.choices
-    pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
-    words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
-    # Not resolved: a number of epochs is not known before the data are.
-    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
-        words.append("untrained")
-    if cfg.get("rerank") is not None:
-        words.append(choices.get("rerank", "rerank"))
-    name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{config_sha256(cfg)[:8]}"
-
-
-def config_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that defines a config."""
-    return _digest(cfg, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH)
-
-
-def run_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that decides a run's numbers: its config, its coordinates and the base seed."""
-    return _digest(cfg, NOT_PART_OF_RUN_HASH)

@@ -15,8 +15,8 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim import Optimizer
 
 from dmlbench import build
-from dmlbench.build import Data, component
-from dmlbench.config import config_sha256, run_sha256
+from dmlbench.build import Data
+from dmlbench.component_arguments import component
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.transforms import Transform
 from dmlbench.data.images.sources import ImageSource
@@ -24,9 +24,10 @@ from dmlbench.data.protocols import Protocol
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import config_sha256, contents, run_sha256
 from dmlbench.losses.objective import Objective
 from dmlbench.models.head import MetricModel
-from dmlbench.runtime import autocast, derive_seed, file_sha256, seed_everything
+from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
@@ -162,6 +163,7 @@ class Experiment:
         num_classes: classes to train on.
         steps_per_epoch: optimizer steps of the sampler's epoch.
         weights_sha256: of the file of pretrained weights; None where none was named.
+        code_sha256: of files with user code, by name.
         recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
         variants: values of all keys ``variant``, which choose between a paper and its public code.
         configuration: all settings with every value resolved, as YAML.
@@ -184,6 +186,7 @@ class Experiment:
     num_classes: int
     steps_per_epoch: int
     weights_sha256: str | None
+    code_sha256: dict[str, str]
     recipe: dict[str, Any]
     variants: dict[str, str]
     configuration: str
@@ -243,6 +246,8 @@ def make_experiment(
         DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
     """
     cfg = copy.deepcopy(cfg)
+    content = contents(cfg)
+    OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
     opened: list[Images] = []
 
@@ -259,7 +264,6 @@ def make_experiment(
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
     identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
-    weights_file = cfg.backbone.get("weights_file")
     return Experiment(
         setup=setup,
         protocol=component(cfg.protocol),
@@ -279,7 +283,8 @@ def make_experiment(
         loggers=build.build_loggers(cfg, run_dir, identity, configuration),
         num_classes=cfg.runtime.num_classes,
         steps_per_epoch=cfg.runtime.steps_per_epoch,
-        weights_sha256=None if weights_file is None else file_sha256(weights_file),
+        weights_sha256=content.get("backbone.weights_file"),
+        code_sha256={key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
         recipe=recipe,
         variants=variants,
         configuration=configuration,

@@ -14,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.build import Data, check, component
-from dmlbench.config import config_id, differences, load_config, run_sha256
+from dmlbench.build import Data, check
+from dmlbench.component_arguments import component
+from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.experiment import Experiment, make_experiment
+from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.head import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -102,12 +104,6 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     return run_dir
 
 
-def directory_of(cfg: DictConfig) -> Path:
-    """The run directory of a configuration."""
-    protocol = component(cfg.protocol).name
-    return store.run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
-
-
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     """The plan that stage 1 of this config and repeat wrote; kept next to the run.
 
@@ -141,25 +137,9 @@ def _stop_signal() -> Any:
 
 
 def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
-    if not (run_dir / store.RESULT).exists():
+    if not is_complete(cfg, run_dir):
         return False
-    result = store.read_result(run_dir)
-    stored = load_config(run_dir / store.CONFIG)
     _plan_for(cfg, run_dir)
-    if result["run_sha256"] != run_sha256(cfg) and (differing := differences(cfg, stored)):
-        listing = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
-        raise RunError(
-            f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or "
-            "remove it with `dmlbench clean`"
-        )
-    # The same configuration may point at other files, for instance through paths.data_dir: then the data decide.
-    if OmegaConf.to_container(stored.dataset.table) != OmegaConf.to_container(cfg.dataset.table, resolve=True):
-        fingerprint = component(cfg.dataset.table).fingerprint
-        if fingerprint != result["dataset_fingerprint"]:
-            raise RunError(
-                f"{run_dir} holds the result of other data (fingerprint {result['dataset_fingerprint'][:12]}, now "
-                f"{fingerprint[:12]}); choose another paths.output_dir or dataset.name"
-            )
     return True
 
 
@@ -294,6 +274,7 @@ def _result(
         **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
         **({"variants": experiment.variants} if experiment.variants else {}),
         **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
+        **({"code_sha256": experiment.code_sha256} if experiment.code_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),

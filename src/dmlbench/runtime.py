@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -187,6 +188,17 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cached_sha256(path: str | os.PathLike[str]) -> str:
+    """``file_sha256``, computed once per process while size and modification time stay the same."""
+    status = os.stat(path)
+    return _hashed_once(os.path.realpath(path), status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _hashed_once(path: str, size: int, changed: int) -> str:
+    return file_sha256(path)
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

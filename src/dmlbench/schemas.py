@@ -33,6 +33,7 @@ class RuntimeConfig:
     recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     given: list[str] = field(default_factory=list)  # keys of the command line
+    content: Any = None  # SHA-256 of weights and user code, see identity.py
 
 
 @dataclass

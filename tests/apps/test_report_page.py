@@ -26,8 +26,8 @@ from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import _thumbnail
 from dmlbench.apps.tables import ConfigSummary, build_tables, find_configs
-from dmlbench.build import component
 from dmlbench.cli.main import main
+from dmlbench.component_arguments import component
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -19,8 +19,9 @@ from dmlbench import build
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
 from dmlbench.component_arguments import imported, parameters_of
-from dmlbench.config import compose, config_folder, config_id, run_sha256
+from dmlbench.config import compose, config_folder
 from dmlbench.data.given_splits import FORMAT
+from dmlbench.identity import config_id, run_sha256
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, ModelOutput
 

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import compose, config_folder, config_id
+from dmlbench.config import compose, config_folder
+from dmlbench.identity import config_id
 from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 

@@ -4,7 +4,7 @@ import pytest
 
 from dmlbench import build
 from dmlbench.cli.main import main
-from dmlbench.config import config_id
+from dmlbench.identity import config_id
 
 LOSSES = "pytorch_metric_learning.losses."
 PROXIES = ("loss.num_classes=${runtime.num_classes}", "loss.embedding_size=${runtime.embedding_size}")

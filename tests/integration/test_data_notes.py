@@ -17,10 +17,11 @@ from dmlbench.apps.report import picture
 from dmlbench.apps.tables import find_configs
 from dmlbench.build import Data
 from dmlbench.cli.main import main
-from dmlbench.config import compose, config_id
+from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import config_id
 from dmlbench.one_run import _published_queries, run
 from dmlbench.results.store import EMBEDDINGS, find_runs
 from dmlbench.types import ImageTable, RetrievalSet, Split

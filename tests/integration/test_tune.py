@@ -11,7 +11,8 @@ import pytest
 from forked import Process
 
 from dmlbench.cli.train import composed_run
-from dmlbench.config import compose, composing, config_sha256
+from dmlbench.config import compose, composing
+from dmlbench.identity import config_sha256
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError
 

@@ -11,7 +11,8 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
-from dmlbench.config import compose, config_sha256
+from dmlbench.config import compose
+from dmlbench.identity import config_sha256
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
 from dmlbench.losses.objective import Objective

@@ -7,9 +7,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from dmlbench.cli.main import main
-from dmlbench.config import compose, config_id
+from dmlbench.config import compose
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.identity import config_id
 from dmlbench.one_run import run
 from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under

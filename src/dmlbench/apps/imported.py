@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.build import component
-from dmlbench.config import config_sha256, run_sha256
+from dmlbench.component_arguments import component
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.results import store
 from dmlbench.results.cautions import UNKNOWN
 from dmlbench.results.tables import IMPORTED

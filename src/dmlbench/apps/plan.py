@@ -11,16 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from dmlbench.build import component
-from dmlbench.config import config_id, config_sha256
-from dmlbench.results.store import (
-    EMBEDDINGS,
-    ERROR,
-    read_result,
-    require_own_place,
-    run_directory,
-    run_state,
-)
+from dmlbench.component_arguments import component
+from dmlbench.identity import config_id, config_sha256, require_result_of, run_directory
+from dmlbench.results.store import EMBEDDINGS, ERROR, read_result, run_state
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 Compose = Callable[[Sequence[str]], DictConfig]
@@ -225,17 +218,7 @@ def with_state(run: Run) -> Run:
         if state != "done":
             return replace(run, state=state, problem=_last_line(run.path / ERROR) if state == "failed" else "")
         result = read_result(run.path)
-        require_own_place(run.path, result)
-        if result.get("config_sha256", run.config.sha256) != run.config.sha256:
-            raise RunError(
-                f"{run.path} holds the result of another configuration; bring back the one that belongs there, or "
-                "remove it with `dmlbench clean`"
-            )
-        if result["base_seed"] != run.config.base_seed:
-            raise RunError(
-                f"{run.path} was made with base_seed={result['base_seed']}, not {run.config.base_seed}; choose another "
-                "paths.output_dir"
-            )
+        require_result_of(run.path, result, run.config.sha256, run.config.base_seed)
     except RunError as error:
         return replace(run, state="unusable", problem=str(error))
     lost = "embeddings_sha256" in result and not (run.path / EMBEDDINGS).exists()

@@ -17,9 +17,9 @@ from dmlbench.apps.provenance import Provenance, are_published, provenance_of
 from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_configs
 from dmlbench.apps.trained import distances_by_config
-from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
@@ -32,7 +32,7 @@ from dmlbench.types import DmlbenchError, RunError, RunInUse
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
-    *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "dataset.table.root", "hydra"),
+    *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "hydra"),
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"

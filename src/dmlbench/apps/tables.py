@@ -11,9 +11,10 @@ import pandas as pd
 
 from dmlbench.apps.changed_settings import changed_settings
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import config_settings, read_config
+from dmlbench.config import read_config
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import config_settings
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config

@@ -35,13 +35,6 @@ State = Literal["done", "running", "failed", "stale"]
 STATES = ("done", "running", "failed", "stale")
 
 
-def run_directory(
-    output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
-) -> Path:
-    """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
-    return Path(output_dir) / dataset / protocol / config / f"fold{fold}_rep{repeat}"
-
-
 def make_directory(path: Path) -> None:
     """Create a run directory.
 

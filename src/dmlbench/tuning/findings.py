@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.runtime import atomic_write
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from dmlbench.build import check, component
-from dmlbench.config import run_sha256
-from dmlbench.one_run import directory_of, run
+from dmlbench.build import check
+from dmlbench.component_arguments import component
+from dmlbench.identity import directory_of, run_sha256
+from dmlbench.one_run import run
 from dmlbench.results.locks import locked
 from dmlbench.results.store import RESULT, make_directory, read_result, require_own_place
 from dmlbench.runtime import derive_seed

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dmlbench.config import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.recipes import applies
 from dmlbench.types import ConfigError, closest
 

@@ -12,8 +12,9 @@ import pandas as pd
 
 from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.config import config_settings, read_config
+from dmlbench.config import read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
+from dmlbench.identity import config_settings
 from dmlbench.results.paired import paired_difference
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.results.tables import Entry, Table

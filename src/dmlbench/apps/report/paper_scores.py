@@ -12,7 +12,8 @@ from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.table_comparison import others
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.config import NOT_PART_OF_CONFIG_HASH, compose, config_folder, differences, load_config
+from dmlbench.config import compose, config_folder, load_config
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, differences
 from dmlbench.results.cautions import incomparable
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.results.verdicts import NEEDS, compare
