@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.component_arguments import check_components, component, imported, parameters_of
+from dmlbench.config import schema_of
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images
@@ -32,7 +33,6 @@ from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head, MetricModel
 from dmlbench.models.net import make_model, pooled_channels
-from dmlbench.schemas import TrainConfig
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
@@ -62,7 +62,7 @@ def check_values(cfg: DictConfig) -> None:
     """
     container = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(container, dict)
-    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    known = [f.name for f in dataclasses.fields(schema_of("train"))]
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")

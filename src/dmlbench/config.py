@@ -1,9 +1,12 @@
 """Compose configurations, and read those of runs; without torch, so that a misspelt key fails at once."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,11 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.recipes import register_recipes, settle_recipe
-from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError, RunError, not_a_file
 
 
@@ -94,9 +96,95 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     store = ConfigStore.instance()
-    for each in SCHEMAS if name is None else [name]:  # making all takes as long as importing numpy
+    for each in command_names() if name is None else [name]:  # making all takes as long as importing numpy
         if f"{each}.yaml" not in store.repo.get("schema", {}):
-            store.store(group="schema", name=each, node=SCHEMAS[each], package="_global_")
+            store.store(group="schema", name=each, node=schema_of(each), package="_global_")
+
+
+@dataclass
+class PathsConfig:
+    """Folders of results, of data sets, and of images prepared once."""
+
+    output_dir: str = MISSING
+    data_dir: str = MISSING
+    cache_dir: str = MISSING
+
+
+@dataclass
+class RuntimeConfig:
+    """Values known only once the data set and the model are there; the wiring sets them."""
+
+    num_classes: int = MISSING
+    image_size: Any = MISSING  # height and width of the images that the network gets
+    num_channels: int = MISSING  # of the map that is pooled
+    num_features: int = MISSING  # of the side output "features": channels of what the pooling works on
+    map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
+    embedding_size: int = MISSING
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    # of the recipe: its name and side, the sources of its values, and which of them something replaced
+    recipe: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
+    content: Any = None  # SHA-256 of weights and user code, see identity.py
+
+
+# Types that a default does not tell: of null, of lists that may be written as one value, of keys outside of the YAML.
+_NULL_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("num_workers", "hardest", "jobs", "per_step", "steps"), int | None),
+    **dict.fromkeys(("formats", "compare"), tuple[str, ...] | None),
+    **dict.fromkeys(("pair", "rows", "fold", "repeat", "state", "archives", "also", "frozen", "runs"), Any),
+    **dict.fromkeys(("merge_order", "training", "gap", "gmp", "explain.run", "explain.images"), Any),
+    "oodml_few_shot.run": Any,
+    "beta": float | None,
+}
+_OTHER_TYPES: dict[str, Any] = {
+    "oodml_few_shot.shots": Any,
+    "oodml_few_shot.weight_decay": float | None,
+    **dict.fromkeys(("tune.space", "study_untrained_poolings.known"), dict[str, Any]),
+    **{f"study_{name}.train": Any for name in ("xml_prototypes", "zero_shot_prediction", "gsp_mu", "gsp_m_eps")},
+}
+_MORE_KEYS: dict[str, list[tuple[str, Any, Any]]] = {
+    "train": [("reproduce", Any, None), ("runtime", RuntimeConfig, field(default_factory=RuntimeConfig))],
+    "import": [("fold", int, 0), ("repeat", int, 0)],
+    "oodml_transfer": [("run", str | None, None)],
+    "study_object_size": [("seed", int, 0)],
+}
+_GLOBAL_GROUPS = ("experiment", "recipe", "search")  # their values stand at the top level
+
+
+def command_names() -> list[str]:
+    """Names of the commands' configurations."""
+    return sorted(path.stem for path in config_folder().glob("*.yaml"))
+
+
+@functools.cache
+def schema_of(name: str) -> Any:
+    """A dataclass of the top-level keys of ``conf/<name>.yaml``, each of the type of its default."""
+    content = yaml.load((config_folder() / f"{name}.yaml").read_bytes(), _Loader)
+    fields: list[tuple[str, Any, Any]] = []
+    for entry in content.pop("defaults"):
+        ((group, option),) = entry.items() if isinstance(entry, dict) else [("/", None)]
+        place = (group.partition("@")[2] or group).partition(".")[0]
+        if place == "paths":
+            fields.append((place, PathsConfig, field(default_factory=PathsConfig)))
+        elif not group.startswith("override") and "/" not in group and place not in (*_GLOBAL_GROUPS, *content):
+            fields.append((place, Any, MISSING if option is not None else None))
+    for key, value in content.items():
+        if key not in ("hydra", *(known for known, *_ in fields)):
+            fields.append((key, _type_of(f"{name}.{key}", value), MISSING))
+    return dataclasses.make_dataclass(name, [*fields, *_MORE_KEYS.get(name, [])])
+
+
+def _type_of(key: str, value: Any) -> Any:
+    if value is None:
+        return _NULL_TYPES.get(key, _NULL_TYPES.get(key.partition(".")[2], str | None))
+    if key in _OTHER_TYPES or isinstance(value, dict):
+        return _OTHER_TYPES.get(key, Any)
+    if isinstance(value, list):
+        kinds = {type(item) for item in value}
+        kind = next((kind for kind in (str, int, float) if kinds <= {kind}), float if kinds == {int, float} else None)
+        return Any if kind is None else tuple[kind, ...]  # type: ignore[valid-type]
+    return type(value)
 
 
 def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:

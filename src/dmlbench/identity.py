@@ -250,9 +250,8 @@ def _user_code(modules: set[str]) -> dict[str, str]:
             path = next((p for p in _files_of(folder, package) if p.is_file()), None)
             if path is None or (relative := path.relative_to(folder).as_posix()) in found:
                 continue
-            found[relative] = _imported_sha256(package, path)
-            within = package if path.name == "__init__.py" else package.rpartition(".")[0]
-            waiting += [(folder, other) for other in _imports(path, within)]
+            found[relative], imports = _source(package, path)
+            waiting += [(folder, other) for other in imports]
     return found
 
 
@@ -281,12 +280,29 @@ def _files_of(folder: Path, name: str) -> tuple[Path, Path]:
     return place.with_name(f"{place.name}.py"), place / "__init__.py"
 
 
-def _imports(path: Path, package: str) -> Iterator[str]:
-    """Names that a file imports, submodules or not; relative ones are those of ``package``."""
+def _source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
+    """SHA-256 of a module's file and what it imports; of an imported module as this process first read it."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        return _read_source(name, path)
+    if not hasattr(spec, "source"):
+        spec.source = _read_source(name, path)
+    source: tuple[str, tuple[str, ...]] = spec.source
+    return source
+
+
+def _read_source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
+    content = path.read_bytes()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     try:
-        tree = ast.parse(path.read_bytes())
+        imports = tuple(_imports(ast.parse(content), package))
     except SyntaxError:  # importing it says so
-        return
+        imports = ()
+    return hashlib.sha256(content).hexdigest(), imports
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Names that a module of ``package`` imports, submodules or not."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -294,14 +310,3 @@ def _imports(path: Path, package: str) -> Iterator[str]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*filter(None, parents), *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
-
-
-def _imported_sha256(name: str, path: Path) -> str:
-    """SHA-256 of a module's file as it was when this process first asked for it, which a sweep may outlive."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
-        return cached_sha256(path)
-    if not hasattr(spec, "source_sha256"):
-        spec.source_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    digest: str = spec.source_sha256
-    return digest

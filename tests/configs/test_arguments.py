@@ -9,7 +9,7 @@ from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
-from dmlbench.schemas import SCHEMAS
+from dmlbench.config import schema_of
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_every_command_shows_examples_and_lists_its_keys(capsys, tmp_path, monke
     words = [*line, *(["verify", "glyphs"] if command == "data" else [])]
     error = dmlbench(capsys, *words, "nonsense=1", code=2)
     assert "no key 'nonsense': " in error and len(error.splitlines()) == 1
-    for key in SCHEMAS[command.replace(" ", "_")].__dataclass_fields__:
+    for key in schema_of(command.replace(" ", "_")).__dataclass_fields__:
         assert key in error.partition("known: ")[2]
 
 

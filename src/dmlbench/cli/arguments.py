@@ -16,8 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING
 
 from dmlbench.cli.target_overrides import with_new_arguments
-from dmlbench.config import config_folder
-from dmlbench.schemas import SCHEMAS, TrainConfig
+from dmlbench.config import command_names, config_folder, schema_of
 from dmlbench.types import ConfigError
 
 _FLAGS: dict[str, dict[str, str | None]] = {
@@ -30,7 +29,9 @@ _WORDS = {"reproduce": "table", "tune": "search"}
 """The key that a bare word stands for, where it is not ``configs``."""
 _IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at", "recipe.side": "recipe/side"}
 """Keys of other commands by what ``train`` calls them."""
-_SINGLE = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.default == MISSING)
+_SINGLE = tuple(
+    field.name for field in dataclasses.fields(schema_of("train")) if (field.type, field.default) == (Any, MISSING)
+)
 """Groups of which every run has one option."""
 _TEXT, _LIST, _ANY = "text", "list", "any"
 _KINDS = {
@@ -111,7 +112,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
 
 def _keys(name: str) -> dict[str, Any]:
     """Types of the top-level keys of a command."""
-    return {field.name: field.type for field in dataclasses.fields(SCHEMAS[name])} if name in SCHEMAS else {}
+    return {field.name: field.type for field in dataclasses.fields(schema_of(name))} if name in command_names() else {}
 
 
 def for_hydra(name: str, line: CommandLine) -> list[str]:
