@@ -1,5 +1,6 @@
 """Configs are identified by content: weights, images and user code, never by paths."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,11 +74,12 @@ def test_data_roots_do_not_count_but_options_do(tmp_path: Path) -> None:
 
 def test_a_second_machine_completes_the_table(tmp_path: Path) -> None:
     """Runs of one config under another root and with another path of the same weights share their folder."""
-    weights = ResNet20().state_dict()
+    weights = tmp_path / "weights.pth"
+    torch.save(ResNet20().state_dict(), weights)
     machines = []
     for name in ("one", "two"):
         images(tmp_path / name / "folder")
-        torch.save(weights, tmp_path / name / f"{name}.pth")
+        shutil.copy(weights, tmp_path / name / f"{name}.pth")
         machines.append((f"paths.data_dir={tmp_path / name}", f"backbone.weights_file={tmp_path / name / name}.pth"))
     output = f"paths.output_dir={tmp_path / 'out'}"
     shared = ("dataset=folder", *SMALL, "protocol.num_repeats=2", output)
