@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from dmlbench import build
+from dmlbench.build import make_experiment
+from dmlbench.checks import check
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import keep_freed_memory
 from dmlbench.config import compose
-from dmlbench.experiment import Experiment, make_experiment
+from dmlbench.experiment import Experiment
 from dmlbench.runtime import autocast, device_name, select_device, set_strict_float32
 from dmlbench.training.optim import clip_gradients, decay_added
 from dmlbench.types import RetrievalSet
@@ -78,7 +79,7 @@ class Clock:
 def profile(overrides: Sequence[str], *, steps: int) -> Profile:
     """Time ``steps`` steps of a run, behind two that are not counted, a validation and the test."""
     cfg = compose("train", list(overrides))
-    build.check(cfg)
+    check(cfg)
     set_strict_float32()
     device = select_device(cfg.device)
     with tempfile.TemporaryDirectory() as folder:

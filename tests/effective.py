@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.data.image_table import make_table
 from dmlbench.losses.objective import Objective
 from dmlbench.models.head import MetricModel
@@ -136,7 +137,7 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
         model, objective, settings, cfg.runtime.num_classes, cfg.runtime.steps_per_epoch,
         _first_batches(cfg, data, num_batches),
         _by_name(names, optimizer.param_groups, "lr"), _by_name(names, optimizer.param_groups, "weight_decay"),
-        in_warmup, build.component(cfg.evaluation).kmeans, tuple(cfg.runtime.recipe.get("deviations", ())),
+        in_warmup, component(cfg.evaluation).kmeans, tuple(cfg.runtime.recipe.get("deviations", ())),
     )  # fmt: skip
 
 
@@ -170,5 +171,5 @@ def _by_name(names: dict[int, str], groups: Sequence[dict[str, object]], key: st
 
 def _first_batches(cfg, data: build.Data, count: int) -> tuple[Tensor, ...]:
     labels = data.class_index[data.table.labels[data.split.train]]
-    sampler = iter(build.component(cfg.sampler, labels=labels, seed=0))
+    sampler = iter(component(cfg.sampler, labels=labels, seed=0))
     return tuple(torch.from_numpy(labels[next(sampler).rows]) for _ in range(count))

@@ -43,6 +43,23 @@ def component(node: Any, **provided: Any) -> Any:
         raise
 
 
+def check_periods(node: Any, path: str) -> None:
+    """Lengths in steps that torch's schedules divide by, also of schedules within schedules.
+
+    Raises:
+        ConfigError: one is known, and below 1.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key in ("T_max", "T_0", "step_size") and isinstance(value, int | float) and value < 1:
+            raise ConfigError(f"{path}.{key} ({value}) must be at least 1 step")
+        check_periods(value, f"{path}.{key}")
+
+
+def declared(node: Any, name: str) -> Any:
+    """An attribute of the class that a node names, such as ``compares_levels``; () where it has none."""
+    return getattr(imported(node._target_, "loss"), name, ())
+
+
 def check_components(node: Any, path: str = "") -> None:
     """Check every node with a ``_target_`` within ``node``, which stands at ``path``, and every number.
 

@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.build import Data, check
+from dmlbench.build import make_experiment
+from dmlbench.checks import check
 from dmlbench.component_arguments import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.experiment import Experiment, make_experiment
+from dmlbench.experiment import Data, Experiment
 from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.head import MetricModel
 from dmlbench.results import store

@@ -20,6 +20,7 @@ from dmlbench.apps.embed_folder import embed_folder
 from dmlbench.apps.export import export_run
 from dmlbench.apps.loaded import MANIFEST, WEIGHTS
 from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.component_arguments import component
 from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
@@ -72,7 +73,7 @@ def of_photos(tmp_path_factory) -> Path:
 
 def data_and_rows(run_dir: Path):
     """The data of a run, and the embeddings that it kept of its test images."""
-    table = build.component(load_config(run_dir / CONFIG).dataset.table)
+    table = component(load_config(run_dir / CONFIG).dataset.table)
     return table, load_embeddings(run_dir / EMBEDDINGS).queries
 
 

@@ -133,7 +133,7 @@ def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, mon
     taken = []
 
     def run(cfg) -> str:
-        from dmlbench.build import check
+        from dmlbench.checks import check
 
         check(cfg)
         taken.append(cfg.loss)

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 
 # zbr17/AVSL fd2686e4, examples/samples_avsl.sh: --lr_trunk, --lr_embedder, --lr_collector, --loss0_weight and so on,
@@ -20,7 +20,7 @@ RELEASED = {
 
 def with_epochs_of_ten_steps(*overrides: str):
     cfg = compose("train", list(overrides))
-    build.check(cfg)
+    check(cfg)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
     return cfg
 

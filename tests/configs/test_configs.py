@@ -16,9 +16,10 @@ from commands_of_tables import Command, own_commands
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
-from dmlbench.component_arguments import imported, parameters_of
+from dmlbench.component_arguments import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.identity import config_id, run_sha256
@@ -111,7 +112,7 @@ def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(row: 
         write_json(tmp_path / "splits.json", document)
         overrides.append(f"protocol.splits={tmp_path / 'splits.json'}")
     cfg = compose("train", overrides)
-    build.check(cfg)
+    check(cfg)
     for group, option in row.items():
         nodes = list(components(OmegaConf.to_container(cfg, resolve=False)[group]))
         assert nodes or "_target_: dmlbench." not in (CONF / group / f"{option}.yaml").read_text()
@@ -135,7 +136,7 @@ def make(cfg: DictConfig, *, with_images: bool) -> None:
     objective = build.build_objective(cfg, model)
     build.build_optimizer(cfg, model, objective)
     build.build_fit_settings(cfg)
-    build.component(cfg.evaluation)
+    component(cfg.evaluation)
     if with_images:
         model.eval()
         output = model(torch.randint(0, 256, (12, 3, 32, 32), dtype=torch.uint8))
@@ -158,13 +159,13 @@ def grid_of(option: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("option", EXPERIMENTS)
 def test_every_experiment_composes(option: str) -> None:
-    build.check(compose("train", [f"experiment={option}"]))  # a slow test has all configs of its grid
+    check(compose("train", [f"experiment={option}"]))  # a slow test has all configs of its grid
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", own_commands(), ids=str)
 def test_every_row_of_our_own_tables_composes(command: Command) -> None:
-    build.check(compose("train", [f"experiment={command.table}", *command.overrides]))
+    check(compose("train", [f"experiment={command.table}", *command.overrides]))
 
 
 @pytest.mark.slow
@@ -172,7 +173,7 @@ def test_every_row_of_our_own_tables_composes(command: Command) -> None:
 def test_every_experiment_composes_in_every_config_of_its_grid(option: str) -> None:
     grid = {key: overrides for key, overrides in grid_of(option).items() if key not in ("fold", "repeat")}
     for config in itertools.product(*grid.values()):
-        build.check(compose("train", [f"experiment={option}", *config]))
+        check(compose("train", [f"experiment={option}", *config]))
 
 
 def _split(values: str) -> list[str]:
@@ -330,7 +331,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
 def test_mistakes_in_configurations_are_named_with_a_remedy(capsys, overrides: list[str], message: str) -> None:
-    assert guarded(lambda: build.check(compose("train", overrides))) == 2
+    assert guarded(lambda: check(compose("train", overrides))) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
 
@@ -412,7 +413,7 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
 
 
 def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
-    build.check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
+    check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
 
 
 def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> None:
@@ -429,22 +430,22 @@ def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> No
 
 
 def test_only_a_score_that_is_computed_and_better_when_larger_is_monitored() -> None:
-    build.check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
+    check(compose("train", ["evaluation.metrics=[nmi]", "fit.monitor=nmi"]))
     for overrides, message in (
         (["fit.monitor=nmi"], "no score that evaluation.metrics"),
         (["evaluation.metrics=[intra_class_distance]", "fit.monitor=intra_class_distance"], "is a distance"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build.check(compose("train", overrides))
+            check(compose("train", overrides))
 
 
 @pytest.mark.parametrize("value", [-1, 257, 1_000_000])
 def test_a_number_of_workers_that_no_machine_has_is_refused(value: int) -> None:
     with pytest.raises(ConfigError, match=rf"num_workers \({value}\) must lie in \[0, 256\]"):
-        build.check(compose("train", [f"num_workers={value}"]))
+        check(compose("train", [f"num_workers={value}"]))
 
 
 @pytest.mark.parametrize("change", ["p=-7", "p=0", "power=-1"])
 def test_exponents_of_distances_must_be_positive(change: str) -> None:
     with pytest.raises(ConfigError, match=rf"loss[.]distance[.]{change[0]}\w* \(-?\d\) must be positive"):
-        build.check(compose("train", ["loss=margin", f"loss.distance.{change}"]))
+        check(compose("train", ["loss=margin", f"loss.distance.{change}"]))

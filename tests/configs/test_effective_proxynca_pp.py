@@ -8,6 +8,7 @@ from composed import composed
 from effective import effective
 
 from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.training.stage_plan import Plan
 
 # dataset/utils.py: batches of BalancedBatchSampler and RandomBatchSampler(drop_last=True), over the classes of stage 1
@@ -47,7 +48,7 @@ def test_clusters_of_nmi_are_those_of_the_public_code(table: str, side: str) -> 
     """evaluation/normalized_mutual_information.py:9: sklearn.cluster.KMeans(nb_clusters), whose defaults then were
     n_init=10, max_iter=300 and init="k-means++"."""
     cfg = composed(f"experiment=proxynca_pp/table{table}", f"recipe.side={side}")
-    assert build.component(cfg.evaluation).kmeans == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
+    assert component(cfg.evaluation).kmeans == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
     assert ("raw_nmi" if side == "code" else "nmi") in cfg.evaluation.metrics
 
 

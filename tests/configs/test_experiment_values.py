@@ -10,7 +10,7 @@ import pytest
 from commands_of_tables import Command, commands
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 
 SMALL = ("cub200", "cars196")
@@ -313,7 +313,7 @@ def expected(command: Command) -> Values:
 
 def differences(command: Command) -> list[str]:
     cfg = compose("train", [f"experiment={command.table}", *command.overrides])
-    build.check(cfg)
+    check(cfg)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
     found = {key: value(cfg, key) for key in expected(command)}
     return [

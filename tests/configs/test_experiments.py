@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from commands_of_tables import CONF, command_of, commands, reproduce_of
 
-from dmlbench import build, papers
+from dmlbench import papers
+from dmlbench.checks import check
 from dmlbench.cli.arguments import key_of, parse
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
@@ -85,7 +86,7 @@ def test_every_file_says_what_it_is_and_how_long_a_run_takes(name: str) -> None:
 
 def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
     with pytest.raises(ConfigError, match=r"is no run; it is made by: dmlbench train -m recipe=oodml dataset=cub200"):
-        build.check(compose("train", ["experiment=oodml/table_s4"]))
+        check(compose("train", ["experiment=oodml/table_s4"]))
 
 
 MADE = [(name, line) for name in sorted(OF_PAPERS) for line in reproduce_of(name).get("commands", ())]

@@ -8,7 +8,7 @@ import pytest
 from commands_of_tables import own_commands
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.cli.main import main
 from dmlbench.config import compose, config_folder
 from dmlbench.identity import config_id
@@ -86,7 +86,7 @@ def test_what_a_recipe_covers_composes_to_its_values(recipe: str, every: int) ->
     for i, chosen in list(enumerate(combinations(recipe)))[::every]:
         overrides = [f"{group}={option}" for group, option in chosen.items() if option]
         cfg = compose("train", [f"recipe={recipe}", f"recipe.side={SIDES[i % 2]}", *overrides, *levels(chosen)])
-        build.check(cfg)
+        check(cfg)
         assert not cfg.runtime.recipe.overridden
 
 
@@ -181,7 +181,7 @@ WHOLE = {  # ProxyNCA++ table 1; epochs of its configurations; tables 3 to 6
 def test_proxynca_pp_has_the_values_of_its_table_and_code() -> None:
     for i, dataset in enumerate(DATASETS):
         cfg = compose("train", ["experiment=proxynca_pp/table14", f"dataset={dataset}"])
-        build.check(cfg)
+        check(cfg)
         OmegaConf.update(cfg, "runtime.steps_per_epoch", 10)
         for key, values in WHOLE.items():
             assert value(cfg, key) == values[i] or value(cfg, key) == pytest.approx(values[i]), (dataset, key)

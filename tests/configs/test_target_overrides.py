@@ -2,7 +2,7 @@
 
 import pytest
 
-from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.cli.main import main
 from dmlbench.identity import config_id
 
@@ -17,7 +17,7 @@ def composed(monkeypatch: pytest.MonkeyPatch, tmp_path):
     found = []
 
     def take(cfg) -> str:
-        build.check(cfg)
+        check(cfg)
         found.append(cfg.copy())
         return "nowhere"
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.config import config_folder
 from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.objective import Objective
@@ -97,7 +98,7 @@ def batch_labels() -> Tensor:
 
 def objective_of(cfg: DictConfig) -> Objective:
     regularizers, mixing = build.build_regularizers(cfg)
-    return Objective(build.component(cfg.loss), build.component(cfg.miner), regularizers, mixing=mixing)
+    return Objective(component(cfg.loss), component(cfg.miner), regularizers, mixing=mixing)
 
 
 def waits_of_loss(**options: str | dict[str, Any]) -> set[str]:
@@ -189,7 +190,7 @@ def poolings() -> list[str]:
 @pytest.mark.parametrize("pooling", poolings())
 def test_pooling(pooling: str) -> None:
     cfg = configuration(pooling=pooling)
-    module = build.component(cfg.pooling).train()
+    module = component(cfg.pooling).train()
     channels = 8
     project = Projection(channels, module.input_width(SIZE))
     with pretended_cuda() as device:
@@ -218,7 +219,7 @@ def test_pooling(pooling: str) -> None:
 )
 def test_regularizer(regularizer: str, pooling: str, loss: str) -> None:
     cfg = configuration(regularizer=regularizer, pooling=pooling, loss=loss)
-    module, objective = build.component(cfg.pooling).train(), objective_of(cfg).train()
+    module, objective = component(cfg.pooling).train(), objective_of(cfg).train()
     project = Projection(8, module.input_width(SIZE))
     with pretended_cuda() as device:
         moved(nn.ModuleList([module, project, objective]))

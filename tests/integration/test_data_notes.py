@@ -15,12 +15,12 @@ from PIL import Image
 from dmlbench.apps import explain
 from dmlbench.apps.report import picture
 from dmlbench.apps.tables import find_configs
-from dmlbench.build import Data
 from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.experiment import Data
 from dmlbench.identity import config_id
 from dmlbench.one_run import _published_queries, run
 from dmlbench.results.store import EMBEDDINGS, find_runs

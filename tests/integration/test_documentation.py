@@ -24,8 +24,8 @@ from PIL import Image
 from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, write_photo, write_sop
 
 import dmlbench
-from dmlbench import build
 from dmlbench.cli.main import main
+from dmlbench.component_arguments import component
 from dmlbench.config import compose
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.evaluation.metrics.table import METRICS
@@ -347,7 +347,7 @@ def test_heads_of_poolings_tell_their_parameters(repository, hooks) -> None:
         node = OmegaConf.load(repository / "conf" / "pooling" / f"{option}.yaml")
         if "_target_" not in node:  # it stands on another option; composing takes half a second
             node = compose("train", [f"pooling={option}"]).pooling
-        pooling = build.component(
+        pooling = component(
             OmegaConf.merge(OmegaConf.masked_copy(cfg, ["runtime", "head", "fit"]), {"pooling": node}).pooling
         )
         count = sum(p.numel() for p in pooling.parameters() if p.requires_grad)

@@ -8,7 +8,7 @@ from commands_of_tables import Command, commands, own_commands
 from omegaconf import DictConfig, OmegaConf
 from small_data_sets import write_cars196, write_cub200, write_inshop, write_sop
 
-from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.one_run import run
 from dmlbench.results.store import read_result
@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made_small(cfg: DictConfig) -> DictConfig:
     """The configuration with less of everything, of the same components but for the network."""
-    build.check(cfg)
+    check(cfg)
     for key, most in AT_MOST.items():
         given = OmegaConf.select(cfg, key)
         if given is not None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dmlbench import build as build_module
 from dmlbench import one_run as run_module
-from dmlbench.build import check
+from dmlbench.checks import check
 from dmlbench.experiment import Setup
 from dmlbench.training.nearest_images import draw_nearest
 from dmlbench.types import ConfigError, RunError

@@ -12,6 +12,7 @@ from dmlbench import one_run as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -149,6 +150,6 @@ def test_what_cannot_be_matched_is_refused_before_it_is_trained(
 ) -> None:
     cfg = config(tmp_path, "rerank=diml", *overrides)
     with pytest.raises(ConfigError, match=message):
-        build.check(cfg)
+        check(cfg)
         build.build_data(cfg)
         build.build_rerank(cfg, build.build_model(cfg))

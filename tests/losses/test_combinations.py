@@ -9,9 +9,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
-from dmlbench.build import Data
+from dmlbench.checks import check
 from dmlbench.config import compose, config_folder
 from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.experiment import Data
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.training.fit import HISTORY, fit
@@ -43,7 +44,7 @@ def data(tmp_path_factory) -> Data:
 
 def compose_small(data: Data, *overrides: str) -> DictConfig:
     cfg = compose("train", [*SMALL, *overrides])
-    build.check(cfg)
+    check(cfg)
     OmegaConf.update(cfg, "runtime.num_classes", int(data.class_index.max()) + 1)
     OmegaConf.update(cfg, "runtime.image_size", [32, 32])
     return cfg

@@ -16,7 +16,7 @@ from pytorch_metric_learning import regularizers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.config import config_folder
 from dmlbench.losses.arcface import ArcFace
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
@@ -49,7 +49,7 @@ def configured(overrides: list[str], num_classes: int = CLASSES, size: int = SIZ
     OmegaConf.update(cfg, "runtime.num_classes", num_classes)
     OmegaConf.update(cfg, "runtime.embedding_size", size)
     torch.manual_seed(0)
-    return Objective(build.component(cfg.loss), build.component(cfg.miner))
+    return Objective(component(cfg.loss), component(cfg.miner))
 
 
 def take(objective: Objective, embeddings: Tensor, labels: Tensor) -> tuple[float, Tensor]:

@@ -11,7 +11,8 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench import build
+from dmlbench.checks import check_values
+from dmlbench.component_arguments import component
 from dmlbench.config import compose
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.metrix import Metrix, Pairs
@@ -262,7 +263,7 @@ def test_objective_knows_what_is_wrapped() -> None:
 def test_options_can_be_wrapped(option: str) -> None:
     cfg = compose("train", ["loss=metrix", f"loss@loss.loss={option}"])
     cfg.runtime.update({"num_classes": 4, "embedding_size": 8})
-    made = build.component(cfg.loss)
+    made = component(cfg.loss)
     assert isinstance(made, Metrix)
     assert (made.weight, made.alpha, made.pairs, made.num_hard_negatives, made.variant) == (
         0.4,
@@ -275,9 +276,9 @@ def test_options_can_be_wrapped(option: str) -> None:
 
 def test_one_image_of_a_class_is_enough_for_proxies_alone() -> None:
     alone = ["loss=metrix", "sampler.images_per_class=1"]
-    build.check_values(compose("train", [*alone, "loss@loss.loss=proxy_anchor"]))
+    check_values(compose("train", [*alone, "loss@loss.loss=proxy_anchor"]))
     with pytest.raises(ConfigError, match=r"sampler.images_per_class \(1\) must be at least 2"):
-        build.check_values(compose("train", alone))
+        check_values(compose("train", alone))
 
 
 def test_bad_settings_are_refused() -> None:

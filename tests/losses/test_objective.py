@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.config import compose
 from dmlbench.losses.objective import Mixing, Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
@@ -17,7 +18,7 @@ def _objective(name: str) -> Objective:
     cfg = compose("train", [f"loss={name}"])
     OmegaConf.update(cfg, "runtime.num_classes", 4)
     OmegaConf.update(cfg, "runtime.embedding_size", 8)
-    return Objective(build.component(cfg.loss), build.component(cfg.miner))
+    return Objective(component(cfg.loss), component(cfg.miner))
 
 
 def test_objective_leaves_autocast() -> None:

@@ -11,6 +11,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.identity import config_sha256
 from dmlbench.losses.class_splits import ClassSplits, Halves
@@ -425,7 +426,7 @@ POOLINGS = {
 def test_all_regularizers_train_over_every_pooling_with_prototypes(pooling: str, loss: str) -> None:
     torch.manual_seed(0)
     cfg = compose("train", [f"loss={loss}", f"regularizer=[{','.join(REGULARIZERS)}]", *POOLINGS[pooling]])
-    build.check(cfg)
+    check(cfg)
     OmegaConf.update(cfg, "runtime.num_classes", 4)
     OmegaConf.update(cfg, "runtime.image_size", [32, 32])
     model = build.build_model(cfg)

@@ -11,6 +11,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.objective import Objective
@@ -114,7 +115,7 @@ def test_features_teach_after_the_delay_also_after_a_resume() -> None:
 
 def test_every_head_has_a_loss_of_its_own_size_and_own_parameters() -> None:
     cfg = compose("train", ["loss=proxy_anchor", "regularizer=s2sd", "regularizer.s2sd.sizes=[24,40]"])
-    build.check(cfg)
+    check(cfg)
     cfg.runtime.num_classes = 4
     objective = build.build_objective(cfg, build.build_model(cfg))
     heads = objective.regularizers["s2sd"].objectives

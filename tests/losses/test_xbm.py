@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from pytorch_metric_learning import losses, miners
 from torch import Tensor
 
-from dmlbench import build
+from dmlbench.component_arguments import component
 from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective
@@ -255,10 +255,10 @@ def test_every_loss_of_pairs_can_be_wrapped_and_no_other_one(option: str) -> Non
     OmegaConf.update(cfg, "runtime.num_classes", 4)
     OmegaConf.update(cfg, "runtime.embedding_size", 8)
     if option in PAIRS:
-        assert isinstance(build.component(cfg.loss), CrossBatchMemory)
+        assert isinstance(component(cfg.loss), CrossBatchMemory)
     else:
         with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
-            build.component(cfg.loss)
+            component(cfg.loss)
 
 
 def test_bad_settings_are_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.apps.trained import config_with_weights, put_weights, without_pretrained
-from dmlbench.component_arguments import imported
+from dmlbench.component_arguments import component, imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
@@ -233,7 +233,7 @@ def _made(
     build.move(network, on, channels_last=config.fit.get("channels_last", False))
     network.eval()
     height, width = config.runtime.image_size
-    transform: Transform = build.component(config.transform.eval)
+    transform: Transform = component(config.transform.eval)
     if isinstance(transform, CropTransform):
         height = width = transform.crop  # the evaluation's may be another than the training's
     return TrainedModel(str(folder), network, transform, (int(height), int(width)), on, config, result)

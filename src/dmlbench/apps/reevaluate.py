@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
-from dmlbench import build
 from dmlbench.apps.embed_folder import OWN_DISTANCE
 from dmlbench.apps.loaded import load
 from dmlbench.apps.trained import distance_of_run, load_run
+from dmlbench.component_arguments import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import (
     HardQuery,
@@ -137,7 +137,7 @@ def _check_request(cfg: DictConfig) -> None:
         if files.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
     if cfg.hardest is not None:
-        spec: EvaluationSpec = build.component(cfg.evaluation)
+        spec: EvaluationSpec = component(cfg.evaluation)
         check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
 
 
@@ -150,7 +150,7 @@ def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
 
 
 def _evaluate_file(cfg: DictConfig) -> Evaluated:
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     stored = read_embeddings(cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels)
     distance = _distance_of_file(cfg, stored)
     evaluation = evaluate(stored.queries, stored.gallery, spec, distance=distance)
@@ -185,7 +185,7 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     stored = result["metrics"].get("test")
     if stored is None:
         raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     warned = tuple(cautions({**result, "search": spec.search}))
     if not cfg.from_checkpoint:
         require_own_files(run_dir, result)
@@ -211,7 +211,7 @@ def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
     """The images of a run, or None, with a warning, where they are not on this machine: ids then have to do."""
     config = load_config(run_dir / CONFIG)
     try:
-        table: ImageTable = build.component(config.dataset.table)
+        table: ImageTable = component(config.dataset.table)
     except DataError as error:
         log.warning("ids and labels stay without names, the data are not here: %s", error)
         return None

@@ -12,13 +12,14 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.build import make_setup
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.experiment import Setup, make_setup
+from dmlbench.experiment import Setup
 from dmlbench.models.head import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device

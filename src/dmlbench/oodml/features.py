@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save
 
 from dmlbench import build
 from dmlbench.apps.trained import load_run
+from dmlbench.component_arguments import component
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
@@ -51,7 +52,7 @@ def features_of(cfg: DictConfig) -> Features:
         DataError, ConfigError, RunError: data, network or run cannot be used.
     """
     set_strict_float32()
-    table: ImageTable = build.component(cfg.dataset.table)
+    table: ImageTable = component(cfg.dataset.table)
     device = select_device(cfg.device)
     if cfg.run is not None:
         setup = load_run(Path(cfg.run), {"num_workers": cfg.num_workers}, device=cfg.device)
@@ -61,10 +62,10 @@ def features_of(cfg: DictConfig) -> Features:
         weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"
     else:
         seed_everything(0)  # of weights that are random
-        backbone = build.component(cfg.backbone)
+        backbone = component(cfg.backbone)
         node, of_images = cfg.backbone, cfg.transform.eval
         weights = f"{network_name(cfg)} with {_weights(cfg.backbone)}"
-    transform = build.component(of_images)
+    transform = component(of_images)
     size = getattr(transform, "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     state = backbone.state_dict()

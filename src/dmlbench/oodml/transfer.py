@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from dmlbench import build
 from dmlbench.apps.tables import asked_columns
 from dmlbench.apps.trained import load_run
+from dmlbench.component_arguments import component
 from dmlbench.config import load_config
 from dmlbench.data.given_splits import read_splits, rows_of_split
 from dmlbench.data.protocols import Conventional
@@ -65,7 +66,7 @@ def transfer(cfg: DictConfig) -> Transferred:
         ConfigError: no run is named, or one was trained on classes of this test half.
         RunError: one of them cannot be loaded. DataError: the data set has no test half.
     """
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     named = [cfg.runs] if isinstance(cfg.runs, str) else list(cfg.runs or [])
     if not named:
         raise ConfigError("name the trained models: runs=<run directory>, or several: runs=[<one>,<another>]")
@@ -118,7 +119,7 @@ def frozen_scores(cfg: DictConfig) -> dict[str, Any]:
     """
     if cfg.splits is None:
         raise ConfigError("name the splits: splits=<file of `dmlbench oodml splits`, or one of the study's pickles>")
-    spec: EvaluationSpec = build.component(cfg.evaluation)
+    spec: EvaluationSpec = component(cfg.evaluation)
     file = read_splits(cfg.splits)
     features = features_of(cfg)
     table = features.table

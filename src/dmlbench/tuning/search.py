@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from dmlbench.build import check
+from dmlbench.checks import check
 from dmlbench.component_arguments import component
 from dmlbench.identity import directory_of, run_sha256
 from dmlbench.one_run import run

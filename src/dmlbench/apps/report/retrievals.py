@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench import build
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
+from dmlbench.component_arguments import component
 from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
@@ -82,7 +82,7 @@ def table_of(config: ConfigSummary) -> ImageTable:
         DataError: there is nothing.
     """
     config = load_config(first_run(config) / CONFIG)
-    table: ImageTable = build.component(config.dataset.table)
+    table: ImageTable = component(config.dataset.table)
     if table.fingerprint != config.summary["dataset_fingerprint"]:
         raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
     return table
