@@ -63,7 +63,7 @@ def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, row: list
     [["loss=layered"], ["backbone=resnet50", "pooling=gap_gmp", "head=linear", "loss=margin"]],
     ids=["Margin-AVSL", "Margin"],
 )
-def test_the_public_code_has_one_triplet_an_image_of_four_a_class_for_the_margin_loss(row: list[str]) -> None:
+def test_the_public_code_has_one_triplet_an_image_for_the_margin_loss(row: list[str]) -> None:
     cfg = with_epochs_of_ten_steps("experiment=avsl/table1", "dataset=cub200", "sampler=avsl_balanced", *row)
     factors = cfg.optim.lr_multipliers
     rates = [cfg.optim.lr * factors[group] for group in ("backbone", "head", "distance", "loss")]

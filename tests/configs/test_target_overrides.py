@@ -65,7 +65,7 @@ def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
 
 
 @pytest.mark.slow
-def test_what_interpolations_give_stays_and_so_does_all_of_the_option_s_own_component(composed) -> None:
+def test_interpolated_values_and_the_option_s_own_component_stay(composed) -> None:
     cfg = composed("loss=proxy_anchor", f"loss._target_={LOSSES}ArcFaceLoss")
     assert set(cfg.loss) == {"_target_", "num_classes", "embedding_size"}
     own = composed("pooling=gsp")

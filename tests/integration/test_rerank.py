@@ -137,7 +137,7 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
             ("head=concatenated_levels", "backbone=resnet20_levels"),
             "which dmlbench.models.*ConcatenatedLevels does not",
         ),
-        (("pooling=native",), "compares configs of a map, and Native uses none"),
+        (("pooling=native",), "compares cells of a map, and Native uses none"),
         (("pooling=netvlad",), "compares configs of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.shortlist=50",), "shortlist"),
         (("protocol=hpo",), "protocol 'hpo' has none; set rerank=none"),
