@@ -1,4 +1,4 @@
-"""Whether the values of a configuration's nodes are arguments of what the nodes name, by name and by type."""
+"""Components: objects of nodes with a ``_target_``, whose arguments are checked by name and type."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: 
 
 
 def component(node: Any, **provided: Any) -> Any:
-    """Instantiate a node with a ``_target_``; None stays None. An error of ours comes without Hydra's around it."""
+    """Instantiate a node with a ``_target_``; None stays None. Errors come without Hydra's around them."""
     if node is None:
         return None
     try:
@@ -44,11 +44,7 @@ def component(node: Any, **provided: Any) -> Any:
 
 
 def check_periods(node: Any, path: str) -> None:
-    """Lengths in steps that torch's schedules divide by, also of schedules within schedules.
-
-    Raises:
-        ConfigError: one is known, and below 1.
-    """
+    """Insist on lengths of at least 1 step in torch's schedules, which divide by them."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key in ("T_max", "T_0", "step_size") and isinstance(value, int | float) and value < 1:
             raise ConfigError(f"{path}.{key} ({value}) must be at least 1 step")
@@ -61,11 +57,7 @@ def declared(node: Any, name: str) -> Any:
 
 
 def check_components(node: Any, path: str = "") -> None:
-    """Check every node with a ``_target_`` within ``node``, which stands at ``path``, and every number.
-
-    Raises:
-        ConfigError: an argument that is unknown, missing or of another type; a number that is NaN or infinite.
-    """
+    """Check the arguments of every node with a ``_target_`` within ``node``, and that numbers are finite."""
     if isinstance(node, float) and not math.isfinite(node):
         raise ConfigError(f"{path} is {node}; give a finite number")
     if isinstance(node, list):
@@ -105,11 +97,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
 
 @functools.cache
 def imported(name: str, path: str) -> Any:
-    """What a ``_target_`` at ``path`` names.
-
-    Raises:
-        ConfigError: there is no such thing.
-    """
+    """The object that a ``_target_`` at ``path`` names."""
     module_name, _, attribute = str(name).rpartition(".")
     if not module_name or not attribute:
         raise ConfigError(f"{path}._target_ is '{name}', which is no importable name, such as torch.nn.ReLU")
@@ -159,7 +147,7 @@ def _type_of(default: Any) -> Any:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
+    """Whether a YAML value can be an argument of that type."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         return True
     if isinstance(value, dict) and "_target_" in value:

@@ -32,7 +32,7 @@ def config_folder() -> Path:
 
 
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """The configuration ``name`` with overrides, outside of its command: for notebooks, labels and tests."""
+    """Compose the configuration ``name`` outside of its command."""
     with composing():
         renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
         cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
@@ -42,10 +42,10 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
 
 
 def settle(cfg: DictConfig) -> None:
-    """Make a run's configuration of what Hydra composed: what a recipe did is said, a table's rows are left out.
+    """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits.
 
     Raises:
-        ConfigError: the recipe has nothing for what was chosen, or nothing of the table can be run.
+        ConfigError: the recipe does not cover the options, or the experiment is no run.
     """
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
@@ -73,10 +73,7 @@ def _settle_splits(protocol: Any) -> None:
 
 @contextlib.contextmanager
 def composing(folder: Path | None = None, name: str | None = None) -> Iterator[None]:
-    """Hydra made ready to compose ``name`` (None: anything), with the user's own configuration folder if there is one.
-
-    Also within a command that Hydra itself started, which it goes back to.
-    """
+    """Prepare Hydra to compose ``name`` (None: any), with the user's ``folder``; restores Hydra's state."""
     register_schemas(folder, name)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -88,10 +85,10 @@ def composing(folder: Path | None = None, name: str | None = None) -> Iterator[N
 
 
 def register_schemas(folder: Path | None = None, name: str | None = None) -> None:
-    """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
+    """Register schemas, recipes and ``${epochs:3}`` (optimizer steps of so many epochs) with Hydra.
 
-    Each primary YAML names its schema (``schema/train``) first in its defaults; ``name`` is the one that is composed,
-    None stands for any. Recipes of the user's own configuration ``folder`` come before others of their name.
+    Each command's YAML names its schema (``schema/train``) first in its defaults. ``name`` is the one to compose, None
+    stands for any. Recipes of the user's ``folder`` come first.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
@@ -196,11 +193,7 @@ def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
 
 
 def load_config(path: Path) -> DictConfig:
-    """``read_config`` of a run as a configuration.
-
-    Raises:
-        RunError: it is missing, or damaged.
-    """
+    """``read_config`` as a DictConfig."""
     remedy = "remove the run with `dmlbench clean` and run it again"
     try:
         present = OmegaConf.create(read_config(path))
@@ -211,10 +204,10 @@ def load_config(path: Path) -> DictConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The composed configuration that a run has stored at ``path``; plain values, read fast.
+    """The configuration that a run has stored, as plain values.
 
     Raises:
-        RunError: it is missing, or damaged.
+        RunError: it is missing or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
     if what := not_a_file(path):

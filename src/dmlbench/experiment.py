@@ -41,20 +41,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Setup:
-    """What training and the applications share: data, images as evaluation sees them, and the model on its device.
+    """Data, model and evaluation, shared by training and applications.
 
     Attributes:
-        data: the images, who trains and who is tested.
-        images: opened for ``transform``.
-        transform: of evaluation, without augmentation.
-        model: with the weights that it starts from.
-        rerank: what ranks the first neighbors of the test again; None where nothing does.
-        settings: of the training.
-        spec: what is computed of embeddings.
-        choices: the chosen option of each group of the configuration.
-        device: where the model lies.
+        images: opened for ``transform``, which has no augmentation.
+        rerank: distance that reranks the first neighbors of the test, or None.
+        choices: the chosen option of each group.
         eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
-        num_workers: processes that read ahead; None is the loader's own choice.
+        num_workers: processes that read ahead; None: the loader decides.
     """
 
     data: Data
@@ -151,24 +145,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that one run works with.
+    """A run's setup and training.
 
     Attributes:
-        setup: data, model and how they are evaluated.
-        protocol: which classes train, and how runs are summed up.
-        fold, repeat, base_seed: the coordinates and what seeds derive from.
-        seed: of this run.
-        config_sha256, run_sha256: what identifies the config, and the run.
-        plan: of stage 1, which this training follows; None where there is none.
+        seed: hash of base seed, fold and repeat.
+        plan: of stage 1, which this training follows, or None.
         batches: endless training batches.
-        objective, optimizer, schedule, loggers: of the training; no schedule is None.
         num_classes: classes to train on.
         steps_per_epoch: optimizer steps of the sampler's epoch.
-        weights_sha256: of the file of pretrained weights; None where none was named.
+        weights_sha256: of ``backbone.weights_file``, or None.
         code_sha256: of files with user code, by name.
-        recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
+        recipe: ``runtime.recipe``; empty without one.
         variants: values of all keys ``variant``, which choose between a paper and its public code.
-        configuration: all settings with every value resolved, as YAML.
+        configuration: the resolved configuration as YAML.
     """
 
     setup: Setup

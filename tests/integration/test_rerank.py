@@ -138,7 +138,7 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
             "which dmlbench.models.*ConcatenatedLevels does not",
         ),
         (("pooling=native",), "compares cells of a map, and Native uses none"),
-        (("pooling=netvlad",), "compares configs of 16 numbers with embeddings, and NetVlad makes some of"),
+        (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.shortlist=50",), "shortlist"),
         (("protocol=hpo",), "protocol 'hpo' has none; set rerank=none"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),

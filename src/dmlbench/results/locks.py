@@ -1,10 +1,4 @@
-"""One process at a time in a run directory, also of several machines on one shared folder.
-
-The lock is the system's own (``flock``): it ends with its process, however that ends, and network file systems pass it
-on between machines. Where they do not (NFS mounted with ``nolock`` or ``local_lock``), two machines would both get it.
-So its holder also touches the file every ``BEAT_S`` seconds: a lock that another machine's process touched within
-``SILENT_S`` seconds is alive, one that has been silent for longer is stale, that of a process that was killed.
-"""
+"""Locks of run directories: ``flock`` plus a heartbeat, for file systems that do not share locks between machines."""
 
 import contextlib
 import errno
@@ -21,18 +15,16 @@ from dmlbench.types import RunError, RunInUse, not_a_file
 
 LOCK = "run.lock"
 BEAT_S, SILENT_S = 15.0, 90.0
-"""How often a holder says that it lives, and after what silence another machine's is taken for dead: clocks may differ
-by what is between."""
+"""Seconds between heartbeats, and until another machine's lock is stale; clocks may differ by what is between."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for this process; the lock goes with the process, however it ends.
+    """Hold the run directory for this process.
 
     Raises:
         RunInUse: another process holds it.
-        RunError: it cannot be written to.
     """
     require_file(run_dir / LOCK)
     try:
@@ -76,7 +68,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _living_elsewhere(file: IO[str]) -> str:
-    """Process and machine that a lock names, if it is another machine and has been heard of lately; else ""."""
+    """Process and machine that a lock names, if another machine's heartbeat is recent; else ""."""
     file.seek(0)
     holder = file.read().strip()
     machine = holder.partition(" on ")[2]
@@ -104,7 +96,7 @@ def _beating(descriptor: int) -> Iterator[None]:
 
 
 def require_file(path: Path) -> None:
-    """Insist that what lies in a file's place, if anything does, is one: it could be waited for without end."""
+    """Reject pipes and folders: opening a pipe waits without end."""
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove it")
 

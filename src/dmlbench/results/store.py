@@ -36,11 +36,7 @@ STATES = ("done", "running", "failed", "stale")
 
 
 def make_directory(path: Path) -> None:
-    """Create a run directory.
-
-    Raises:
-        RunError: it cannot be created or written to.
-    """
+    """Create a writable run directory."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -53,16 +49,12 @@ def make_directory(path: Path) -> None:
 
 
 def write_result(run_dir: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json``, the last file of a run; with it the run is complete.
-
-    Raises:
-        RunError: a score is NaN or infinite.
-    """
+    """Write ``result.json``, the last file of a run; with it the run is complete."""
     write_json(run_dir / RESULT, {"schema": RESULT_SCHEMA, **result})
 
 
 def code_of(result: Mapping[str, Any]) -> str:
-    """What code made a result: its commit, else its version."""
+    """Commit of the code that made a result, else its version."""
     return str(result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"))
 
 
@@ -70,7 +62,7 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     """The result of a complete run.
 
     Raises:
-        RunError: there is none, it is damaged, or it has another schema.
+        RunError: it is missing or damaged, or has another schema.
     """
     path, remedy = run_dir / RESULT, "delete it and start the run again"
     try:
@@ -99,11 +91,7 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 
 def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> dict[str, str]:
-    """SHA-256 of files of a run, those that scores are computed from if it does not say which, of those that are there.
-
-    Raises:
-        RunError: one cannot be read, or is a pipe or a folder.
-    """
+    """SHA-256 of the files of a run that exist, by ``<stem>_sha256``."""
     files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
@@ -116,7 +104,7 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
 
 
 def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Insist that a result lies in the folder of its coordinates, and has their seed.
+    """Insist that a result is in the folder of its fold and repeat, and has their seed.
 
     Raises:
         RunError: it was copied from another run.
@@ -137,10 +125,10 @@ def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
 def require_own_files(
     run_dir: Path, result: Mapping[str, Any], files: Sequence[str] = (EMBEDDINGS, DISTANCE)
 ) -> dict[str, str]:
-    """``hashes_of`` a run whose result lies in its folder, with the files that it was written with.
+    """``hashes_of`` a run, after checking that result and files belong to it.
 
     Raises:
-        RunError: it was copied from another run, or its files were, or they are damaged.
+        RunError: the result or a file was copied from another run, or changed.
     """
     require_own_place(run_dir, result)
     hashes = hashes_of(run_dir, files)
@@ -164,11 +152,7 @@ def run_state(run_dir: Path) -> State:
 
 
 def states_of(asked: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The states that a command was asked for: one, several, or all that it knows.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
+    """The requested states: one, several, or (None) all."""
     states = [asked] if isinstance(asked, str) else list(known if asked is None else asked)
     for state in states:
         check_choice("state", state, known)
@@ -196,12 +180,8 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
 
     Args:
         output_dir: root of the run directories.
-        pattern: shell pattern for that relative path, or for as many of its first parts as one likes: ``glyphs``,
-            ``*/mlrc/*gsp*``, ``*gsp*/fold0_rep?``; ``*`` stands for slashes, too; ``output_dir`` may stand before it,
-            or alone for all.
-
-    Raises:
-        ConfigError: ``output_dir`` is empty.
+        pattern: shell pattern for that relative path or its first parts: ``glyphs``, ``*/mlrc/*gsp*``,
+            ``*gsp*/fold0_rep?``; ``*`` also matches slashes; ``output_dir`` may precede it, or stand alone for all.
     """
     from fnmatch import fnmatch
 
@@ -222,10 +202,10 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
 
 
 def remove_run(path: Path) -> None:
-    """Delete a run directory, and its config's folder when it was the last one in it; a running one is left alone.
+    """Delete a run directory, and its config's folder with the last run.
 
     Raises:
-        RunError: a living process holds it, or it cannot be removed.
+        RunError: it is running, or cannot be removed.
     """
     if is_locked(path):
         raise RunError(f"{path} is running; stop it first")

@@ -1,4 +1,4 @@
-"""A training's plan to repeat on other data: how many epochs it took to its best score, and its rates on the way."""
+"""Plans of the two-stage protocol: epochs to the best score, and the learning rates on the way."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ RATE = "lr"  # in history.csv: of the first parameter group that has a rate abov
 
 @dataclass(frozen=True)
 class Plan:
-    """Times in epochs, so that it can be repeated on a training set of another size.
+    """Length and learning rates of a training in epochs, to repeat it on a training set of another size.
 
     Attributes:
         epochs: length of the training; 0 leaves the model untrained.
-        changes: (epoch, factor) by epoch: from that epoch on the rate is factor * the first rate. One factor for all
-            groups: where some reach the schedule's ``min_lr`` and others do not, it is that of the logged one.
+        changes: (epoch, factor) by epoch: from that epoch on the rate of all groups is factor * the first rate. Where
+            only some groups reach the schedule's ``min_lr``, the factor is that of the logged group.
     """
 
     epochs: float
@@ -38,8 +38,8 @@ def plan_of(
     """The plan that a training followed up to its best step.
 
     Args:
-        history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
-        first_rate: that rate when it began.
+        history: lines (step, name, value) of ``history.csv``; the rate after each validation has the name "lr".
+        first_rate: the initial rate.
         best_step: step of the best validation score.
         steps_per_epoch: of this training.
     """
@@ -53,16 +53,12 @@ def plan_of(
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, whole or not at all."""
+    """Write a plan as JSON."""
     write_json(path, asdict(plan))
 
 
 def load_plan(path: Path) -> Plan:
-    """Read what ``save_plan`` wrote.
-
-    Raises:
-        RunError: the file is not there or not a plan.
-    """
+    """Read a plan."""
     try:
         values = read_json(path)
         changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])
