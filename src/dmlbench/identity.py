@@ -177,6 +177,14 @@ def contents(cfg: DictConfig | dict[str, Any]) -> dict[str, str]:
     return found | {f"code.{name}": digest for name, digest in sorted(_user_code(modules).items())}
 
 
+def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
+    """Files of user code of a run's model and data that changed since its result was written."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    now = contents({key: plain.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
+    then = result.get("code_sha256") or {}
+    return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
+
+
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of dicts and lists by their key, such as ``schedule.schedulers[0]._target_``."""
     if isinstance(node, dict):

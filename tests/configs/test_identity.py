@@ -11,7 +11,7 @@ from PIL import Image
 
 from dmlbench.cli.python import run, table
 from dmlbench.config import compose, read_config
-from dmlbench.identity import config_id, config_settings, contents, is_complete
+from dmlbench.identity import changed_code, config_id, config_settings, contents, is_complete
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import read_result
 from dmlbench.types import RunError
@@ -145,3 +145,11 @@ def test_a_run_of_other_images_is_not_complete(tmp_path: Path) -> None:
     Image.new("RGB", (32, 32), "white").save(other / "class0" / "5.png")
     with pytest.raises(RunError, match="holds the result of other data"):
         run(*given, f"paths.data_dir={tmp_path}/other")
+
+
+def test_changed_code_of_a_model_is_noticed_when_it_is_loaded(user_code: Path) -> None:
+    of_loss = compose("train", ["loss=contrastive", "loss._target_=own_loss.Scaled"])
+    of_model = compose("train", ["pooling._target_=own_loss.Scaled"])
+    for code, changed in (({"own_loss.py": "of then"}, ["own_loss.py"]), ({}, [])):
+        assert changed_code(of_model, {"code_sha256": code}) == changed
+    assert changed_code(of_loss, {"code_sha256": {"own_loss.py": "of then"}}) == []

@@ -1,6 +1,7 @@
 """A finished run brought back: its configuration, its data and the model with its best weights."""
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,16 @@ from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.experiment import Setup
+from dmlbench.experiment import Data, Setup
+from dmlbench.identity import changed_code
 from dmlbench.models.head import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
 from dmlbench.types import ConfigError, ImageTable, RunError, closest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,11 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
+    if changed := changed_code(config, result):
+        log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
     config.merge_with(dict(overrides))
 
-    def check_data(data: build.Data, open_images: object) -> None:
+    def check_data(data: Data, open_images: object) -> None:
         if data.table.fingerprint != result["dataset_fingerprint"]:
             raise RunError(
                 f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "
