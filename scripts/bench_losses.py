@@ -25,7 +25,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss, ProxyNCALoss
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective

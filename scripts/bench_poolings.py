@@ -22,7 +22,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench import build
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.data.image_table import make_table
+from dmlbench.experiment import Data
 from dmlbench.losses.objective import Objective
 from dmlbench.models.head import MetricModel
 from dmlbench.runtime import seed_everything
@@ -169,7 +170,7 @@ def _by_name(names: dict[int, str], groups: Sequence[dict[str, object]], key: st
     return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
 
 
-def _first_batches(cfg, data: build.Data, count: int) -> tuple[Tensor, ...]:
+def _first_batches(cfg, data: Data, count: int) -> tuple[Tensor, ...]:
     labels = data.class_index[data.table.labels[data.split.train]]
     sampler = iter(component(cfg.sampler, labels=labels, seed=0))
     return tuple(torch.from_numpy(labels[next(sampler).rows]) for _ in range(count))

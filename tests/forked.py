@@ -22,7 +22,7 @@ from dmlbench.cli.main import main
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _IMPORTED_BEFORE = [
     *(
-        "dmlbench.one_run",
+        "dmlbench.runner",
         "dmlbench.apps.reevaluate",
         "dmlbench.apps.compare",
         "dmlbench.apps.report.picture",

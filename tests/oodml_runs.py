@@ -5,7 +5,7 @@ from pathlib import Path
 from composed import composed
 from omegaconf import OmegaConf
 
-from dmlbench.one_run import run
+from dmlbench.runner import run
 
 NUM_TEST_CLASSES, IMAGES = 4, 6
 

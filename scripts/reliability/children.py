@@ -22,7 +22,7 @@ IMPORTED_BEFORE = (
     *(
         "dmlbench.cli.main",
         "dmlbench.cli.train",
-        "dmlbench.one_run",
+        "dmlbench.runner",
         "dmlbench.apps.reevaluate",
         "dmlbench.apps.compare",
     ),

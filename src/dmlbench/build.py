@@ -15,7 +15,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
 from torch.optim import Optimizer
 
-from dmlbench.component_arguments import check_periods, component, declared, imported, parameters_of
+from dmlbench.components import check_periods, component, declared, imported, parameters_of
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.image_cache import cached_images

@@ -9,7 +9,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.build import asks_for_map_size, build_distance, build_rerank
-from dmlbench.component_arguments import (
+from dmlbench.components import (
     check_components,
     check_periods,
     component,

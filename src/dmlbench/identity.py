@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.results import store
 from dmlbench.runtime import cached_sha256
 from dmlbench.types import DataError, RunError, flatten

@@ -24,7 +24,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def command(*arguments: str) -> dict:
         found = []
-        monkeypatch.setattr("dmlbench.one_run.run", lambda cfg: found.append(cfg.copy()))
+        monkeypatch.setattr("dmlbench.runner.run", lambda cfg: found.append(cfg.copy()))
         with pytest.raises(SystemExit) as info:
             main(["train", *arguments])
         assert info.value.code == 0

@@ -13,7 +13,7 @@ from dmlbench.apps.imported import Imported, _of_table, import_config
 from dmlbench.apps.loaded import load
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays

@@ -20,13 +20,13 @@ from dmlbench.apps.embed_folder import embed_folder
 from dmlbench.apps.export import export_run
 from dmlbench.apps.loaded import MANIFEST, WEIGHTS
 from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.one_run import run
 from dmlbench.results.store import CONFIG, EMBEDDINGS
+from dmlbench.runner import run
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DataError, RunError
 

@@ -27,13 +27,13 @@ from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import _thumbnail
 from dmlbench.apps.tables import ConfigSummary, build_tables, find_configs
 from dmlbench.cli.main import main
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.one_run import run
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS
+from dmlbench.runner import run
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
 

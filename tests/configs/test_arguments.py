@@ -135,7 +135,7 @@ def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, mon
         taken.append(cfg.loss)
         return "nowhere"
 
-    monkeypatch.setattr("dmlbench.one_run.run", run)
+    monkeypatch.setattr("dmlbench.runner.run", run)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
     option = ["--config-dir=my_conf"] if order == "equals" else ["--config-dir", "my_conf"]
     rest = ["loss=mine", "loss.neg_margin=0.5"]

@@ -19,7 +19,7 @@ from dmlbench import build
 from dmlbench.checks import check
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
-from dmlbench.component_arguments import component, imported, parameters_of
+from dmlbench.components import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
 from dmlbench.data.given_splits import FORMAT
 from dmlbench.identity import config_id, run_sha256

@@ -8,7 +8,7 @@ from composed import composed
 from effective import effective
 
 from dmlbench import build
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.training.stage_plan import Plan
 
 # dataset/utils.py: batches of BalancedBatchSampler and RandomBatchSampler(drop_last=True), over the classes of stage 1

@@ -374,7 +374,7 @@ def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None
 
 def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch) -> None:
     jobs: list[DictConfig] = []
-    monkeypatch.setattr("dmlbench.one_run.run", jobs.append)
+    monkeypatch.setattr("dmlbench.runner.run", jobs.append)
     monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path))
     arguments = ["recipe=gsp", "recipe.side=paper,code", "dataset=cars196,sop", "loss=triplet", "backbone=resnet50"]
     with pytest.raises(SystemExit) as info:

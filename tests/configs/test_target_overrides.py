@@ -21,7 +21,7 @@ def composed(monkeypatch: pytest.MonkeyPatch, tmp_path):
         found.append(cfg.copy())
         return "nowhere"
 
-    monkeypatch.setattr("dmlbench.one_run.run", take)
+    monkeypatch.setattr("dmlbench.runner.run", take)
 
     def command(*arguments: str):
         found.clear()

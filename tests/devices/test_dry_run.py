@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from dmlbench import build
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import config_folder
 from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.objective import Objective

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from dmlbench import build as build_module
-from dmlbench import one_run as run_module
+from dmlbench import runner as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.config import compose

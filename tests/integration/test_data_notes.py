@@ -22,8 +22,8 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Data
 from dmlbench.identity import config_id
-from dmlbench.one_run import _published_queries, run
 from dmlbench.results.store import EMBEDDINGS, find_runs
+from dmlbench.runner import _published_queries, run
 from dmlbench.types import ImageTable, RetrievalSet, Split
 
 OVERRIDES = [

@@ -25,7 +25,7 @@ from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, 
 
 import dmlbench
 from dmlbench.cli.main import main
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.evaluation.metrics.table import METRICS

@@ -10,8 +10,8 @@ from small_data_sets import write_cars196, write_cub200, write_inshop, write_sop
 
 from dmlbench.checks import check
 from dmlbench.config import compose
-from dmlbench.one_run import run
 from dmlbench.results.store import read_result
+from dmlbench.runner import run
 from dmlbench.training.fit import BEST, HISTORY
 from dmlbench.training.log import read_history
 

@@ -9,10 +9,10 @@ from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.one_run import run
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import EMBEDDINGS, find_runs, read_result
 from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
+from dmlbench.runner import run
 from dmlbench.types import ConfigError
 
 SMALL = [

@@ -9,8 +9,8 @@ from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.one_run import run
 from dmlbench.results.store import read_result
+from dmlbench.runner import run
 from dmlbench.runtime import set_strict_float32
 from dmlbench.types import EmbeddingSet
 

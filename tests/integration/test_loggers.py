@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from dmlbench import build as build_module
-from dmlbench import one_run as run_module
+from dmlbench import runner as run_module
 from dmlbench.checks import check
 from dmlbench.experiment import Setup
 from dmlbench.training.nearest_images import draw_nearest

@@ -3,8 +3,8 @@
 from omegaconf import OmegaConf
 
 from dmlbench.config import compose, load_config
-from dmlbench.one_run import run
 from dmlbench.results.store import CONFIG, read_result
+from dmlbench.runner import run
 
 SMALL = [
     *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "fit.max_steps=1"),

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
-from dmlbench import one_run as run_module
+from dmlbench import runner as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run

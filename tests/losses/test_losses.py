@@ -16,7 +16,7 @@ from pytorch_metric_learning import regularizers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import config_folder
 from dmlbench.losses.arcface import ArcFace
 from dmlbench.losses.contrastive_c1 import ContrastiveC1

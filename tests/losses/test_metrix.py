@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.checks import check_values
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.metrix import Metrix, Pairs

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dmlbench import build
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.losses.objective import Mixing, Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from pytorch_metric_learning import losses, miners
 from torch import Tensor
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.objective import Objective

@@ -15,7 +15,7 @@ from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
 from dmlbench.apps.trained import load_run
 from dmlbench.cli.oodml_few_shot import task
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate

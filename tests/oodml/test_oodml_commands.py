@@ -11,10 +11,10 @@ from dmlbench.config import compose
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.identity import config_id
-from dmlbench.one_run import run
 from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import find_runs, read_result, runs_by_config
+from dmlbench.runner import run
 from dmlbench.runtime import read_json
 
 DATA = ["dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=5", "device=cpu",

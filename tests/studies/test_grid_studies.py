@@ -11,8 +11,8 @@ from torch import nn
 from dmlbench.config import compose
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.global_pooling import Gap, Gmp
-from dmlbench.one_run import run
 from dmlbench.results.store import find_runs, read_result
+from dmlbench.runner import run
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_m_eps, gsp_mu, object_size, untrained_poolings
 from dmlbench.studies.record import conduct_study

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.apps.plan import PlannedConfig
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.types import DmlbenchError
 
 

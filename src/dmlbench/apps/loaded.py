@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.apps.trained import config_with_weights, put_weights, without_pretrained
-from dmlbench.component_arguments import component, imported
+from dmlbench.components import component, imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform

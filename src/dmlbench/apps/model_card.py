@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig
 
 from dmlbench.apps.loaded import PREPROCESSING, TrainedModel, preprocessing
-from dmlbench.component_arguments import imported
+from dmlbench.components import imported
 from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.identity import config_id, config_sha256, require_result_of, run_directory
 from dmlbench.results.store import EMBEDDINGS, ERROR, read_result, run_state
 from dmlbench.types import ConfigError, DmlbenchError, RunError

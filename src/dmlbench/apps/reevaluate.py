@@ -14,7 +14,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from dmlbench.apps.embed_folder import OWN_DISTANCE
 from dmlbench.apps.loaded import load
 from dmlbench.apps.trained import distance_of_run, load_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import (
     HardQuery,

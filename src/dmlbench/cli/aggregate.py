@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.trained import distance_of_run
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.results.aggregate import aggregate_config
     from dmlbench.results.cautions import cautions
     from dmlbench.results.store import find_runs, runs_by_config

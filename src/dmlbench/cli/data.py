@@ -111,7 +111,7 @@ def _load(cfg: DictConfig, name: str) -> ImageTable:
         except DataError as error:
             raise DataError(f"{error}\n{_how_to_get(source)}") from None
 
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
 
     table = component(cfg.dataset.table)
     assert isinstance(table, ImageTable)

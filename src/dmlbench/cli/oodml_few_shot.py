@@ -6,7 +6,7 @@ from omegaconf import DictConfig, ListConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.oodml.episodes import read_official
     from dmlbench.oodml.few_shot import FewShotPlan, few_shot_of_run
     from dmlbench.oodml.few_shot_table import FewShotRow, draw, to_csv, to_markdown

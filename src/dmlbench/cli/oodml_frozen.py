@@ -7,7 +7,7 @@ def task(cfg: DictConfig) -> None:
     from pathlib import Path
 
     from dmlbench.apps.tables import asked_columns
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.evaluation.metrics.table import score_named
     from dmlbench.oodml.transfer import frozen_scores
     from dmlbench.runtime import write_json

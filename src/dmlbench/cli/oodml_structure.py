@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 def task(cfg: DictConfig) -> None:
     from tqdm import tqdm
 
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.oodml import correlation
     from dmlbench.oodml.split_runs import chosen_runs, named_runs
     from dmlbench.oodml.structure import structure_of_run

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps.tables import asked_columns
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.oodml.transfer import transfer
 
     found = transfer(cfg)

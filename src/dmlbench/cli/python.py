@@ -38,7 +38,7 @@ def run(*overrides: str) -> Path:
     Raises:
         DmlbenchError: what a user can fix, in one line.
     """
-    from dmlbench.one_run import run as run_config
+    from dmlbench.runner import run as run_config
 
     line = CommandLine(overrides=overrides)
     with composing():

@@ -9,7 +9,7 @@ def task(cfg: DictConfig) -> None:
     from dmlbench.apps.report.page import write_page
     from dmlbench.apps.report.picture import draw_report
     from dmlbench.apps.tables import asked_columns, find_configs
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.runtime import remove_leftovers
     from dmlbench.types import ConfigError
 

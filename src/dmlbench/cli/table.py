@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 def task(cfg: DictConfig) -> None:
     from dmlbench.apps import compare
     from dmlbench.apps.tables import build_tables, find_configs, runs_to_csv
-    from dmlbench.component_arguments import component
+    from dmlbench.components import component
     from dmlbench.results.tables import to_csv, to_latex, to_markdown, to_text
     from dmlbench.runtime import atomic_write, remove_leftovers
     from dmlbench.types import ConfigError, is_file_name

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dmlbench.component_arguments import imported, parameters_of
+from dmlbench.components import imported, parameters_of
 
 GROUPS = ("loss", "miner", "regularizer", "pooling")
 """Groups whose components may be exchanged without an option of their own."""

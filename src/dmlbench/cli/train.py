@@ -29,7 +29,7 @@ def main(line: CommandLine) -> None:
 
 def task(cfg: DictConfig) -> str:
     """Run the composed configuration; returns the run directory as a string for sweepers."""
-    from dmlbench.one_run import run  # torch is imported only once the configuration is known to compose
+    from dmlbench.runner import run  # torch is imported only once the configuration is known to compose
 
     settle_choices(cfg, HydraConfig.get())
     return str(run(cfg))

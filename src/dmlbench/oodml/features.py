@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save
 
 from dmlbench import build
 from dmlbench.apps.trained import load_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed

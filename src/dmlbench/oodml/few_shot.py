@@ -25,7 +25,7 @@ from torch import nn
 from tqdm import tqdm
 
 from dmlbench.apps.trained import load_run
-from dmlbench.component_arguments import component, imported
+from dmlbench.components import component, imported
 from dmlbench.config import load_config
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.tables import Entry, Table, to_csv, to_latex, to_markdown

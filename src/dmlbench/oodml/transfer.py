@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from dmlbench import build
 from dmlbench.apps.tables import asked_columns
 from dmlbench.apps.trained import load_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.given_splits import read_splits, rows_of_split
 from dmlbench.data.protocols import Conventional

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.transport import prototype_cost, transport_weights
 from dmlbench.runtime import seed_everything

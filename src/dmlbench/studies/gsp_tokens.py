@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from scipy.spatial import ConvexHull
 
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.runtime import derive_seed, generator, seed_everything
 from dmlbench.studies.record import Claim, Findings, Parts
 from dmlbench.studies.tokens import NUM_CLASSES, TokenModel, bags, scores, train, weight_of_background

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate

@@ -13,7 +13,7 @@ from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
-from dmlbench.one_run import run
+from dmlbench.runner import run
 from dmlbench.types import ConfigError, IntArray
 
 Float = NDArray[np.float64]

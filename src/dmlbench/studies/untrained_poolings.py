@@ -17,7 +17,7 @@ from torch import nn
 
 from dmlbench import build
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import evaluate

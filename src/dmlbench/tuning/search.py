@@ -18,11 +18,11 @@ from filelock import FileLock
 from omegaconf import DictConfig
 
 from dmlbench.checks import check
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.identity import directory_of, run_sha256
-from dmlbench.one_run import run
 from dmlbench.results.locks import locked
 from dmlbench.results.store import RESULT, make_directory, read_result, require_own_place
+from dmlbench.runner import run
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history

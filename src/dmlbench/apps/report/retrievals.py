@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings

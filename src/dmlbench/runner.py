@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.build import make_experiment
 from dmlbench.checks import check
-from dmlbench.component_arguments import component
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
