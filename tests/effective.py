@@ -18,7 +18,7 @@ from dmlbench.components import component
 from dmlbench.data.image_table import make_table
 from dmlbench.experiment import Data
 from dmlbench.losses.objective import Objective
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.optim import frozen

@@ -28,8 +28,8 @@ from dmlbench.experiment import Data, Experiment, Images, Setup
 from dmlbench.identity import config_sha256, contents, run_sha256
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.models.head import Head, MetricModel
-from dmlbench.models.net import make_model, pooled_channels
+from dmlbench.models.head import Head
+from dmlbench.models.net import MetricModel, make_model, pooled_channels
 from dmlbench.runtime import derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger

@@ -19,7 +19,7 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import autocast
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger

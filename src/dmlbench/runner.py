@@ -23,7 +23,7 @@ from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.experiment import Data, Experiment
 from dmlbench.identity import directory_of, is_complete
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
     atomic_write,

@@ -174,10 +174,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch: uint8 or float images [B, 3, H, W] in RGB, labels [B] in [0, num_classes), table rows [B].
+    """A batch of images on the device, with labels and ids on the host.
 
-    ``second_views`` [B, 3, H, W] are the same images, transformed once more; None where no part of the objective wants
-    keys.
+    Attributes:
+        images: [B, 3, H, W] uint8 or float, RGB.
+        labels: [B] in [0, num_classes), on the CPU; the objective copies them to the device.
+        ids: [B] table rows, on the CPU.
+        second_views: [B, 3, H, W] the same images, transformed once more; None where no regularizer needs keys.
     """
 
     images: Tensor

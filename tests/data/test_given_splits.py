@@ -89,9 +89,7 @@ def test_products_are_found_by_the_number_of_their_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"test": ["Audi 100", "BMW X6"]}, "the halves of split 1 share 1 classes, such as 'BMW X6'"),
-        ({"test": []}, "the test half of split 1 is empty"),
-        ({"train": ["Fiat 500", "Fiat 500"]}, "the train half of split 1 names a class twice"),
+        ({"test": []}, "a half of split 1 is empty"),
         ({"distance": -1.0}, "split 1 has the distance -1.0"),
         ({"validation": ["Audi 100"]}, "validation of split 1 is no part of its train half"),
         ({"train": 3}, "is no file of splits, or damaged"),
@@ -109,7 +107,6 @@ def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], messa
         ("other.json", b'{"format": "something"}', "is JSON, but no file of splits"),
         ("cut.json", b'{"format": ', "is no file of splits, or damaged"),
         ("evil.pkl", b"cos\nsystem\n(S'true'\ntR.", r"asks for os\.system"),
-        ("list.pkl", pickle.dumps([1, 2]), "is no file of splits, or damaged"),
         ("empty.pkl", pickle.dumps({}), "holds no split"),
     ],
 )
@@ -147,7 +144,7 @@ def test_names_that_differ_in_punctuation_alone_are_told_apart_by_their_exact_wo
         vague = split(train=["A.4", "B"], test=["C"], fitted=[], validation=[])
         Oodml(str(written(tmp_path, vague))).split(two, fold=0)
     twice = split(train=["Fiat 500", "BMW X6"], test=["Fiat-500", "Audi 100"], fitted=[], validation=[])
-    with pytest.raises(DataError, match="share images, such as those of class 'Fiat 500'"):
+    with pytest.raises(DataError, match="share classes, such as 'Fiat 500'"):
         Oodml(str(written(tmp_path, twice))).split(table(), fold=0)
 
 

@@ -58,12 +58,6 @@ def test_a_table_whose_parts_do_not_fit_is_refused(changes: dict[str, object], m
         small_table(**changes)
 
 
-def test_an_empty_table_is_refused() -> None:
-    none = np.zeros(0, dtype=np.int64)
-    with pytest.raises(DataError, match="no images"):
-        make_table("none", "/r", paths=[], labels=none, class_names=[], role=none.astype(str), content=none)
-
-
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
     (tmp_path / "here.png").write_bytes(b"12345")
     assert file_sizes(tmp_path, ["here.png"], name="x").tolist() == [5]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.image_table import Listing, Published, table_of_files
+from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.originals import Header, deviations, deviations_of_sample, read_header
 from dmlbench.types import Originals
 
@@ -156,11 +156,11 @@ def test_a_table_carries_what_was_found_and_its_fingerprint_does_not(tmp_path: P
     paths = save(tmp_path, BOX_SIZES)
     order = RNG.permutation(NUM)  # of the list; boxes belong to its rows
     shuffled = listing_of(tmp_path, [paths[i] for i in order], Originals(boxes=BOXES[order], boxes_from="boxes.txt"))
-    table = table_of_files(shuffled, published=None)
+    table = table_of(shuffled, published=None)
     assert table.notes == ("images cut to their boxes",)
     assert table.originals is not None
     np.testing.assert_array_equal(table.originals.boxes, BOXES)
-    assert table.fingerprint == table_of_files(listing_of(tmp_path, paths, None), published=None).fingerprint
+    assert table.fingerprint == table_of(listing_of(tmp_path, paths, None), published=None).fingerprint
 
 
 def test_a_subset_is_noted_with_its_counts(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_subset_is_noted_with_its_counts(tmp_path: Path) -> None:
 
     def notes(train: int, test: int) -> tuple[str, ...]:
         published = Published({"train": (train, 1), "test": (test, 1)})
-        return table_of_files(listing, published=published, check_counts=False).notes
+        return table_of(listing, published=published, check_counts=False).notes
 
     assert notes(2, 2) == ()
     assert notes(1_000, 500) == ("a subset: 4 of 1,500 images",)
     assert notes(1, 3) == ("other counts than published: train 2 images of 1 classes, test 2 images of 1 classes",)
-    assert table_of_files(listing, published=None).notes == ()
+    assert table_of(listing, published=None).notes == ()

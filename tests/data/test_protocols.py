@@ -147,27 +147,6 @@ def test_two_stages_train_on_half_and_on_all_train_classes() -> None:
     assert (TwoStage(stage=1).aggregation, TwoStage(stage=2).aggregation) == ("mean", "mean_of_test")
 
 
-def test_every_protocol_says_how_its_runs_are_summed_up() -> None:
-    facts = {
-        p.name: (p.num_folds, p.num_repeats, p.aggregation)
-        for p in (Mlrc(), MlrcMusgrave(), Conventional(), HeldOut(), Hpo())
-    }
-    assert facts == {
-        "mlrc": (4, 3, "collections"),
-        "mlrc_musgrave": (4, 3, "collections"),
-        "conventional": (1, 3, "best_and_mean"),
-        "held_out": (1, 3, "mean_of_test"),
-        "hpo": (1, 3, "mean"),
-    }
-
-
-@pytest.mark.parametrize(("protocol", "last"), [(Mlrc(), 3), (MlrcMusgrave(), 3), (Conventional(), 0), (Hpo(), 0)])
-def test_a_fold_that_does_not_exist_names_the_range(protocol: Mlrc, last: int) -> None:
-    for fold in (-1, last + 1):
-        with pytest.raises(ConfigError, match=rf"must lie in \[0, {last}\]"):
-            protocol.split(table_of(*CUB), fold=fold)
-
-
 def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"stage \(3\).*1 or 2"):
         TwoStage(stage=3)
@@ -180,13 +159,6 @@ def test_settings_out_of_range_are_named() -> None:
     for protocol in (Hpo, HeldOut):
         with pytest.raises(ConfigError, match=r"num_parts \(1\)"):
             protocol(num_parts=1)
-
-
-def test_too_few_classes_are_an_error() -> None:
-    with pytest.raises(DataError, match="has 3 train classes"):
-        Mlrc().split(table_of(6, 3), fold=0)
-    with pytest.raises(DataError, match="has 3 train classes"):
-        MlrcMusgrave().split(table_of(6, 3), fold=0)
 
 
 def test_a_data_set_without_test_rows_is_refused_except_by_hpo() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dmlbench import build
 from dmlbench.components import component
 from dmlbench.config import config_folder
-from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import features_of
 from dmlbench.models.projection import Projection
@@ -93,7 +92,7 @@ def _small(node: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_labels() -> Tensor:
-    return with_host_copy(torch.arange(12) % CLASSES, CUDA)
+    return torch.arange(12) % CLASSES
 
 
 def objective_of(cfg: DictConfig) -> Objective:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
@@ -187,14 +186,3 @@ def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path,
                 assert objective.loss.filled == 16
             if isinstance(objective.loss, Metrix):
                 assert objective.loss.draws == STEPS
-
-
-def test_what_the_memory_cannot_wrap_is_known() -> None:
-    """``OF_PAIRS`` leaves out what compares with classes, what adds a memory or mixtures, what takes a whole batch."""
-    files = {name: yaml.safe_load((config_folder() / "loss" / f"{name}.yaml").read_text("utf-8")) for name in LOSSES}
-    with_classes = {name for name, node in files.items() if "num_classes" in node}
-    wrappers = {*MEMORIES, "metrix"}
-    assert set(LOSSES) - set(OF_PAIRS) - wrappers - with_classes == {
-        "multi_similarity_oodml",
-        "recall_at_k_surrogate",
-    }

@@ -10,14 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.losses import diva
-from dmlbench.losses.contrastive_c1 import ContrastiveC1
 from dmlbench.losses.diva import PARTS, Diva, drawn_triplets, unit_parts
-from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import log_inverse_density
-from dmlbench.losses.objective import Objective
 from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
-from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ModelOutput
 
 PUBLIC = dict(zip(PARTS, ("discriminative", "shared", "selfsimilarity", "intra"), strict=True))
 OF_TRIPLETS = ("discriminative", "shared", "intra")
@@ -40,7 +36,8 @@ def similarity_of(values: dict[str, Tensor], meta: dict[str, float], **arguments
         meta["alpha"], values["embeddings"].shape[1], queue_size=len(values["queue"]), temperature=meta["temperature"],
         **arguments,
     ).double()  # fmt: skip
-    made.queue, made._filled = values["queue"], len(values["queue"])
+    made.queue = values["queue"]
+    made.set_count("filled", len(made.queue))
     return made
 
 
@@ -177,7 +174,7 @@ def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -
     values = []
     for step in range(3):
         values.append(module(ModelOutput(rows[0, :3], {"keys": rows[step, :3]}), labels, no_loss))
-        assert int(module.filled) == module._filled == min(3 * (step + 1), 5)
+        assert int(module.filled) == module.count_of("filled") == min(3 * (step + 1), 5)
     assert float(values[0]) == 0  # there is nothing to be told from
     assert float(values[1]) > 0
     latest = torch.cat([unit_parts(rows[step, :3])["self_similarity"] for step in range(3)])[-5:]
@@ -188,13 +185,14 @@ def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -
     assert torch.equal(module.queue, before)
     again = SelfSimilarity(1.0, 8, queue_size=5)
     again.load_state_dict(module.state_dict())
-    assert again._filled == 5
+    assert again.count_of("filled") == 5
 
 
 def test_opposite_and_equal_vectors_have_finite_weights() -> None:
     assert log_inverse_density(torch.tensor([0.5, 2.0]), 128).isfinite().all()
     module = SelfSimilarity(1.0, 8, queue_size=4)
-    module.queue, module._filled = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]]), 4
+    module.queue = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+    module.set_count("filled", 4)
     rows = torch.tensor([[1.0, 0], [0, 1]]).repeat(1, 4).requires_grad_()
     value = module(ModelOutput(rows, {"keys": -rows.detach()}), torch.arange(2), no_loss)
     assert torch.autograd.grad(value, rows)[0].isfinite().all()
@@ -210,7 +208,8 @@ def test_one_near_key_leaves_the_shares_of_others_as_they_are_in_float32(shares:
     found = []
     for dtype in (torch.float32, torch.float64):
         module = SelfSimilarity(1.0, 4 * part, queue_size=300, shares=shares).to(dtype)
-        module.queue, module._filled = queue.to(dtype), 300
+        module.queue = queue.to(dtype)
+        module.set_count("filled", 300)
         output = ModelOutput(rows.to(dtype).requires_grad_(), {"keys": keys.to(dtype)})
         value = module(output, torch.arange(batch), no_loss)
         found.append((value, torch.autograd.grad(value, output.embedding)[0]))
@@ -232,57 +231,3 @@ def test_the_loss_normalizes_each_part_by_itself() -> None:
     gradient = torch.autograd.grad(loss(rows.requires_grad_(), labels), rows)[0].unflatten(1, (4, 3)).abs().sum((0, 2))
     assert gradient[PARTS.index("self_similarity")] == 0
     assert (gradient[[0, 1, 3]] > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("labels", "arguments", "message"),
-    [
-        ([0, 1, 2, 3], {}, r"batch of 4 has 4 classes of at most 1; raise sampler.images_per_class"),
-        ([0, 0, 0, 0], {}, r"has 1 classes of at most 4; .* sampler.classes_per_batch"),
-        ([0, 0, 1, 1], {"shared": "across_classes"}, r"three classes, and the batch has 2; raise .*classes_per_batch"),
-    ],
-)
-def test_batches_without_triplets_are_refused(labels, arguments, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Diva(4, 8, **arguments)(torch.randn(4, 8), torch.tensor(labels))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Diva(4, 10), r"embedding_size \(10\) is not a multiple of 4; set head.out_features"),
-        (lambda: PartDecorrelation(1.0, 6), r"embedding_size \(6\)"),
-        (lambda: SelfSimilarity(1.0, 6), r"embedding_size \(6\)"),
-        (lambda: Diva(4, 8, intra_weight=-1), r"intra_weight \(-1\)"),
-        (lambda: Diva(4, 8, shared="third"), "shared 'third'"),
-        (lambda: Diva(4, 8, margin=-1), r"margin \(-1\)"),
-        (lambda: PartDecorrelation(1.0, 8, hidden_size=0), r"hidden_size \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, queue_size=0), r"queue_size \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, temperature=0), r"temperature \(0\)"),
-        (lambda: SelfSimilarity(1.0, 8, key_momentum=1.1), r"key_momentum \(1.1\)"),
-        (lambda: SelfSimilarity(1.0, 8, farthest=2.5), r"farthest \(2.5\)"),
-        (lambda: SelfSimilarity(1.0, 8, shares="none"), "shares 'none'"),
-    ],
-)
-def test_values_out_of_range_are_refused(make, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_what_does_not_compose_says_so() -> None:
-    with pytest.raises(ConfigError, match="cannot compare a batch with a memory"):
-        CrossBatchMemory(Diva(4, 8), 8, 16)
-    with pytest.raises(ConfigError, match="Diva has no mixed labels here"):
-        Metrix(Diva(4, 8))
-    with pytest.raises(ConfigError, match=r"draws triplets of its own .* set miner=null"):
-        Diva(4, 8)(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]), (torch.tensor([0]),) * 3)
-    two = {"a": SelfSimilarity(0.1, 8), "b": SelfSimilarity(0.1, 8, key_momentum=0.99)}
-    with pytest.raises(ConfigError, match=r"different momenta \(a: 0.9, b: 0.99\)"):
-        Objective(Diva(4, 8), regularizers=two)
-
-
-def test_an_objective_says_whether_it_wants_keys() -> None:
-    assert Objective(ContrastiveC1()).key_momentum is None
-    assert Objective(Diva(4, 8), regularizers={"d": PartDecorrelation(0.1, 8)}).key_momentum is None
-    wants = Objective(Diva(4, 8), regularizers={"s": SelfSimilarity(0.1, 8, key_momentum=0.0)})
-    assert wants.key_momentum == 0.0

@@ -11,8 +11,6 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
 from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.types import ConfigError
 
 L, R = 3, 6
 
@@ -112,21 +110,6 @@ def test_losses_of_pairs_run_on_every_level_and_on_the_whole(make):
     assert not any(name.endswith(("alpha", "edges")) and "distance" in name for name in loss.state_dict())
 
 
-def test_a_loss_as_it_is_trains_nodes_and_inference_through_the_whole_distance():
-    distance, rows, labels = sample()
-    loss = losses.ContrastiveLoss(neg_margin=1.5, distance=BorrowedDistance(distance))
-    value = loss(rows, labels)
-    matrix = distance(rows, rows)
-    same = labels[:, None] == labels
-    others = ~same
-    same.fill_diagonal_(False)
-    expected = matrix[same].mean() + (1.5 - matrix[others]).relu()[matrix[others] < 1.5].mean()
-    assert_allclose(float(value.detach()), float(expected.detach()), rtol=1e-12)
-    value.backward()
-    assert rows.grad.abs().sum() > 0 and distance.alpha.grad.abs().sum() > 0
-    assert not list(loss.parameters())
-
-
 def test_each_term_mines_by_its_own_distance():
     distance, rows, labels = sample()
     make, mine = functools.partial(losses.TripletMarginLoss, margin=0.2), miners.BatchHardMiner
@@ -143,16 +126,3 @@ def test_what_infers_nothing_has_no_final_part():
     loss(rows, labels).backward()
     assert loss.final_weight == 0
     assert distance.alpha.grad is None
-
-
-def test_bad_weights_are_named():
-    distance, *_ = sample()
-    with pytest.raises(ConfigError, match="one number for each of the 3 levels"):
-        LayeredProxyAnchor(4, distance, level_weights=(1.0, 1.0))
-    with pytest.raises(ConfigError, match="a level must count"):
-        LayeredProxyAnchor(4, distance, level_weights=(0.0, 0.0, 0.0))
-    with pytest.raises(ConfigError, match="num_classes"):
-        LayeredProxyAnchor(1, distance)
-    with pytest.raises(ConfigError, match="miner=null"):
-        _, rows, labels = sample()
-        LayeredProxyAnchor(4, distance)(rows, labels, (labels,))

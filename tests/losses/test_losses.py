@@ -320,7 +320,7 @@ def test_gradient_is_that_of_the_value(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: loss(x, LABELS), (batch_of().requires_grad_(),), fast_mode=True)
 
 
-def test_contrastive_c1_variants_have_one_gradient_and_the_continuous_one_is_its_integral() -> None:
+def test_contrastive_c1_variants_have_the_same_gradient() -> None:
     x = batch_of().requires_grad_()
     for subtract in (False, True):
         ContrastiveC1(subtract_margins=subtract)(x, LABELS).backward()
@@ -477,33 +477,3 @@ def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None
         objective = configured([f"loss={option}", "miner=multi_similarity"])
         with pytest.raises(ConfigError, match=rf"{by_itself[option]}.*set miner=null"):
             take(objective, batch_of(dtype=torch.float32), LABELS)
-
-
-def test_bad_settings_are_refused() -> None:
-    makers: list[tuple[Callable[[], nn.Module], str]] = [
-        (lambda: ContrastiveC1(1.0), r"neg_margin \(1.0\)"),
-        (lambda: ContrastiveC1(tolerance=1.0), r"tolerance \(1.0\)"),
-        (lambda: RecallAtKSurrogate(()), "must name one or more"),
-        (lambda: RecallAtKSurrogate((0, 1), (1, 1)), "at least 1"),
-        (lambda: RecallAtKSurrogate((1, 2), (1,)), "each of the 2 k"),
-        (lambda: RecallAtKSurrogate((1, 2), (1, 0)), "above 0"),
-        (lambda: RecallAtKSurrogate(rank_temperature=0.0), r"rank_temperature \(0.0\)"),
-        (lambda: MarginOodml(4, beta=0.0), r"beta \(0.0\)"),
-        (lambda: ProxyNca(1, 4), r"num_classes \(1\) must be at least 2"),
-        (lambda: ProxyNca(4, 4, softmax_scale=0.0), "softmax_scale"),
-        (lambda: SoftTriple(4, 4, centers_per_class=0), "centers_per_class"),
-    ]
-    for make, message in makers:
-        with pytest.raises(ConfigError, match=message):
-            make()
-    for loss in (ProxyNca(4, 4), SoftTriple(4, 4)):
-        with pytest.raises(ConfigError, match="set miner=null"):
-            loss(torch.ones(2, 4), torch.tensor([0, 1]), (torch.tensor([0]),) * 3)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_the_first_line_says_what_a_loss_is_and_how_it_is_reduced(option: str) -> None:
-    text = (config_folder() / "loss" / f"{option}.yaml").read_text()
-    head = text[: text.index("_target_")]
-    assert head.startswith("# ")
-    assert any(word in head for word in ("mean", "sum over", "sum of", "/ proxies", "own reduction")), "no reduction"

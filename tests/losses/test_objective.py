@@ -5,12 +5,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from dmlbench import build
 from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.losses.objective import Mixing, Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ModelOutput
 
 
 def _objective(name: str) -> Objective:
@@ -62,32 +61,3 @@ def test_regularizers_take_part_as_soon_as_their_side_outputs_are_there(
         parts = objective(ModelOutput(embeddings, {"histogram": torch.full((2, 4), 8.0)}), labels, step=2)
     assert parts == {"loss": share * 6 + 0.25 * (8 + 12), "dml": 6, "mean": 20}
     assert "step 2: the regularizer 'mean' takes part from here on" in caplog.text
-
-
-def test_regularizers_that_leave_nothing_to_the_loss_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sum to 1, which leaves nothing.*mixing=add"):
-        Objective(Sum(), None, {"a": Mean(0.5), "b": Mean(0.5)})
-    Objective(Sum(), None, {"a": Mean(0.5), "b": Mean(0.5)}, mixing="add")
-    with pytest.raises(ConfigError, match="must be above 0"):
-        Mean(0.0)
-    for name in ("loss", "dml", "keys", "a.b"):
-        with pytest.raises(ConfigError, match=f"cannot be called '{name}'"):
-            Objective(Sum(), None, {name: Mean(0.5)})
-    with pytest.raises(ConfigError, match="'a' is a Sum, which is no Regularizer"):
-        Objective(Sum(), None, {"a": Sum()})
-    with pytest.raises(ConfigError, match="mixing 'sum' is unknown"):
-        Objective(Sum(), None, {}, mixing="sum")
-
-
-def test_a_regularizer_that_the_pooling_cannot_serve_is_refused_when_the_run_is_built() -> None:
-    node = {"_target_": f"{__name__}.Mean", "weight": 0.1}
-    for pooling, message in (("gap", "needs 'histogram' of the pooling"), ("gsp_small", None)):
-        cfg = compose("train", [f"pooling={pooling}"])
-        OmegaConf.update(cfg, "runtime.num_classes", 4)
-        cfg.regularizer = {"mean_of_histograms": node, "mixing": "add"}
-        model = build.build_model(cfg)
-        if message is None:
-            assert list(build.build_objective(cfg, model).regularizers) == ["mean_of_histograms"]
-        else:
-            with pytest.raises(ConfigError, match=message):
-                build.build_objective(cfg, model)

@@ -249,27 +249,22 @@ def test_learned_certainties_get_gradients_of_the_distance_and_the_network_does_
 
 
 def test_bad_values_are_named():
-    with pytest.raises(ConfigError, match=r"top_k \(9\) must lie in 1 .. level_size \(8\)"):
-        AvslDistance(3, 8, top_k=9)
-    with pytest.raises(ConfigError, match=r"compares 3 levels .* returns 1; .*out_indices"):
-        AvslHead([64], level_size=8, top_k=2)
-    with pytest.raises(ConfigError, match="momentum"):
-        AvslDistance(3, 8, top_k=2, momentum=1.0)
-    with pytest.raises(ConfigError, match="inference 'all' is unknown"):
-        AvslDistance(3, 8, top_k=2, inference="all")
-    head = AvslHead([2, 2], num_levels=2, level_size=4, top_k=2)
-    with pytest.raises(ConfigError, match="single location"):
-        head([torch.rand(1, 2, 4, 4), torch.rand(1, 2, 1, 1)])
+    for build, message in (
+        (lambda: AvslDistance(3, 8, top_k=9), r"top_k: got 9, expected 1 to head.level_size \(8\)"),
+        (lambda: AvslDistance(3, 8, top_k=2, momentum=1.0), "momentum"),
+        (lambda: AvslHead([64], level_size=8, top_k=2), "num_levels: got 3, .* returns 1 .*out_indices"),
+        (lambda: AvslHead([4] * 3, level_size=8, top_k=2)([torch.rand(1, 4, 1, 1)] * 3), "single location"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build()
     distance, rows = trained()
-    with pytest.raises(RunError, match="rows of 70 numbers"):
+    with pytest.raises(RunError, match="got 70 numbers"):
         distance(rows[:, :70], rows)
-
-
-def test_a_distance_without_edges_says_so():
-    distance, rows = trained()
+    with pytest.raises(RunError, match="got meta, expected cpu"):
+        distance.tiles()(rows.to("meta"), rows)
+    with pytest.raises(RunError, match="got 3 and 2"):
+        distance.tiles().pairs(rows[:3], rows[:2])
     distance.updates.zero_()
-    with torch.no_grad(), pytest.raises(RunError, match="no edges yet"):
-        distance(rows, rows)
-    for of_a_loss in (distance, distance.of_detached_nodes()):  # where a graph is made
+    for use in (distance, distance.of_detached_nodes(), lambda x, y: distance.tiles()(x, y)):
         with pytest.raises(RunError, match="no edges yet"):
-            of_a_loss(rows, rows)
+            use(rows, rows)

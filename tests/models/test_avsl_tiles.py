@@ -9,11 +9,9 @@ import torch
 from numpy.testing import assert_allclose
 
 from dmlbench.models import avsl_tiles
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.avsl_formula import Inference
+from dmlbench.models.avsl_distance import AvslDistance, Inference
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import RunError
 
 
 @pytest.fixture(autouse=True)
@@ -79,15 +77,6 @@ def test_any_number_of_rows(queries, gallery, inference):
         assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("queries", "gallery"), [(1, 1), (7, 300), (300, 7), (131, 67)])
-def test_chunks_cover_every_pair_once(queries, gallery):
-    seen = torch.zeros(queries, gallery)
-    for rows, columns in avsl_tiles._chunks(queries, gallery, pairs=16):
-        assert seen[rows, columns].numel() <= 16
-        seen[rows, columns] += 1
-    assert (seen == 1).all()
-
-
 def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
     distance = trained()
     x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)
@@ -144,13 +133,6 @@ def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):
             assert (found == found[:, :1]).all()
 
 
-def test_equal_vectors_are_next_to_0_apart_where_no_pair_is_formed():
-    distance = trained(inference="top").float()
-    x = rows_of(distance, 20).float()
-    found = distance.tiles()(x, x)
-    assert (found.diagonal() >= 0).all() and (found.diagonal() < 1e-6).all()
-
-
 def test_threads_have_their_own_arrays():
     distance = trained()
     rows = [rows_of(distance, 20, seed=seed) for seed in range(8)]
@@ -159,16 +141,6 @@ def test_threads_have_their_own_arrays():
     with ThreadPoolExecutor(4) as pool:
         for found, expected in zip(pool.map(lambda x: tiles(x, rows[0]), rows), alone, strict=True):
             assert torch.equal(found, expected)
-
-
-def test_torchs_own_threads_change_nothing_but_rounding():
-    distance = trained(level_size=64)
-    x, y = rows_of(distance, 9), rows_of(distance, 12, seed=1)
-    torch.set_num_threads(2)  # put back by the fixture
-    assert_allclose(distance.tiles()(x, y), all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
-    with single_threaded_torch(), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == 1
-    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -267,16 +239,3 @@ def test_arrays_are_few_and_do_not_grow_with_the_pairs():
         tiles(rows_of(distance, count), rows_of(distance, count, seed=1))
         assert sum(array.nbytes for array in vars(tiles._buffers).values()) == tiles.working_bytes
     assert AvslTiles(distance, buffer_bytes=1).working_bytes == tiles.working_bytes  # of 16 pairs, the least
-
-
-def test_what_cannot_be_compared_is_an_error():
-    distance = trained()
-    tiles, x = distance.tiles(), rows_of(distance, 3)
-    with pytest.raises(RunError, match="rows of 5 numbers"):
-        tiles(x[:, :5], x)
-    with pytest.raises(RunError, match="rows are on meta, but the tiles on cpu"):
-        tiles(x.to("meta"), x)
-    with pytest.raises(RunError, match="3 rows cannot be compared with 2"):
-        tiles.pairs(x, x[:2])
-    with pytest.raises(RunError, match="no edges yet"):
-        AvslDistance(2, 8, top_k=2).tiles()

@@ -221,9 +221,9 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"rerank.{next(iter(settings))}"):
             DimlDistance(**settings)
     distance, images = DimlDistance(grid_size=2), some_images()
-    with pytest.raises(RunError, match="rows of 31 numbers are no center with 2 x 2 cells"):
+    with pytest.raises(RunError, match="rows: got 31 numbers, expected a multiple of 5"):
         evaluate(EmbeddingSet(torch.ones(4, 31), torch.zeros(4).long(), torch.arange(4)), distance=distance)
-    with pytest.raises(RunError, match="no matrix of pairs"):
+    with pytest.raises(RunError, match="does not define a pairwise distance"):
         distance(images.rows)
     with pytest.raises(ConfigError, match=r"shortlist \(30\) needs a distance"):
         evaluate(images, spec=EvaluationSpec(shortlist=30), distance=distance)

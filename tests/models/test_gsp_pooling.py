@@ -13,7 +13,6 @@ from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.pooling.prototypes import greedy_k_center
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
-from dmlbench.types import ConfigError
 
 
 def batch(seed: int, rows: int = 8, channels: int = 5, height: int = 3, width: int = 4) -> Tensor:
@@ -133,45 +132,6 @@ def test_gsp_equals_gap_when_transport_ratio_is_one() -> None:
     assert torch.allclose(pooled.embedding, Gap()(x, project).embedding, atol=1e-6)
     gradient = torch.autograd.grad(pooled.side["histogram"][:, 0].sum(), gsp.prototypes)[0]
     assert gradient.abs().sum() > 0
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 2, 5), (1, 4, 4)])
-def test_maps_of_any_form_memory_format_and_precision_are_pooled(shape: tuple[int, int, int]) -> None:
-    gsp, project = started_gsp()
-    rows, height, width = shape
-    x = batch(6, rows=rows, height=height, width=width)
-    expected = gsp(x, project)
-    assert expected.embedding.shape == (rows, 6) and expected.side["weights"].shape == shape
-    last = gsp(x.contiguous(memory_format=torch.channels_last), project)
-    assert torch.allclose(last.embedding, expected.embedding, atol=1e-5)
-    narrow_input = x.bfloat16().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        narrow = gsp(narrow_input, project)
-    assert narrow.embedding.dtype == narrow.side["histogram"].dtype == torch.float32
-    exact = gsp(x.bfloat16().float(), project)
-    assert torch.allclose(narrow.embedding, exact.embedding, atol=1e-6)
-    assert torch.allclose(narrow.side["histogram"], exact.side["histogram"], atol=1e-6)
-    (narrow.embedding.sum() + narrow.side["histogram"][:, 0].sum()).backward()
-    assert narrow_input.grad is not None and bool(narrow_input.grad.isfinite().all())
-
-
-def test_solvers_agree_on_the_embedding() -> None:
-    gsp, project = started_gsp()
-    x = batch(7)
-    exact = gsp(x, project).embedding
-    gsp.solver = "fixed_point"
-    assert torch.allclose(gsp(x, project).embedding, exact, atol=1e-5)
-
-
-def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"memory_rows \(100\).*num_prototypes \(64\)"):
-        Gsp(128, 64, memory_rows=100)
-    with pytest.raises(ConfigError, match=r"start_step \(-1\)"):
-        Gsp(128, start_step=-1)
-    with pytest.raises(ConfigError, match="transport_ratio"):
-        Gsp(128, transport_ratio=2.0)
-    with pytest.raises(ConfigError, match=r"embedding_size 6.*gives 7"):
-        Gsp(6, 4, memory_rows=8)(batch(0), Projection(5, 7))
 
 
 @pytest.mark.parametrize(("case", "combine", "smoothing"), [("m0", None, 5.0), ("m1", "weighted_gmp", 0.5)])

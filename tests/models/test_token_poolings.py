@@ -15,7 +15,6 @@ from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.simpool import SimPool
 from dmlbench.models.pooling.transformer import EncoderLayer, Transformer, sine_positions
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
 
 CHANNELS, SIZE = 8, 6
 
@@ -281,12 +280,6 @@ def test_only_the_official_simpool_depends_on_the_other_images_of_a_batch() -> N
         assert torch.allclose(together, pooling(x, project).embedding, atol=1e-9) is alone
 
 
-def test_simpool_weights_are_uniform_for_equal_pixels() -> None:
-    x = random_map(2, CHANNELS, 1, 1).expand(-1, -1, 3, 2)
-    weights = SimPool(CHANNELS).double()(x, projection_for(SimPool(CHANNELS))).side["weights"]
-    torch.testing.assert_close(weights, torch.full((2, 3, 2), 1 / 6, dtype=torch.float64))
-
-
 def test_weights_stay_finite_when_all_attention_goes_to_the_class_token() -> None:
     logits = torch.tensor([0.0, -1000.0, -1001.0]).view(1, 1, 1, 3)
     weights = mean_weights(logits, height=1, width=2)
@@ -294,87 +287,3 @@ def test_weights_stay_finite_when_all_attention_goes_to_the_class_token() -> Non
 
 
 # --- the contract of all poolings
-
-POOLINGS: list[Callable[[], Pooling]] = [
-    lambda: AttentionPool(CHANNELS, num_heads=2),
-    lambda: AttentionPool(CHANNELS, num_queries=2, num_heads=2, merge="concatenate"),
-    lambda: SimPool(CHANNELS),
-    lambda: SimPool(CHANNELS, variant="official"),
-    lambda: SimPool(CHANNELS, power=None),
-    lambda: Transformer(SIZE),
-    lambda: Transformer(SIZE, num_layers=8, width=12, position="sine"),
-]
-
-
-@pytest.mark.parametrize("build", POOLINGS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 4), (3, 2, 5)])
-def test_maps_of_any_form_memory_format_and_precision_are_pooled(
-    build: Callable[[], Pooling], shape: tuple[int, int, int]
-) -> None:
-    torch.manual_seed(0)
-    pooling = build()
-    batch, height, width = shape
-    # Numbers that bfloat16 holds exactly: what differs then is the arithmetic.
-    x = random_map(batch, CHANNELS, height, width).bfloat16().float().relu()
-    project = projection_for(pooling).float()
-    pooled = pooling(x, project)
-    assert pooled.embedding.shape == (batch, SIZE) == (batch, pooling.output_width(project.out_features))
-    assert set(pooled.side) == set(pooling.provides) == {"weights"}
-    assert pooled.side["weights"].shape == (batch, height, width)
-    torch.testing.assert_close(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(batch))
-    last = pooling(x.contiguous(memory_format=torch.channels_last), project)
-    torch.testing.assert_close(last.embedding, pooled.embedding, atol=1e-5, rtol=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        narrow = pooling(x.bfloat16(), project)
-    assert narrow.embedding.dtype == narrow.side["weights"].dtype == torch.float32
-    torch.testing.assert_close(narrow.embedding, pooled.embedding, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("build", POOLINGS)
-@pytest.mark.parametrize("value", [0.0, 2.5])
-def test_zero_and_equal_features_give_finite_values_and_gradients(build: Callable[[], Pooling], value: float) -> None:
-    torch.manual_seed(0)
-    pooling = build()
-    x = torch.full((2, CHANNELS, 2, 3), value, requires_grad=True)
-    project = projection_for(pooling).float()
-    pooled = pooling(x, project)
-    (pooled.embedding.square().sum() + pooled.side["weights"].square().sum()).backward()
-    for tensor in (pooled.embedding, x.grad, project.weight.grad, *(p.grad for p in pooling.parameters())):
-        assert tensor is not None and tensor.isfinite().all()
-
-
-@pytest.mark.parametrize("build", POOLINGS)
-def test_every_parameter_has_a_gradient_and_a_copy_of_the_state_gives_the_same(build: Callable[[], Pooling]) -> None:
-    torch.manual_seed(0)
-    pooling, copy = build(), build()
-    project = projection_for(pooling).float()
-    x = random_map(2, CHANNELS, 2, 3).float()
-    pooling(x, project).embedding.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in pooling.parameters())
-    copy.load_state_dict(pooling.state_dict())
-    assert torch.equal(copy(x, project).embedding, pooling(x, project).embedding)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: AttentionPool(10, num_heads=4), r"attention_pool.*10 features.*4 heads"),
-        (lambda: AttentionPool(8, num_queries=0), r"num_queries \(0\)"),
-        (lambda: AttentionPool(8, merge="sum"), r"'sum' is unknown.*concatenate, mean"),
-        (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), r"6 dimensions.*4 queries"),
-        (lambda: AttentionPool(16)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"16 channels.*has 8.*num_channels"),
-        (lambda: SimPool(16)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"16 channels.*has 8.*num_channels"),
-        (lambda: SimPool(0), r"num_channels \(0\)"),
-        (lambda: SimPool(8, power=0.0), r"power \(0\.0\) of simpool"),
-        (lambda: SimPool(8, epsilon=0.0), r"epsilon \(0\.0\) of simpool"),
-        (lambda: SimPool(8, variant="timm"), r"'timm'.*official, paper"),
-        (lambda: Transformer(7), r"transformer.*7 features.*2 heads"),
-        (lambda: Transformer(8, num_layers=0), r"num_layers \(0\)"),
-        (lambda: Transformer(6, position="sine"), r"multiple of 4.*6"),
-        (lambda: Transformer(8, position="learned"), r"'learned' is unknown.*none, sine"),
-        (lambda: Transformer(8)(torch.rand(1, 8, 2, 2), Projection(8, 4)), r"width 8.*gives 4"),
-    ],
-)
-def test_what_does_not_fit_is_named(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build()

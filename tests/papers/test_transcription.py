@@ -133,7 +133,7 @@ def test_dashes_stand_where_the_file_has_no_score(papers_dir: Path, name: str) -
     assert [line.numbers for line in printed(papers_dir, name)] == expected
 
 
-def test_the_colors_of_gsp_table_2_mark_the_best_of_every_column_and_mostly_the_second_best(papers_dir: Path) -> None:
+def test_the_colors_of_gsp_table_2_mark_the_best_and_mostly_the_second_best(papers_dir: Path) -> None:
     columns: dict[tuple[str, str, str], list[str]] = {}
     for score in sorted(load_table("gsp/table2"), key=lambda score: score.mean or 0):
         columns.setdefault((score.dataset, score.kind, score.metric), []).append(str(score.mean))

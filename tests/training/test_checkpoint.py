@@ -54,27 +54,6 @@ def test_a_flipped_bit_anywhere_is_refused_or_means_nothing(tmp_path) -> None:
     assert refused >= set(range(tensor, tensor + 80))
 
 
-def test_a_checkpoint_without_checksums_is_refused_and_one_of_torch_alone_is_not(tmp_path) -> None:
-    torch.save({"step": 3}, tmp_path / "last.ckpt")  # as all that were ever written
-    assert load_checkpoint(tmp_path / "last.ckpt") == {"step": 3}
-    torch.save({"step": 3}, tmp_path / "last.ckpt", _use_new_zipfile_serialization=False)
-    with pytest.raises(RunError, match="damaged or not a checkpoint of dmlbench"):
-        load_checkpoint(tmp_path / "last.ckpt")
-
-
-def test_a_pipe_and_an_unreadable_checkpoint_are_named(tmp_path, monkeypatch) -> None:
-    os.mkfifo(tmp_path / "last.ckpt")
-    with pytest.raises(RunError, match=r"last\.ckpt is a pipe, not a file"):
-        load_checkpoint(tmp_path / "last.ckpt")
-
-    def denied(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "best.ckpt")
-
-    monkeypatch.setattr("dmlbench.training.checkpoint.zipfile.ZipFile", denied)
-    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: Permission denied; make it readable"):
-        load_checkpoint(tmp_path / "best.ckpt")
-
-
 def test_checkpoint_that_would_execute_code_is_refused(tmp_path) -> None:
     class Harmful:
         def __reduce__(self):

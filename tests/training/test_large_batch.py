@@ -23,7 +23,6 @@ from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.models.projection import Projection
 from dmlbench.runtime import autocast
 from dmlbench.training.large_batch import accumulate_gradients
-from dmlbench.training.optim import frozen
 from dmlbench.types import Batch, ConfigError, ModelOutput
 
 CPU = torch.device("cpu")
@@ -125,35 +124,6 @@ def test_dropout_batch_norm_and_bf16_repeat_the_first_pass_of_every_part(precisi
     assert torch.equal(norms[0].running_mean, norms[1].running_mean)
     assert torch.equal(norms[0].running_var, norms[1].running_var)
     assert norms[1].track_running_stats
-
-
-def test_frozen_groups_get_no_gradient_in_parts_either(_float64_objective) -> None:
-    torch.manual_seed(0)
-    model = SmallModel(_gsp(), nn.BatchNorm2d(6)).double()
-    objective = _full_objective().double()
-    model2, objective2 = copy.deepcopy((model, objective))
-    batches = _batches(2)
-    with frozen(("backbone", "pooling"), model, objective):
-        whole = _gradients(model, objective, batches)
-    with frozen(("backbone", "pooling"), model2, objective2):
-        parts = _gradients(model2, objective2, batches, forward_batch=3)
-    for actual, expected in zip(parts, whole, strict=True):
-        _assert_equal(actual, expected)
-    assert set(parts[1]) == {"projection.weight", "objective.regularizers.zero_shot.label_embeddings"}
-    assert model2.backbone[2].num_batches_tracked == 0
-
-
-def test_a_batch_of_no_more_images_than_a_part_is_taken_at_once() -> None:
-    calls: list[int] = []
-    model = SmallModel(Gap()).double()
-
-    def forward(images: Tensor) -> ModelOutput:
-        calls.append(len(images))
-        return model(images)
-
-    for forward_batch in (8, 7, 3, 1):
-        _gradients(model, Objective(ProxyNca(4, 4)), _batches(1), forward=forward, forward_batch=forward_batch)
-    assert calls == [8, *(4, 4) * 2, *(3, 3, 2) * 2, *(1,) * 16]
 
 
 class _MeanOfMap(Pooling):

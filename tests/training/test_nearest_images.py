@@ -46,13 +46,6 @@ def test_queries_are_the_same_for_other_embeddings_of_the_same_images() -> None:
     assert nearest.tolist() != others.tolist()
 
 
-def test_small_sets_show_what_there_is() -> None:
-    query, nearest, _ = nearest_images(made(3, seed=0), None)
-    assert (query.shape, nearest.shape) == ((3,), (3, 2))
-    query, nearest, _ = nearest_images(made(3, seed=0), made(1, seed=1, first_id=500))
-    assert (query.shape, nearest.shape) == ((3,), (3, 1))
-
-
 def test_each_image_is_in_its_place_and_wrong_ones_have_a_frame_with_gaps() -> None:
     query, nearest = np.array([1, 2]), np.array([[3, 4], [5, 6]])
     is_right = np.array([[True, False], [False, True]])

@@ -78,12 +78,6 @@ def test_unknown_group_in_the_multipliers_is_refused_with_the_nearest_name() -> 
         make_optimizer(groups, _settings(lr_multipliers={"proxy": 1.0}), modules=[])
 
 
-def test_parameter_in_two_groups_is_a_defect() -> None:
-    _, groups = _groups()
-    with pytest.raises(ValueError, match="also in group 'backbone'"):
-        make_optimizer({**groups, "head": groups["backbone"]}, _settings(), modules=[])
-
-
 @pytest.mark.parametrize("changes", [{"lr": 0.0}, {"lr": -1.0}, {"weight_decay": -1.0}])
 def test_impossible_rates_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
@@ -212,11 +206,6 @@ def test_impossible_warm_up_is_refused_by_name(changes: dict[str, float]) -> Non
         WarmupCosine(**values)  # type: ignore[arg-type]
 
 
-def test_an_untrained_model_takes_any_schedule() -> None:
-    for warmup_steps in (100, 0):
-        assert WarmupCosine(warmup_steps, 0, 0.01, 0.0)(0) == (0.01 if warmup_steps else 1.0)
-
-
 def test_clipping_limits_values_first_and_then_the_norm() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.tensor([30.0, -30.0, 3.0, 0.0])
@@ -240,25 +229,10 @@ def test_decayed_gradients_are_clipped_by_norm_and_then_by_value() -> None:
     torch.testing.assert_close(parameter.detach(), torch.tensor([100.0, 0.0, 1.0]) - expected)
 
 
-def test_without_clipping_decayed_gradients_are_the_optimizers_own() -> None:
-    after = []
-    for form in ("plain", "decayed"):
-        torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))]
-        optimizer = torch.optim.Adam([{"params": [parameters[0]], "weight_decay": 0.1}, {"params": [parameters[1]]}])
-        parameters[0].grad, parameters[1].grad = torch.randn(3), None  # the second one is frozen
-        with decay_added(optimizer, form):
-            clip_gradients(optimizer, norm=None, value=None, form=form)
-            optimizer.step()
-        after.append([p.detach().clone() for p in parameters])
-    for plain, decayed in zip(*after, strict=True):
-        torch.testing.assert_close(plain, decayed, rtol=0, atol=0)
-
-
 def test_decoupled_decay_is_not_clipped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with (
-        pytest.raises(ConfigError, match="AdamW applies apart; set fit"),
+        pytest.raises(ConfigError, match="AdamW, whose decay is not in the gradient"),
         decay_added(optimizer, "decayed"),
     ):
         pass

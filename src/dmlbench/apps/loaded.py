@@ -24,7 +24,8 @@ from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.models.backbones import Backbone
-from dmlbench.models.head import Head, MetricModel
+from dmlbench.models.head import Head
+from dmlbench.models.net import MetricModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.results.store import CONFIG, RESULT, read_result, require_own_files
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32

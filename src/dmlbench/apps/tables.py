@@ -142,9 +142,10 @@ def runs_to_csv(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> s
 
 def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
     """Notes on settings in which the configs of runs, given with their choices, differ beyond their names."""
-    configs = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
-    configs = [(choices, _settings(config)) for (_, choices), config in zip(runs, configs, strict=True)]
-    return config_labels(configs, [changed_settings(config, NAMING_GROUPS) for config in configs])[1]
+    stored = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
+    changed = [changed_settings(container, NAMING_GROUPS) for container in stored]
+    configs = [(choices, _settings(container)) for (_, choices), container in zip(runs, stored, strict=True)]
+    return config_labels(configs, changed)[1]
 
 
 def _settings(stored: Mapping[str, Any]) -> dict[str, Any]:

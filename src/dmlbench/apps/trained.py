@@ -22,7 +22,7 @@ from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Data, Setup
 from dmlbench.identity import changed_code
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint

@@ -1,4 +1,4 @@
-"""Train-test splits that a file gives, each with the distance between its halves: the protocol of the ooDML study.
+"""The protocol of the ooDML study: train-test splits of a file, each with the distance between its halves.
 
 Files are those of ``dmlbench oodml splits`` (JSON), or the study's own (pickles, read without executing them).
 """
@@ -40,12 +40,9 @@ class GivenSplit:
     """A train-test split by the names of its classes.
 
     Attributes:
-        name: as the file calls it.
         kind: "default", "exchanged", "reversed", "removed", or "published".
         distance: squared Fréchet distance between the halves.
-        train, test: names of the classes.
-        fitted, validation: a part of the train classes to train on and the others to select on; empty where the file
-            has none.
+        fitted, validation: train classes to train on and to select on; empty where the file has none.
     """
 
     name: str
@@ -59,15 +56,7 @@ class GivenSplit:
 
 @dataclass(frozen=True)
 class SplitFile:
-    """What a file of splits says.
-
-    Attributes:
-        splits: in its order.
-        dataset: the data set that they were made of; empty where the file does not say.
-        measured_by: by what the distances were measured, in words.
-        sha256: of the file.
-        fingerprint: of the data set that they were measured on; empty where the file does not say.
-    """
+    """A file of splits. ``dataset`` and ``fingerprint`` of the measured data set are empty where it has none."""
 
     splits: tuple[GivenSplit, ...]
     dataset: str
@@ -76,25 +65,18 @@ class SplitFile:
     fingerprint: str = ""
 
     def require_of(self, table: ImageTable, path: str | Path) -> None:
-        """
-        Raises:
-            DataError: the splits of the file at ``path`` were made of another data set.
-        """
+        """Raise ``DataError`` if the splits of the file at ``path`` were made of another data set."""
         if self.dataset not in ("", table.name):
             raise DataError(f"the splits of {path} are of '{self.dataset}', not of '{table.name}'")
 
     def measured_on(self, table: ImageTable) -> str:
-        """By what the distances were measured, and whether on other images than those of ``table``."""
+        """How the distances were measured, and whether on other images than those of ``table``."""
         is_other = self.fingerprint not in ("", table.fingerprint)
         return f"{self.measured_by}, ON OTHER IMAGES" if is_other else self.measured_by
 
 
 def read_splits(path: str | Path) -> SplitFile:
-    """Read a file of splits.
-
-    Raises:
-        DataError: it is missing, damaged, of another kind, or its halves share classes.
-    """
+    """Read a file of splits."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"there is no file of splits at {path}; {_REMEDY}")
@@ -128,32 +110,21 @@ def _read(path: Path, changed: int, size: int) -> SplitFile:
 
 
 def _own(split: Mapping[str, Any]) -> GivenSplit:
-    names = {key: tuple(str(name) for name in split[key]) for key in ("train", "test", "fitted", "validation")}
+    names = {key: tuple(map(str, split[key])) for key in ("train", "test", "fitted", "validation")}
     return GivenSplit(str(split["name"]), str(split["kind"]), float(split["distance"]), **names)
 
 
 def _published(name: str, split: Mapping[str, Any]) -> GivenSplit:
-    def names(key: str) -> tuple[str, ...]:
-        return tuple(str(one) for one in split.get(key, ()))
-
-    return GivenSplit(
-        name, "published", float(split["fid"]), tuple(map(str, split["train"])), tuple(map(str, split["test"])),
-        names("split_train"), names("split_val"),
-    )  # fmt: skip
+    fitted, validation = (tuple(map(str, split.get(key, ()))) for key in ("split_train", "split_val"))
+    train, test = (tuple(map(str, split[key])) for key in ("train", "test"))
+    return GivenSplit(name, "published", float(split["fid"]), train, test, fitted, validation)
 
 
 def _check(split: GivenSplit, path: Path) -> None:
     if not np.isfinite(split.distance) or split.distance < 0:
         raise DataError(f"'{path}': split {split.name} has the distance {split.distance}, which is none; {_REMEDY}")
-    for key in ("train", "test"):
-        classes = getattr(split, key)
-        if not classes or len(set(classes)) < len(classes):
-            what = "names a class twice" if classes else "is empty"
-            raise DataError(f"'{path}': the {key} half of split {split.name} {what}; {_REMEDY}")
-    if shared := sorted(set(split.train) & set(split.test)):
-        raise DataError(
-            f"'{path}': the halves of split {split.name} share {len(shared)} classes, such as '{shared[0]}'; {_REMEDY}"
-        )
+    if not split.train or not split.test:
+        raise DataError(f"'{path}': a half of split {split.name} is empty; {_REMEDY}")
     if not set(split.fitted) | set(split.validation) <= set(split.train) or set(split.fitted) & set(split.validation):
         raise DataError(f"'{path}': validation of split {split.name} is no part of its train half; {_REMEDY}")
 
@@ -161,14 +132,11 @@ def _check(split: GivenSplit, path: Path) -> None:
 def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
     """Rows of the images of ``train``, ``test``, ``fitted`` and ``validation``, by the names of their classes.
 
-    Names of classes are compared without punctuation and case. Products are also found by the number that their files'
-    names begin with, as the study calls them.
-
-    Raises:
-        DataError: classes that the data set does not have.
+    Names are compared without punctuation and case. SOP's products are also found by the number that their files' names
+    begin with, as the study calls them.
     """
     exact, plain = _classes_by_name(table)
-    rows = {}
+    rows: dict[str, IntArray] = {}
     for key in ("train", "test", "fitted", "validation"):
         names = getattr(split, key)
         found = [exact.get(name, plain.get(_plain(name), -1)) for name in names]
@@ -182,7 +150,7 @@ def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
         rows[key] = rows_of_classes(table, np.array(sorted(set(found)), dtype=np.int64))
     if len(shared := np.intersect1d(rows["train"], rows["test"])):
         name = table.class_names[table.labels[shared[0]]]
-        raise DataError(f"the halves of split {split.name} share images, such as those of class '{name}'; {_REMEDY}")
+        raise DataError(f"the halves of split {split.name} share classes, such as '{name}'; {_REMEDY}")
     return rows
 
 
@@ -191,7 +159,7 @@ def _plain(name: str) -> str:
 
 
 def _classes_by_name(table: ImageTable) -> tuple[dict[str, int], dict[str, int]]:
-    """Classes by exact names, and by plain ones as far as these are of one class."""
+    """Classes by exact names, and by plain ones that are unique."""
     exact = {name: i for i, name in enumerate(table.class_names)}
     if table.name == "sop":
         numbers = (Path(str(path)).name.partition("_")[0] for path in table.paths)
@@ -204,18 +172,13 @@ def _classes_by_name(table: ImageTable) -> tuple[dict[str, int], dict[str, int]]
 
 @dataclass(frozen=True)
 class Oodml(Protocol):
-    """Splits of a file, one a fold in the order of the file; the distance between a split's halves is a fact of it.
+    """Splits of a file, one a fold in the order of the file.
 
     Attributes:
-        splits: the file.
-        splits_sha256: of its content; another file under this name is refused. None takes it as it is.
+        splits_sha256: of the file's content, which must not change; None accepts any.
         select_on: "official_test" trains on all train classes and selects on the test half, as the study's zero-shot
-            runs do (``val_is_test`` says so); "val" trains on a part of the train classes and selects on the others.
+            runs do (``val_is_test``); "val" trains on a part of the train classes and selects on the others.
         num_repeats: runs of each split.
-
-    Raises (by ``split``):
-        DataError: the file is missing, damaged, or of another data set.
-        ConfigError: it has no validation classes, or is not the one of ``splits_sha256``.
 
     Source: T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric Learning",
         NeurIPS 2021, and its public code.
@@ -268,12 +231,11 @@ class Oodml(Protocol):
 
 
 def _is_own_split(rows: Mapping[str, IntArray], table: ImageTable) -> bool:
-    """Whether a split is that of the data set itself."""
     own = np.flatnonzero(table.role == "train"), np.flatnonzero(table.role != "train")
     return all(np.array_equal(np.sort(rows[key]), half) for key, half in zip(("train", "test"), own, strict=True))
 
 
 def validation_part(train: Sequence[str], *, share: float = 0.25) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Classes to train on and, the last ``share`` of them in the given order, to select on."""
+    """Classes to train on and, the last ``share`` of ``train``, to select on."""
     count = len(train) - int(len(train) * share)
     return tuple(train[:count]), tuple(train[count:])

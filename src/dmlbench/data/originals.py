@@ -1,17 +1,6 @@
-"""Whether the images on disk are the published ones, judged by the headers of their files.
+"""Whether the images on disk are the published ones: cut, rescaled and re-encoded ones show in the headers of files.
 
-Mirrors cut images to their boxes, rescale them or re-encode them, under the published names and in the published
-number. Scores on such images are not comparable with those of papers. Headers are quick to read and show this:
-
-- A box that lies outside of its image was drawn on a larger one: the image was cut or shrunk. If the image has
-  the size of its box, it was cut to it; if it has the shape of its box, it was cut and rescaled.
-- Photographs of many sources differ in size; where all have one size, or one short side, they were rescaled. So were
-  those of a set that was published in one size, where they have another.
-- Files of another format were re-encoded; so were JPEGs of coarser colors than the published ones, where these keep
-  all of them (CUB-200-2011). Of the other sets it is not known how their JPEGs were written.
-
-They do not show whether images of one size were cut before they were rescaled; images that were enlarged, or whose
-boxes were adapted to them, are not detected, nor JPEGs of the published size that were re-encoded in the published way.
+Enlarged images, adapted boxes, and images re-encoded in the published way are not detected.
 """
 
 import os
@@ -20,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dmlbench.types import IntArray, Originals
 
@@ -33,19 +22,14 @@ _ROUNDING = 1.0  # pixels
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file.
-
-    Attributes:
-        width: in pixels, before EXIF rotation, as the height.
-        height: in pixels.
-        format: Pillow's name of it.
-        coarse_colors: of a JPEG: whether its colors have a lower resolution than its brightness.
-    """
+    """Header of an image file: size before EXIF rotation, Pillow's format and mode, subsampled colors of a JPEG."""
 
     width: int
     height: int
     format: str
     coarse_colors: bool = False
+    mode: str = "RGB"
+    orientation: int = 1
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
@@ -54,7 +38,8 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
         with Image.open(path) as image:
             layers = getattr(image, "layer", [])  # of a JPEG: (id, horizontal and vertical sampling, table)
             coarse = len({tuple(layer[1:3]) for layer in layers}) > 1
-            return Header(image.width, image.height, image.format or "", coarse)
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            return Header(image.width, image.height, image.format or "", coarse, image.mode, orientation)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
 
@@ -66,13 +51,7 @@ def deviations_of_sample(root: str | os.PathLike[str], paths: Sequence[str], ori
 
 
 def deviations(headers: Sequence[Header | None], originals: Originals, rows: IntArray) -> tuple[str, ...]:
-    """How images differ from the published ones, in words for results and messages; empty if nothing is found.
-
-    Args:
-        headers: [n] of the images; None entries are skipped.
-        originals: what is known of the published images.
-        rows: [n] the images' rows in ``originals.boxes``.
-    """
+    """How images [n] differ from the published ones, in words; ``rows`` [n] index ``originals.boxes``."""
     seen = [(header, row) for header, row in zip(headers, rows.tolist(), strict=True) if header is not None]
     if not seen:
         return ()
@@ -89,8 +68,9 @@ def deviations(headers: Sequence[Header | None], originals: Originals, rows: Int
 
 
 def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) -> list[str]:
-    """Deviations that the sizes [n, 2] of images, width and height, reveal."""
+    """Deviations that sizes [n, 2] (width, height) reveal."""
     boxes = np.full((len(rows), 4), np.nan) if originals.boxes is None else originals.boxes[rows]
+    # A box outside of its image was drawn on a larger one: the image was cut, if it has the size or shape of its box.
     is_outside = np.any(boxes[:, 2:] > sizes + _ROUNDING, axis=1)  # false of NaN
     count, known = int(is_outside.sum()), int(np.isfinite(boxes).all(axis=1).sum())
     misfit = f"boxes of {originals.boxes_from} lie outside of {count:,} of {known:,}"
@@ -107,7 +87,7 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
         return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
     if _are_most(outside, shaped * np.max(outside / shaped, axis=1, keepdims=True)):
         return ["images cut to their boxes and rescaled"]
-    short = sizes.min(axis=1)
+    short = sizes.min(axis=1)  # images of many sources differ in size
     if len(sizes) >= _FEWEST_ALIKE and np.all(short == short[0]):
         return [f"images rescaled to a short side of {int(short[0])} pixels"]
     if originals.size:
@@ -120,5 +100,4 @@ def _are_many(count: int, total: int) -> bool:
 
 
 def _are_most(sizes: NDArray[np.float64], expected: NDArray[np.float64]) -> bool:
-    """Whether more than half of sizes [n, 2] are as expected, but for rounding."""
     return bool(2 * np.all(np.abs(sizes - expected) <= _ROUNDING, axis=1).sum() > len(sizes))

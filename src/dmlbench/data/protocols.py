@@ -15,25 +15,21 @@ from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, Retriev
 
 
 class Protocol:
-    """What every protocol offers; each is a frozen dataclass that implements ``_split``.
+    """Base class of protocols; each is a frozen dataclass that implements ``_split``.
 
     Attributes:
-        name: as in the configuration and in results.
-        num_folds: folds, numbered from 0.
         num_repeats: independent runs of each fold.
-        least_folds: folds that the protocol needs to make sense.
-        aggregation: the rule that aggregates the runs (``results.rules``): "collections" (one run of each fold, all
-            combinations); of the repeats' test scores "best_and_mean" or "mean_of_test"; "mean" of their validation
-            scores where there is no test; or the importable name of a rule elsewhere.
-        leaves_plan: whether a run leaves its length and rates as the plan of another.
+        least_folds: fewest folds that the protocol can work with.
+        aggregation: the rule that aggregates the runs: a key of ``results.rules.RULES``, or the importable name of one.
+        leaves_plan: whether a run leaves its length and learning rates as the plan of another.
     """
 
     name: ClassVar[str]
     least_folds: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for count, least in (("num_folds", self.least_folds), ("num_repeats", 1)):
-            if (value := getattr(self, count)) < least:
+        for count, least in (("num_folds", self.least_folds), ("num_repeats", 1), ("num_parts", 2)):
+            if (value := getattr(self, count, least)) < least:
                 raise ConfigError(f"{count} ({value}) of protocol '{self.name}' must be at least {least}")
 
     @property
@@ -54,15 +50,11 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments that turn this protocol into that of the run whose plan its runs follow, if they follow one."""
+        """Arguments that turn this protocol into that of the run whose plan its runs follow, if any."""
         return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
-        """The rows of one fold, checked by ``check_split``; ``facts`` of it go into results.
-
-        Raises:
-            ConfigError, DataError: there is no such fold, or the data set does not fit.
-        """
+        """The rows of one fold, checked by ``check_split``."""
         if not 0 <= fold < self.num_folds:
             raise ConfigError(f"fold ({fold}) of protocol '{self.name}' must lie in [0, {self.num_folds - 1}]")
         return check_split(self._split(table, fold), table)
@@ -76,9 +68,6 @@ class Mlrc(Protocol):
     """The protocol of "A Metric Learning Reality Check" as the GSP paper runs it.
 
     The C train classes are cut at floor(i C / folds); fold 0 validates on the last part, fold 1 on the one before it.
-
-    Raises (by ``split``):
-        ConfigError: a fold that does not exist, or fewer train classes than folds.
 
     Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020; fold edges of
         Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023 (public code).
@@ -103,9 +92,6 @@ class MlrcMusgrave(Protocol):
     the T - V classes, V = floor(T / folds), from floor(k T / folds) on, wrapping around, and validates on the V that
     follow; so a few classes are never validated on when the number of folds does not divide T.
 
-    Raises (by ``split``):
-        ConfigError: a fold that does not exist, too few classes, or a data set with separate query and gallery.
-
     Source: K. Musgrave, S. Belongie, S.-N. Lim, "A Metric Learning Reality Check", ECCV 2020 (public code).
     """
 
@@ -118,8 +104,7 @@ class MlrcMusgrave(Protocol):
     def _split(self, table: ImageTable, fold: int) -> Split:
         if np.isin(table.role, ("query", "gallery")).any():
             raise ConfigError(
-                f"protocol '{self.name}' makes halves of its own, which breaks up the query and gallery sets of "
-                f"'{table.name}'; use protocol=mlrc"
+                f"protocol '{self.name}' cannot split the query and gallery sets of '{table.name}'; use protocol=mlrc"
             )
         half = table.num_classes // 2
         _check_enough(table, half, at_least=self.num_folds)
@@ -137,10 +122,7 @@ class MlrcMusgrave(Protocol):
 
 @dataclass(frozen=True)
 class Conventional(Protocol):
-    """Train on the complete train half; stop and select on the test half, as most older papers did.
-
-    Scores of this protocol are optimistic: ``val_is_test`` is set and printed with every number.
-    """
+    """Train on the complete train half; select on the test half, as older papers did (``val_is_test``: optimistic)."""
 
     num_repeats: int = 3
     num_folds: ClassVar[int] = 1
@@ -149,25 +131,15 @@ class Conventional(Protocol):
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         test = _test_set(table)
-        return Split(
-            name=f"{table.name} {self.name}",
-            fold=fold,
-            train=_train_rows(table, _train_classes(table, at_least=1)),
-            val=test,
-            test=test,
-            val_is_test=True,
-        )
+        train = _train_rows(table, _train_classes(table, at_least=1))
+        return Split(f"{table.name} {self.name}", fold, train, val=test, test=test, val_is_test=True)
 
 
 @dataclass(frozen=True)
 class Hpo(Protocol):
     """For choosing hyper-parameters: train on all but one of the contiguous parts of the train half, validate on that.
 
-    The test half is out of reach (``test`` is None).
-
-    Attributes:
-        num_parts: parts that the train classes are cut into, at floor(i C / num_parts).
-        held_out_part: the part to validate on, from 0; the last by default.
+    The C train classes are cut at floor(i C / num_parts). The test half is out of reach (``test`` is None).
     """
 
     num_parts: int = 5
@@ -179,8 +151,6 @@ class Hpo(Protocol):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_parts < 2:
-            raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
         if not 0 <= self.held_out_part < self.num_parts:
             raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
 
@@ -191,22 +161,13 @@ class Hpo(Protocol):
 
 @dataclass(frozen=True)
 class HeldOut(Protocol):
-    """Train on all but the last of the contiguous parts of the train half, select on that, test once on the test half.
-
-    Attributes:
-        num_parts: parts that the train classes are cut into, at floor(i C / num_parts).
-    """
+    """Train on all but the last of the parts of the train half (as ``Hpo``), select on that, test once."""
 
     num_parts: int = 2
     num_repeats: int = 3
     num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "held_out"
     aggregation: ClassVar[str] = "mean_of_test"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_parts < 2:
-            raise ConfigError(f"num_parts ({self.num_parts}) of protocol '{self.name}' must be at least 2")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         train, val = _without_part(table, self.num_parts, -1)
@@ -217,9 +178,8 @@ class HeldOut(Protocol):
 class TwoStage(Protocol):
     """Find the length of the training and its rates on one half of the train classes, then train on all with them.
 
-    Stage 1 trains on the first half of the train classes and validates on the second; the test half is out of reach.
-    What it leaves (see ``training.stage_plan``) is the complete plan of stage 2, which trains on all train classes
-    without validation, is tested once at its end, and so selects nothing on the test half.
+    Stage 1 trains on the first half of the train classes and validates on the second. Stage 2 follows its plan (see
+    ``training.stage_plan``): it trains on all train classes without validation and is tested once at its end.
 
     Attributes:
         stage: 1 or 2; stage 2 needs stage 1 of the same config and repeat.
@@ -259,14 +219,9 @@ class TwoStage(Protocol):
 
 
 def check_split(split: Split, table: ImageTable) -> Split:
-    """The split itself, if its sets are usable and do not overlap.
+    """The split itself, if its sets are not empty, share no classes, and have a query with a positive.
 
-    Classes and rows of train, validation and test are disjoint (validation may be the test set only where
-    ``val_is_test`` says so), no set is empty or names a row twice, and at least one query of each retrieval set has
-    a positive. Queries without one are legal: evaluation skips and counts them.
-
-    Raises:
-        DataError: one of these does not hold.
+    Queries without a positive are legal: evaluation skips and counts them.
     """
     sets = {"training": split.train}
     if split.val is not None:
@@ -327,9 +282,7 @@ def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
 
 
 def _test_set(table: ImageTable) -> RetrievalSet:
-    query, gallery, test = (
-        np.flatnonzero(table.role == role).astype(np.int64) for role in ("query", "gallery", "test")
-    )
+    query, gallery, test = (np.flatnonzero(table.role == role) for role in ("query", "gallery", "test"))
     if len(test) and len(query) + len(gallery):
         raise DataError(f"'{table.name}' mixes the roles test and query/gallery; use one or the other")
     if len(query) + len(gallery) == 0:
@@ -341,9 +294,7 @@ def _test_set(table: ImageTable) -> RetrievalSet:
 
 def _check_enough(table: ImageTable, count: int, *, at_least: int) -> None:
     if count < at_least:
-        raise DataError(
-            f"'{table.name}' has {count} train classes, the protocol cuts them into {at_least} parts; add classes"
-        )
+        raise DataError(f"'{table.name}' has {count} train classes, expected {at_least} or more")
 
 
 def class_index(table: ImageTable, rows: Sequence[int] | IntArray) -> IntArray:

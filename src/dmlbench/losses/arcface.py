@@ -35,14 +35,6 @@ class ArcFace(ArcFaceLoss):
         clamp_negative: bool = False,
         **kwargs: Any,
     ) -> None:
-        """
-        Args:
-            num_classes: C, classes of the training set.
-            embedding_size: D.
-            init, init_std: initial class vectors, see ``init_class_vectors``.
-            clamp_negative: take cosines below 0 as 0.
-            **kwargs: of pytorch-metric-learning's class.
-        """
         initialize = partial(init_class_vectors, init=init, init_std=init_std, class_dim=1)  # of W [D, C]
         kwargs["weight_init_func"] = kwargs.get("weight_init_func") or initialize
         super().__init__(num_classes, embedding_size, **kwargs)

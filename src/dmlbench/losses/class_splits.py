@@ -5,52 +5,31 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dmlbench.device_copies import on_host, with_host_copy
-from dmlbench.runtime import generator
+from dmlbench.losses.checks import check_at_least
+from dmlbench.losses.counters import SeededDraws
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 logger = logging.getLogger(__name__)
 
 Halves = tuple[Tensor, Tensor]
-"""Rows of the first and of the second half, ascending."""
+"""Rows of the first and of the second half, ascending, on the CPU."""
 
 HalvesBy = Literal["random", "alternate"]
 
 
-class ClassSplits(nn.Module):
+class ClassSplits(SeededDraws):
     """Split batches by class.
 
-    ``halves: random`` shuffles the classes of a batch and cuts this sequence where the parts come nearest to equal
-    numbers of images; each part has at least one class. So a class-balanced batch with an even number of classes is
-    halved exactly, any other one (odd, or unbalanced) as nearly as that order of its classes allows. Several splits of
-    one batch are independent draws: of few classes they may repeat.
-
-    ``halves: alternate`` sorts the classes of a batch and puts every other class into the first half. Batches that hold
-    all classes always have the same halves.
-
-    Draws depend on a seed and a counter of batches, both buffers: a resumed run draws what would have
-    come. The seed is drawn as initial weights are, from torch's generator when the module is made, so that it follows
-    the run's seed. In evaluation mode the counter stands still.
+    ``halves: random`` shuffles the classes of a batch and cuts this order where the halves are nearest to equal numbers
+    of images. ``halves: alternate`` sorts the classes and puts every other one into the first half.
     """
 
-    seed: Tensor
-    draws: Tensor
-
     def __init__(self, num_splits: int = 1, halves: HalvesBy = "random") -> None:
-        """
-        Args:
-            num_splits: splits per batch, at least 1; 1 with ``halves: alternate``.
-            halves: "random" or "alternate".
-
-        Raises:
-            ConfigError: an argument outside its range.
-        """
         super().__init__()
         check_choice("halves", halves, get_args(HalvesBy))
-        if num_splits < 1:
-            raise ConfigError(f"num_splits ({num_splits}) must be at least 1; the papers split each batch once")
+        check_at_least(1, num_splits=num_splits)
         if halves == "alternate" and num_splits > 1:
             raise ConfigError(
                 f"num_splits: got {num_splits}, expected 1 with halves=alternate, whose splits are all the same. "
@@ -58,24 +37,12 @@ class ClassSplits(nn.Module):
             )
         self.num_splits = num_splits
         self.halves: HalvesBy = halves
-        self.register_buffer("seed", torch.randint(2**62, ()))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
-        self._seed, self._draws = int(self.seed), 0
-        self.register_load_state_dict_post_hook(_read_state)
         self._has_warned = False
 
     def forward(self, labels: Tensor) -> list[Halves]:
-        """``num_splits`` pairs of halves; none for a batch of fewer than two classes.
-
-        Args:
-            labels: [B] integers.
-        """
-        rng = generator("class splits", self._seed, self._draws)
-        if self.training:
-            self._draws += 1
-            self.draws.fill_(self._draws)
-        classes, class_of = np.unique(on_host(labels).numpy(), return_inverse=True)
+        """``num_splits`` pairs of halves; none for a batch of fewer than two classes."""
+        rng = self.next_generator("class splits")
+        classes, class_of = np.unique(labels.cpu().numpy(), return_inverse=True)
         if len(classes) < 2:
             if not self._has_warned:
                 logger.warning(
@@ -85,13 +52,8 @@ class ClassSplits(nn.Module):
                 )
             self._has_warned = True
             return []
-        return [
-            (
-                with_host_copy(torch.from_numpy(first), labels.device),
-                with_host_copy(torch.from_numpy(second), labels.device),
-            )
-            for first, second in (self._split(class_of, len(classes), rng) for _ in range(self.num_splits))
-        ]
+        splits = (self._split(class_of, len(classes), rng) for _ in range(self.num_splits))
+        return [(torch.from_numpy(first), torch.from_numpy(second)) for first, second in splits]
 
     def _split(self, class_of: IntArray, num_classes: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         """Rows of two halves, given each row's class in [0, num_classes) and at least two classes."""
@@ -102,7 +64,3 @@ class ClassSplits(nn.Module):
         imbalance = np.abs(2 * np.cumsum(sizes)[:-1] - len(class_of))
         in_first = np.isin(class_of, order[: int(imbalance.argmin()) + 1])
         return np.flatnonzero(in_first), np.flatnonzero(~in_first)
-
-
-def _read_state(module: ClassSplits, _: object) -> None:
-    module._seed, module._draws = int(module.seed), int(module.draws)

@@ -7,6 +7,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.checks import check_share
 from dmlbench.types import ConfigError
 
 COLUMNS = 4096  # references at a time on a CPU, so that they and their cosines stay in its cache from pass to pass
@@ -32,16 +33,11 @@ class ContrastiveC1(nn.Module):
         Args:
             neg_margin: m in [-1, 1).
             tolerance: t in [0, 1); keeps an image from being paired with itself where pairs are not told by index.
-            subtract_margins: whether the terms are continuous.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         if not -1 <= neg_margin < 1:
-            raise ConfigError(f"neg_margin ({neg_margin}) is compared with cosines: choose it from [-1, 1), e.g. 0.5")
-        if not 0 <= tolerance < 1:
-            raise ConfigError(f"tolerance ({tolerance}) must be in [0, 1), e.g. 1e-5")
+            raise ConfigError(f"neg_margin: got {neg_margin}, expected a cosine in [-1, 1).")
+        check_share(tolerance=tolerance)
         self.neg_margin = neg_margin
         self.tolerance = tolerance
         self.subtract_margins = subtract_margins
@@ -56,12 +52,7 @@ class ContrastiveC1(nn.Module):
     ) -> Tensor:
         """
         Args:
-            embeddings: [B, D].
-            labels: [B].
-            indices_tuple: a miner's pairs (4 lists) or triplets (3 lists, each giving a positive and a negative pair),
-                or None for all pairs.
             ref_emb: [R, D] what the batch is compared with, or None for the batch itself.
-            ref_labels: [R].
         """
         rows = normalize(embeddings)
         references = rows if ref_emb is None else normalize(ref_emb)

@@ -6,10 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dmlbench.device_copies import taken
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_positive
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import check_ridge, ridge_predict
+from dmlbench.losses.ridge import ridge_predict
 from dmlbench.types import ModelOutput
 
 
@@ -21,45 +22,30 @@ def cross_batch_loss(
         V_k = argmin_V sum_{i in b_k} |V z_i - y_i|^2 + ridge |V|^2
         L = dml_loss({V_2 z_i}, i in b_1) + dml_loss({V_1 z_i}, i in b_2)
 
-    Args:
-        histogram: z [B, m].
-        pooled: y [B, D].
-        labels: [B] classes.
-        halves: b_1 and b_2, rows of the batch.
-        dml_loss: of embeddings [N, D] and labels [N].
-        ridge: > 0.
+    for histograms z [B, m] and pooled embeddings y [B, D].
 
     Source: Gürbüz & Alatan, Generalizable Embeddings with Cross-batch Metric Learning, equations 2.8 and 2.10. The text
     below 2.9 has the ridge epsilon for each half, which is taken here; 2.9 itself prints epsilon / 2.
     """
-    first, second = halves
+    labels = labels.cpu()
+    first, second = (to_device(half, pooled.device) for half in halves)
     made_first = ridge_predict(histogram[second], pooled[second], histogram[first], ridge=ridge)
     made_second = ridge_predict(histogram[first], pooled[first], histogram[second], ridge=ridge)
-    return dml_loss(made_first, taken(labels, first)) + dml_loss(made_second, taken(labels, second))
+    return dml_loss(made_first, labels[halves[0]]) + dml_loss(made_second, labels[halves[1]])
 
 
 class CrossBatchRegularizer(Regularizer):
     """Mean of ``cross_batch_loss`` over random class-disjoint halves of the batch, 0 for a batch of one class.
 
-    Losses of pairs need two classes on each side to see a negative: take batches of four classes at least.
-
-    Source: as of ``cross_batch_loss``; settings of its section 3.1.
+    Losses of pairs need two classes in each half: take batches of at least four classes.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
-        """
-        Args:
-            weight: lambda (paper: 0.01).
-            ridge: epsilon > 0 (paper: 0.05).
-            num_splits: splits a batch (paper: 1).
-
-        Raises:
-            ConfigError: an argument outside its range.
-        """
         super().__init__(weight)
-        check_ridge(ridge)
+        check_positive(ridge=ridge)
         self.ridge = ridge
         self.splits = ClassSplits(num_splits)
 

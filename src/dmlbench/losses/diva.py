@@ -1,4 +1,4 @@
-"""DiVA: parts of an embedding learn from triplets of their own, and what the parts of an embedding are."""
+"""DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.margin_oodml import MarginOodml
-from dmlbench.losses.miners import Triplets, drawn_by_distance
+from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError, check_choice
 
@@ -25,37 +26,30 @@ def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
 
 
 def check_parts(embedding_size: int) -> int:
-    """Dimensions of a part.
-
-    Raises:
-        ConfigError: embeddings of that size cannot be cut into four parts of one size.
-    """
+    """Dimensions of a part."""
     if embedding_size < 1 or embedding_size % len(PARTS):
         raise ConfigError(
-            f"DiVA cuts embeddings into {len(PARTS)} parts of one size, and embedding_size ({embedding_size}) is not a "
-            f"multiple of {len(PARTS)}; set head.out_features to one"
+            f"embedding_size: got {embedding_size}, expected a multiple of DiVA's {len(PARTS)} parts. "
+            "Set head.out_features to one."
         )
     return embedding_size // len(PARTS)
 
 
 class Diva(WholeBatchLoss):
-    """Margin losses of three parts of the embedding, each with boundaries and triplets of its own.
+    """Margin losses of three parts of the embedding, each with its own boundaries and triplets.
 
         margin(discriminative) + shared_weight * margin(shared) + intra_weight * margin(intra)
 
-    with margin as of ``MarginOodml``. Triplets of the parts:
-        discriminative: for each image that has one another image of its class, and an image of another class, drawn
-            with the weight 1 / q(d) of its distance d (``log_inverse_density``; d counts as 0.5 at least).
-        shared, intra: "permuted" draws in the same way after the labels have been permuted over the batch;
-            "across_classes" for each image a negative as above and a positive of a third class, so that nothing
-            separates classes; "within_class" as many triplets as images, each of three images, repeated or not, of a
-            class that is drawn evenly.
-    The boundary of a triplet is that of its anchor's true class. Nothing is learned here of the fourth part,
-    self_similarity, which is the regularizers', like the decorrelation of parts (``part_regularizers``).
+    with margin as of ``MarginOodml`` and the boundary that of the anchor's true class. Triplets:
+        discriminative: as of ``miners.distance_weighted_triplets``.
+        permuted: the same after the labels have been permuted over the batch.
+        across_classes: for each image a negative as above and a positive of a third class, so that nothing separates
+            classes.
+        within_class: as many triplets as images, each of three images, repeated or not, of a class drawn evenly.
 
     The paper describes "across_classes" and "within_class"; its code's command lines have "permuted" and
-    "within_class", the ooDML study's code "permuted" for both. What depends on labels alone is drawn from torch's
-    generator of the CPU, the rest from the device's.
+    "within_class", the ooDML study's code "permuted" for both. The fourth part, self_similarity, and the decorrelation
+    of parts are regularizers (``part_regularizers``).
 
     Source: Milbich et al., DiVA: Diverse Visual Feature Aggregation for Deep Metric Learning, ECCV 2020;
     Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, diva_main.py, batchminer/;
@@ -63,6 +57,7 @@ class Diva(WholeBatchLoss):
     """
 
     compares: ClassVar[str] = "draws triplets of its own for each part of the embedding"
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,25 +73,11 @@ class Diva(WholeBatchLoss):
         learn_beta: bool = True,
         nu: float = 0.0,
     ) -> None:
-        """
-        Args:
-            num_classes: classes of the training set, one boundary each, in each of three parts.
-            embedding_size: D, of all four parts together.
-            shared_weight: of the shared part's loss, at least 0.
-            intra_weight: of the intra part's loss, at least 0.
-            shared: triplets of the shared part.
-            intra: triplets of the intra part.
-            margin, beta, learn_beta, nu: as of ``MarginOodml``.
-
-        Raises:
-            ConfigError: a value is out of its range, or embeddings are not four parts of one size.
-        """
         super().__init__()
         check_parts(embedding_size)
         check_choice("shared", shared, get_args(Shared))
         check_choice("intra", intra, get_args(Intra))
-        if not (shared_weight >= 0 and intra_weight >= 0):
-            raise ConfigError(f"shared_weight ({shared_weight}) and intra_weight ({intra_weight}) must be at least 0")
+        check_at_least(0, shared_weight=shared_weight, intra_weight=intra_weight)
         self.num_classes = num_classes
         self.weights = {"discriminative": 1.0, "shared": shared_weight, "intra": intra_weight}
         self.kinds = {"discriminative": "labels", "shared": shared, "intra": intra}
@@ -108,10 +89,6 @@ class Diva(WholeBatchLoss):
         )
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """
-        Raises:
-            ConfigError: no class of the batch has two images, or it has fewer classes than triplets need.
-        """
         parts = unit_parts(embeddings)
         return torch.stack(
             [
@@ -122,17 +99,8 @@ class Diva(WholeBatchLoss):
 
 
 def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
-    """Anchors, positives and negatives [T] of a batch; see ``Diva`` for the kinds, "labels" are the discriminative.
-
-    Args:
-        kind: "labels", "permuted", "across_classes" or "within_class".
-        rows: [B, D] unit vectors.
-        labels: [B].
-
-    Raises:
-        ConfigError: no class has two images, or there are fewer than two classes (three for "across_classes").
-    """
-    known = on_host(labels)
+    """Draw anchors, positives and negatives [T]; see ``Diva`` for the kinds, "labels" are the discriminative."""
+    known, device = labels.cpu(), rows.device
     classes, counts = known.unique(return_counts=True)
     if len(classes) < 2 or counts.max() < 2:
         raise ConfigError(
@@ -143,11 +111,11 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
         chosen = classes[torch.randint(len(classes), (len(known),))]
         same = known[None, :] == chosen[:, None]  # [B, B]
         three = (torch.rand(3, *same.shape).masked_fill_(~same, -1)).argmax(2)
-        anchor, positive, negative = (to_device(x, rows.device) for x in three)
+        anchor, positive, negative = (to_device(x, device) for x in three)
         return anchor, positive, negative
     if kind == "permuted":
         known = known[torch.randperm(len(known))]
-    different = to_device(known[:, None] != known[None, :], rows.device)
+    different = to_device(known[:, None] != known, device)
     negative = drawn_by_distance(rows.detach(), different)
     if kind == "across_classes":
         if len(classes) < 3:
@@ -155,12 +123,9 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
                 f"shared=across_classes compares images of three classes, and the batch has {len(classes)}; raise "
                 "sampler.classes_per_batch to 3 at least"
             )
-        third = different & (labels[None, :] != labels[negative][:, None])
-        positive = torch.rand(third.shape, device=rows.device).masked_fill_(~third, -1).argmax(1)
-        return torch.arange(len(known), device=rows.device), positive, negative
-    same = (known[:, None] == known[None, :]).fill_diagonal_(False)
-    anchor, positive = (
-        to_device(x, rows.device)
-        for x in (same.any(1).nonzero()[:, 0], torch.rand(same.shape).masked_fill_(~same, -1).argmax(1))
-    )
+        labels = to_device(labels, device)
+        third = different & (labels != labels[negative][:, None])
+        return torch.arange(len(known), device=device), drawn_evenly(third), negative
+    same = (known[:, None] == known).fill_diagonal_(False)
+    anchor, positive = (to_device(x, device) for x in (same.any(1).nonzero()[:, 0], drawn_evenly(same)))
     return anchor, positive[anchor], negative[anchor]

@@ -12,17 +12,10 @@ SCHEMES = ("he_normal", "kaiming_uniform_a5", "normal")
 
 @torch.no_grad()
 def init_class_vectors(vectors: Tensor, init: str, init_std: float | None = None, *, class_dim: int = 0) -> None:
-    """Fill ``vectors`` in place.
+    """Fill ``vectors`` [C, ..., D], or [D, C] with ``class_dim=1``, in place.
 
-    Args:
-        vectors: [C, ..., D], or [D, C] with ``class_dim=1``.
-        init: ``he_normal``: N(0, 2 / C), He et al. 2015 with a fan of C; ``kaiming_uniform_a5``: uniform in
-            +-1 / sqrt(D), the default of ``torch.nn.Linear`` (a = sqrt(5)); ``normal``: N(0, init_std^2).
-        init_std: above 0 for ``normal``, null for the others.
-        class_dim: 0 or 1.
-
-    Raises:
-        ConfigError: an unknown ``init``, or an ``init_std`` that it does not take.
+    ``he_normal``: N(0, 2 / C), He et al. 2015 with a fan of C; ``kaiming_uniform_a5``: uniform in +-1 / sqrt(D), the
+    default of ``torch.nn.Linear`` (a = sqrt(5)); ``normal``: N(0, init_std^2).
     """
     num_classes, size = vectors.shape[class_dim], vectors.shape[class_dim - 1]
     if init not in SCHEMES:

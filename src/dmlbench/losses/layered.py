@@ -1,4 +1,4 @@
-"""AVSL's objective: one loss for every level's distance, and one for the distance that is inferred from all levels.
+"""Losses of AVSL's distances: one for every level, and one for the distance inferred from all levels.
 
 Letters: B images, L levels, r nodes of each, C classes, K of them compared with.
 """
@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -34,13 +36,14 @@ class LeveledDistance(Protocol):
 class LayeredLoss(nn.Module):
     """loss = sum over levels of level_weights[l] L(d^l) + final_weight L(d), d with its nodes detached.
 
-    Every term is a loss of its own, with parameters of its own where it has any; any loss of pytorch-metric-learning
-    that takes a ``distance`` will do. The last term trains what infers d and is absent where nothing is inferred.
+    Every term has its own loss, any of PML's that takes a ``distance``. The last term trains what infers d and is
+    absent where nothing is inferred.
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 10.
     """
 
     compares_levels: ClassVar[bool] = True
+    labels_on_host: ClassVar[bool] = True  # as losses and miners may want them
     made_for_each_level: ClassVar[tuple[str, ...]] = ("loss", "miner")
 
     def __init__(
@@ -52,18 +55,6 @@ class LayeredLoss(nn.Module):
         final_weight: float = 1.0,
         miner: Callable[..., nn.Module] | None = None,
     ) -> None:
-        """
-        Args:
-            loss: ``loss(distance=...)`` makes a loss.
-            distance: of the model.
-            level_weights: one for each level, low to high.
-            final_weight: of the inferred distance's term.
-            miner: ``miner(distance=...)`` makes a miner, one for each term by its own distance; None takes what the
-                loss makes of no choice.
-
-        Raises:
-            ConfigError: weights that do not fit.
-        """
         super().__init__()
         self.level_weights = checked_weights(level_weights, final_weight, distance)
         self.final_weight = final_weight if distance.infers else 0.0
@@ -77,22 +68,23 @@ class LayeredLoss(nn.Module):
         """
         Args:
             embeddings: rows [B, 2 L r].
-            labels: [B].
-            indices_tuple: pairs or triplets for every term alike, or None.
         """
+        batch_labels = BatchLabels.of(labels, embeddings.device)
         total = embeddings.new_zeros(())
         for n, (weight, loss) in enumerate(zip([*self.level_weights, self.final_weight], self.losses, strict=False)):
-            chosen = self.miners[n](embeddings, labels) if self.miners and indices_tuple is None else indices_tuple
-            total = total + weight * loss(embeddings, labels, chosen)
+            chosen = indices_tuple
+            if self.miners and chosen is None:
+                chosen = self.miners[n](embeddings, batch_labels.wanted_by(self.miners[n]))
+            total = total + weight * loss(embeddings, batch_labels.wanted_by(loss), chosen)
         return total
 
 
 class LayeredProxyAnchor(WholeBatchLoss):
-    """ProxyAnchor on AVSL's distances: level by level to proxies of the level, and on the distance inferred from all.
+    """ProxyAnchor on AVSL's distances: of each level to proxies of the level, and on the distance inferred from all.
 
-    A class has one proxy at each level. In the inferred distance, a proxy's certainty is one number per level, the mean
-    over the batch's images and nodes. With more than ``max_classes`` classes, only the proxies of the batch's classes
-    are compared with: those of all of SOP would need 4 GB per level.
+    In the inferred distance, a proxy's certainty is one number per level, the mean over the batch's images and nodes.
+    With more than ``max_classes`` classes, only the proxies of the batch's classes are compared with: those of all of
+    SOP would need 4 GB per level.
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eqs. 10 and 14, sections 4.2 and 5;
     zbr17/AVSL fd2686e4, collectors/avsl_collector.py, examples/samples_avsl.sh.
@@ -100,6 +92,7 @@ class LayeredProxyAnchor(WholeBatchLoss):
 
     compares_levels: ClassVar[bool] = True
     has_proxies: ClassVar[bool] = True
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -117,25 +110,12 @@ class LayeredProxyAnchor(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C, at least 2.
-            distance: of the model.
-            alpha: how much the hardest images outweigh the others.
             pos_margin, neg_margin: squared distances that levels pull positives below and push negatives beyond.
-            final_pos_margin, final_neg_margin: the same for the inferred distance.
-            level_weights: one for each level, low to high.
-            final_weight: of the inferred distance's term, which is absent where nothing is inferred.
-            max_classes: up to which every proxy is compared with.
-
-        Raises:
-            ConfigError: a value out of its range, or weights that do not fit.
         """
         super().__init__()
-        if num_classes < 2:
-            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy repels images of other classes")
-        if not 0 < alpha < math.inf:
-            raise ConfigError(f"alpha ({alpha}) must be above 0 and finite, e.g. 16")
-        if max_classes < 1:
-            raise ConfigError(f"max_classes ({max_classes}) must be at least 1")
+        check_at_least(2, num_classes=num_classes)
+        check_positive(alpha=alpha)
+        check_at_least(1, max_classes=max_classes)
         self.alpha = alpha
         self.margins = (pos_margin, neg_margin)
         self.final_margins = (final_pos_margin, final_neg_margin)
@@ -150,12 +130,13 @@ class LayeredProxyAnchor(WholeBatchLoss):
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Of rows [B, 2 L r]."""
         (distance,) = self._distance
-        classes = torch.arange(len(self.proxies), device=labels.device)
+        device = embeddings.device
+        classes = torch.arange(len(self.proxies), device=device)
         if len(classes) > self.max_classes:
-            classes = to_device(on_host(labels).unique(), labels.device)
+            classes = to_device(labels.cpu().unique(), device)
         unit, certainties = distance.levels(embeddings)  # [B, L, r]
         proxies = F.normalize(self.proxies[classes], dim=-1)  # [K, L, r]
-        same = labels[:, None] == classes  # [B, K]
+        same = to_device(labels, device)[:, None] == classes  # [B, K]
         total = embeddings.new_zeros(())
         for level, weight in enumerate(self.level_weights):
             squared = 2 - 2 * unit[:, level] @ proxies[:, level].T
@@ -180,7 +161,6 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
     Args:
         distances: [B, K].
         same: [B, K], whether image b is of the proxy's class.
-        alpha: scale.
         margins: (pos_margin, neg_margin).
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 14.
@@ -193,19 +173,15 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
 
 
 def checked_weights(level_weights: Sequence[float], final_weight: float, distance: LeveledDistance) -> list[float]:
-    """
-    Raises:
-        ConfigError: not one weight for each level, a negative one, or all of them 0.
-    """
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
         raise ConfigError(
-            f"level_weights {weights} must be one number for each of the {distance.num_levels} levels; set "
-            f"loss.level_weights={[1.0] * distance.num_levels} or others"
+            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels. Set "
+            f"loss.level_weights={[1.0] * distance.num_levels}."
         )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
-            f"level_weights {weights} and final_weight ({final_weight}) must not be negative, and a level must count: "
-            "the inferred distance trains no embedding"
+            f"level_weights and final_weight: got {weights} and {final_weight}, expected at least 0 and a positive "
+            "level: the inferred distance trains no embedding."
         )
     return weights

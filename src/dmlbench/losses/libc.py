@@ -1,6 +1,5 @@
-"""LIBC: images of a batch exchange messages by attention, and classes are told before and after it."""
+"""LIBC: images of a batch exchange messages by attention."""
 
-import math
 from typing import ClassVar
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive, check_share
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
@@ -22,9 +22,8 @@ class Libc(WholeBatchLoss):
     means over the batch with smoothed labels. A head on d = D / num_heads dimensions gives image i
     sum over j of a_ij v_j with a_ij = exp s_ij / (1 + sum over k of exp s_ik), s_ij = q_i.k_j / sqrt(d).
 
-    The 1 is the public code's; a softmax has none. Every image is a neighbor of itself, too. The first part sees the
-    length of x, the second does not. Models are tested without this loss, so its batch norm keeps no statistics.
-    Dropout (of attention, sums and hidden units) draws from torch's generator.
+    The 1 is the public code's; a softmax has none. Models are tested without this loss, so its batch norm keeps no
+    statistics.
 
     Source: Seidenschwarz et al. 2021; dvl-tum/intra_batch a1ae3de8, net/gnn_base.py, net/attentions.py,
     net/utils.py, trainer.py.
@@ -48,37 +47,15 @@ class Libc(WholeBatchLoss):
         refined_weight: float = 1.0,
         init: str = "kaiming_uniform_a5",
     ) -> None:
-        """
-        Args:
-            num_classes: C.
-            embedding_size: D.
-            num_layers: L, at least 1.
-            num_heads: of attention, a divisor of D.
-            concatenate_layers: classes are told from [H_1, ..., H_L] instead of H_L.
-            dropout: in [0, 1).
-            temperature: of both cross entropies, above 0.
-            label_smoothing: in [0, 1), share of the label that is spread over all classes.
-            backbone_weight: of the part that sees each image alone, at least 0; a part of weight 0 is left out.
-            refined_weight: of the part that sees the batch, likewise.
-            init: initial A, see ``init_class_vectors``; b starts at 0 if it is not that of ``torch.nn.Linear``.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         super().__init__()
-        if num_layers < 1 or num_heads < 1 or embedding_size % num_heads:
-            raise ConfigError(
-                f"LIBC wants num_layers ({num_layers}) of at least 1 and num_heads ({num_heads}) that divide the "
-                f"{embedding_size} dimensions of embeddings"
-            )
-        if not (0 <= dropout < 1 and 0 <= label_smoothing < 1):
-            raise ConfigError(f"dropout ({dropout}) and label_smoothing ({label_smoothing}) must be in [0, 1)")
-        weights = (backbone_weight, refined_weight)
-        if not 0 < temperature < math.inf or not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
-            raise ConfigError(
-                f"LIBC wants a temperature ({temperature}) above 0, backbone_weight ({backbone_weight}) and "
-                f"refined_weight ({refined_weight}) of at least 0, one of them above it, and all of them finite"
-            )
+        check_at_least(1, num_layers=num_layers, num_heads=num_heads)
+        check_share(dropout=dropout, label_smoothing=label_smoothing)
+        check_positive(temperature=temperature)
+        check_at_least(0, backbone_weight=backbone_weight, refined_weight=refined_weight)
+        if not backbone_weight + refined_weight:
+            raise ConfigError("backbone_weight and refined_weight: got 0 twice, expected one above 0.")
+        if embedding_size % num_heads:
+            raise ConfigError(f"num_heads: got {num_heads}, expected a divisor of the embedding size {embedding_size}.")
         self.num_classes = num_classes
         self.concatenate_layers = concatenate_layers
         self.temperature = temperature

@@ -1,12 +1,14 @@
 """The margin loss as the ooDML study's code computes it."""
 
+from typing import ClassVar
+
 import torch
 from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triplets, get_all_triplets_indices
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
-from dmlbench.device_copies import on_host, to_device
-from dmlbench.types import ConfigError
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
 
 
 class MarginOodml(nn.Module):
@@ -23,23 +25,14 @@ class MarginOodml(nn.Module):
     criteria/margin.py.
     """
 
+    labels_on_host: ClassVar[bool] = True  # the number of all triplets decides shapes
+
     def __init__(
         self, num_classes: int, *, margin: float = 0.2, beta: float = 0.6, learn_beta: bool = True, nu: float = 0.0
     ) -> None:
-        """
-        Args:
-            num_classes: classes of the training set, one boundary each.
-            margin: half the width of the band around the boundary, at least 0.
-            beta: where the boundaries start, above 0.
-            learn_beta: whether they are trained (as the group "loss").
-            nu: weight of the boundaries' size, at least 0.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         super().__init__()
-        if margin < 0 or nu < 0 or not beta > 0:
-            raise ConfigError(f"margin ({margin}) and nu ({nu}) must be at least 0, and beta ({beta}) above 0")
+        check_at_least(0, margin=margin, nu=nu)
+        check_positive(beta=beta)
         self.margin = margin
         self.nu = nu
         self.num_classes = num_classes
@@ -55,14 +48,12 @@ class MarginOodml(nn.Module):
     ) -> Tensor:
         """
         Args:
-            embeddings: [B, D].
-            labels: [B] in [0, num_classes).
-            indices_tuple: triplets or pairs of a miner, or None for all triplets.
             ref_emb: [R, D] what anchors are compared with, or None for the batch itself.
-            ref_labels: [R].
         """
-        if indices_tuple is None and ref_labels is None:  # their number decides shapes, so they are listed on the host
-            indices_tuple = tuple(to_device(x, labels.device) for x in get_all_triplets_indices(on_host(labels)))
+        device = embeddings.device
+        if indices_tuple is None and ref_labels is None:
+            indices_tuple = tuple(to_device(x, device) for x in get_all_triplets_indices(labels.cpu()))
+        labels = to_device(labels, device)
         anchor, positive, negative = convert_to_triplets(indices_tuple, labels, ref_labels, t_per_anchor="all")
         rows = normalize(embeddings)
         others = rows if ref_emb is None else normalize(ref_emb)

@@ -1,8 +1,8 @@
-"""Metrix: anchors also see mixtures of two embeddings, whose labels are mixed by the same factor."""
+"""Metrix: mixtures of two embeddings, with labels interpolated by the same factor."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
+from dmlbench.losses.counters import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
-from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 Pairs = Literal["positive_negative", "anchor_negative"]
@@ -24,8 +25,8 @@ Variant = Literal["paper", "official"]
 BoolArray = NDArray[np.bool_]
 
 
-class Metrix(nn.Module):
-    """Add to a loss of positives and negatives the same loss of mixed embeddings with interpolated labels.
+class Metrix(SeededDraws):
+    """Add to a loss of pairs the same loss of mixed embeddings with interpolated labels.
 
     total = loss(batch) + weight * mixed(batch). A loss that gives an anchor a the value
     S+(sum over its positives of r+(s)) + S-(sum over its negatives of r-(s)), s their cosine with a, gives mixtures
@@ -34,31 +35,25 @@ class Metrix(nn.Module):
         S+(sum over v of lambda r+(s_av)) + S-(sum over v of (1 - lambda) r-(s_av)),
 
     reduced over the anchors as the loss itself is. x is a positive of a, or a itself; which of ``pairs``, and lambda of
-    Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. At lambda = 1 a mixture is its first
-    embedding: the positive part of the loss, with each positive as often as its anchor has negatives, which a mean over
-    pairs does not change in a balanced batch.
-
-    Embeddings alone are mixed, the paper's Metrix/embed: a loss sees neither images nor features, which the paper mixes
-    as well. In evaluation mode, and for regularizers, the value is that of the wrapped loss. Pairs that a miner has not
-    chosen are not mixed. Draws depend on a seed, drawn from torch's generator when the module is made, and on a counter
-    of training steps, both buffers: a resumed run draws what would have come.
+    Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. Embeddings are mixed (the paper's
+    Metrix/embed), not images or features, and only pairs that a miner has chosen. In evaluation mode, and for
+    regularizers, the value is that of the wrapped loss.
 
     variant:
         paper: every positive of an anchor is mixed with its negatives, and every anchor with its own.
-        official: as the public code of the contrastive loss does. Each positive pair mixes the anchor's first positive
-            in the batch, and only an anchor without positives is mixed with its negatives: none in a balanced batch,
-            where the code fails and the mixed part is 0 here. (Its weights are 0.4 for positives, 0.3 for anchors.)
+        official: as the public code of the contrastive loss. Each positive pair mixes the anchor's first positive in
+            the batch, and only an anchor without positives is mixed with its negatives: none in a balanced batch, where
+            the code fails and the mixed part is 0 here. (Its weights are 0.4 for positives, 0.3 for anchors.)
 
-    Limits: a mixture of opposite vectors has no direction and the cosine 0. The public code of multi-similarity is not
-    followed: it looks mixtures up by rows of the batch, leaves negatives unmixed and weights plain sums by lambda.
+    A mixture of opposite vectors has the cosine 0. The public code of multi-similarity is not followed: it looks
+    mixtures up by rows of the batch, leaves negatives unmixed and weights plain sums by lambda.
 
     Source: Venkataramanan et al., It Takes Two to Tango: Mixup for Deep Metric Learning, ICLR 2022, its generic loss as
     the authors' slides and poster have it; billpsomas/Metrix_ICLR22 7ce730ca and billpsomas/metrix b6797035, train.py
     and mixup/.
     """
 
-    seed: Tensor
-    draws: Tensor
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -73,14 +68,7 @@ class Metrix(nn.Module):
         """
         Args:
             loss: PML's ContrastiveLoss or MultiSimilarityLoss, by cosines or distances of unit vectors, or ProxyAnchor.
-            weight: of the mixed part (the paper's w), above 0.
-            alpha: of the Beta distribution, above 0; 1 is uniform, more prefers equal shares.
-            pairs: what is mixed, each as likely.
             num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
-            variant: which pairs are mixed.
-
-        Raises:
-            ConfigError: a value is out of its range, or the loss is none of these.
         """
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
@@ -88,12 +76,9 @@ class Metrix(nn.Module):
             check_choice("pairs", each, get_args(Pairs))
         if not pairs:
             raise ConfigError(f"pairs is empty; choose some of {', '.join(get_args(Pairs))}")
-        if not 0 < weight < math.inf:
-            raise ConfigError(f"weight ({weight}) of the mixed part must be above 0; use the plain loss instead")
-        if not 0 < alpha < math.inf:
-            raise ConfigError(f"alpha ({alpha}) of the Beta distribution must be above 0 and finite, e.g. 2")
-        if num_hard_negatives is not None and num_hard_negatives < 1:
-            raise ConfigError(f"num_hard_negatives ({num_hard_negatives}) must be at least 1, or null for all")
+        check_positive(weight=weight, alpha=alpha)
+        if num_hard_negatives is not None:
+            check_at_least(1, num_hard_negatives=num_hard_negatives)
         if type(loss) not in _OF_MIXTURES:
             known = ", ".join(each.__name__ for each in _OF_MIXTURES)
             raise ConfigError(
@@ -116,25 +101,12 @@ class Metrix(nn.Module):
         self.pairs = tuple(pairs)
         self.num_hard_negatives = num_hard_negatives
         self.variant = variant
-        self.register_buffer("seed", torch.randint(2**62, ()))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-        # The same as Python values: to read a buffer on a GPU in every step would wait for it.
-        self._seed, self._draws = int(self.seed), 0
-        self.register_load_state_dict_post_hook(_read_state)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B].
-            indices_tuple: a miner's pairs or triplets, or None for all pairs.
-        """
-        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        value: Tensor = self.loss(embeddings, to_device(labels, embeddings.device), indices_tuple)
         if not self.training:
             return value
-        rng = generator("metrix", self._seed, self._draws)
-        self._draws += 1
-        self.draws.fill_(self._draws)
+        rng = self.next_generator("metrix")
         pairs = self.pairs[int(rng.integers(len(self.pairs)))]
         share = float(rng.beta(self.alpha, self.alpha))
         return value + self.weight * self.mixed_part(embeddings, labels, pairs, share, indices_tuple)
@@ -150,21 +122,16 @@ class Metrix(nn.Module):
         """The loss of mixtures, without its weight.
 
         Args:
-            embeddings: [B, D].
-            labels: [B].
-            pairs: what is mixed.
             share: lambda in [0, 1], of the first embedding.
-            indices_tuple: a miner's pairs or triplets, or None.
-
-        Raises:
-            ConfigError: a miner has chosen pairs, of which the official variant knows nothing.
         """
         if indices_tuple is not None and self.variant == "official":
             raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
+        on_cpu = labels.cpu().numpy()
+        labels = to_device(labels, embeddings.device)
         unit = normalize(embeddings)
         gram = unit @ unit.T  # [B, B]
         classes, s = labels, gram  # of anchors: [A], [A, B]
-        known = on_cpu = on_host(labels).numpy()
+        known = on_cpu
         if isinstance(self.loss, ProxyAnchor):
             proxies = self.loss.proxies
             known = np.unique(on_cpu) if pairs == "positive_negative" else np.arange(len(proxies))
@@ -202,7 +169,6 @@ class Metrix(nn.Module):
 
         Args:
             same: [A, B], whether a row is a positive of an anchor.
-            pairs: what is mixed.
         """
         if pairs == "anchor_negative":
             num_positives = same.sum(1, keepdims=True)
@@ -221,16 +187,8 @@ OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
 """Of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch."""
 
 
-def _read_state(module: Metrix, _: object) -> None:
-    module._seed, module._draws = int(module.seed), int(module.draws)
-
-
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
-    """What a distance of unit vectors makes of their cosines.
-
-    Raises:
-        ConfigError: it is no function of the cosine.
-    """
+    """What a distance of unit vectors makes of their cosines."""
     if type(distance) is CosineSimilarity:
         return s if distance.power == 1 else s**distance.power
     if type(distance) is LpDistance and distance.normalize_embeddings and distance.p == 2:

@@ -1,16 +1,16 @@
-"""Which images of a batch are compared, where pytorch-metric-learning has no miner for it."""
+"""Miners that pytorch-metric-learning (PML) lacks."""
 
-import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
-from pytorch_metric_learning.distances import BaseDistance
-from pytorch_metric_learning.miners import BaseMiner
+from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least
 from dmlbench.types import ConfigError, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -22,10 +22,6 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
 
         q(d) ~ d^(size - 2) (1 - d^2 / 4)^((size - 3) / 2)
 
-    Args:
-        distances: of any shape.
-        size: dimensions of the space.
-
     Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4.
     """
     rest = (1 - distances.square() / 4).clamp(min=torch.finfo(distances.dtype).tiny)  # opposite points are 2 apart
@@ -36,8 +32,6 @@ def drawn_by_distance(
     rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
 ) -> Tensor:
     """[B]: for each row one of those allowed, drawn with the weight 1 / q(d) of its distance d.
-
-    Each row has its own draw in the log domain, so no row underflows, whatever the other rows are.
 
     Args:
         rows: [B, D] unit vectors, without gradient.
@@ -61,50 +55,35 @@ def drawn_evenly(allowed: Tensor, generator: torch.Generator | None = None) -> T
 def distance_weighted_triplets(
     embeddings: Tensor, labels: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
 ) -> Triplets:
-    """One triplet for each image: an even draw from its class, and a negative by ``drawn_by_distance``.
+    """Draw a triplet for each image: a positive evenly from its class, and a negative by ``drawn_by_distance``.
 
-    An image without another one of its class in the batch, or without one of another class, has no triplet.
-
-    Args:
-        embeddings: [B, D], not normalized.
-        labels: [B].
-        cutoff: smaller distances count as this one.
-        generator: on the device of the rows; None is torch's own.
-
-    Returns:
-        Anchors, positives and negatives [T], T at most B.
+    Images without a positive or without a negative in the batch have no triplet.
     """
-    known = on_host(labels)
-    same = known[:, None] == known[None, :]
+    labels, device = labels.cpu(), embeddings.device
+    same = labels[:, None] == labels
     different = ~same
     same = same.fill_diagonal_(False)
-    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], labels.device)
+    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], device)
     rows = normalize(embeddings.detach())
-    negatives = drawn_by_distance(rows, to_device(different, rows.device), cutoff=cutoff, generator=generator)
-    positives = drawn_evenly(to_device(same, rows.device), generator)
+    negatives = drawn_by_distance(rows, to_device(different, device), cutoff=cutoff, generator=generator)
+    positives = drawn_evenly(to_device(same, device), generator)
     return anchors, positives[anchors], negatives[anchors]
 
 
 class DistanceWeighted(nn.Module):
     """One triplet per image, its negative drawn with the weight 1 / q(d) of its distance (``log_inverse_density``).
 
-    pytorch-metric-learning's miner of these weights differs: it leaves out negatives farther than 1.4, it subtracts
-    the maximum of the whole matrix, so that most rows underflow in 512 dimensions and their images have no triplet, and
-    it draws a triplet for each positive.
+    PML's miner differs: it leaves out negatives farther than 1.4, draws a triplet for each positive, and subtracts the
+    maximum of the whole matrix, so that most rows underflow in 512 dimensions and have no triplet.
 
     Source: Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017, section 4;
     Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c, batchminer/distance.py, where the cutoff
     at 1.4 is commented out.
     """
 
-    def __init__(self, *, cutoff: float = 0.5) -> None:
-        """
-        Args:
-            cutoff: smaller distances count as this one, in (0, 2).
+    labels_on_host: ClassVar[bool] = True
 
-        Raises:
-            ConfigError: the cutoff is out of its range.
-        """
+    def __init__(self, *, cutoff: float = 0.5) -> None:
         super().__init__()
         if not 0 < cutoff < 2:
             raise ConfigError(f"cutoff: got {cutoff}, expected a distance in (0, 2). The public code has 0.5.")
@@ -117,12 +96,11 @@ class DistanceWeighted(nn.Module):
 class SwitchedNegatives(nn.Module):
     """Rho-regularization: with probability rho, a triplet pushes away another image of the anchor's class.
 
-    Pushing images of a class apart counteracts the collapse of classes to points. The image is drawn evenly from the
-    class in the batch, without the anchor. What is the positive of such a triplet?
+    This counteracts the collapse of classes to points. The image is drawn evenly from the class in the batch, without
+    the anchor. The positive of such a triplet:
 
     - ``official``: the anchor itself, so that the triplet only pushes (positives.append(i) in the public code).
-    - ``paper``: the positive that the miner drew. With two images a class it is the very image that is pushed away, and
-      pull and push cancel.
+    - ``paper``: the positive that the miner drew. With two images a class, pull and push cancel.
 
     "R-Margin" is the margin loss with distance-weighted triplets treated so.
 
@@ -131,6 +109,8 @@ class SwitchedNegatives(nn.Module):
     batchminer/rho_distance.py.
     """
 
+    labels_on_host: ClassVar[bool] = True  # as the miner may want them
+
     def __init__(
         self,
         miner: Callable[[Tensor, Tensor], Triplets],
@@ -138,15 +118,6 @@ class SwitchedNegatives(nn.Module):
         switch_probability: float = 0.4,
         variant: Variant = "official",
     ) -> None:
-        """
-        Args:
-            miner: of triplets.
-            switch_probability: rho, in [0, 1].
-            variant: positives of switched triplets.
-
-        Raises:
-            ConfigError: rho is no probability; an unknown variant.
-        """
         super().__init__()
         if not 0 <= switch_probability <= 1:
             raise ConfigError(f"switch_probability: got {switch_probability}, expected a probability in [0, 1].")
@@ -156,15 +127,8 @@ class SwitchedNegatives(nn.Module):
         self.variant = variant
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B].
-
-        Raises:
-            ConfigError: the miner gives pairs.
-        """
-        mined = self.miner(embeddings, labels)
+        batch_labels = BatchLabels.of(labels, embeddings.device)
+        mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
         if len(mined) != 3:
             raise ConfigError(
                 f"{type(self.miner).__name__} gives pairs, not triplets; switch the negatives of a miner of triplets, "
@@ -173,7 +137,8 @@ class SwitchedNegatives(nn.Module):
         anchor, positive, negative = mined
         if not len(anchor):
             return mined
-        same = labels[anchor][:, None] == labels[None, :]  # [T, B]
+        labels = batch_labels.on_device
+        same = labels[anchor][:, None] == labels  # [T, B]
         same &= torch.arange(len(labels), device=labels.device) != anchor[:, None]
         drawn = drawn_evenly(same)  # a triplet has a positive, so no row is empty
         switched = torch.rand(len(anchor), device=anchor.device) < self.switch_probability
@@ -182,37 +147,32 @@ class SwitchedNegatives(nn.Module):
         return anchor, positive, torch.where(switched, drawn, negative)
 
 
-class RandomPositiveHardestNegative(BaseMiner):
+class RandomPositiveHardestNegative(nn.Module):
     """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
 
     Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
-    equally near ones is taken. So the cutoff keeps images that lie almost on the anchor from being preferred.
+    equally near ones is taken. None where all images are of one class.
 
     Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
     (core/selectors/hard_selector.py).
     """
 
+    labels_on_host: ClassVar[bool] = True
+
     def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
-        """
-        Args:
-            cutoff: upper limit of the floor, at least 0, in units of the distance.
-            distance: None is the Euclidean distance of unit vectors.
-
-        Raises:
-            ConfigError: a negative cutoff.
-        """
-        super().__init__(distance=distance)
-        if not 0 <= cutoff < math.inf:
-            raise ConfigError(f"cutoff: got {cutoff}, expected a number of at least 0. Set miner.cutoff=0.5.")
+        super().__init__()
+        check_at_least(0, cutoff=cutoff)
         self.cutoff = cutoff
+        self.distance = LpDistance() if distance is None else distance
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Triplets:
+    @torch.no_grad()
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
         """Of a batch [B, D] with itself, labels [B]; none where all images are of one class."""
-        _, class_of, sizes = on_host(labels).unique(return_inverse=True, return_counts=True)
+        _, class_of, sizes = labels.cpu().unique(return_inverse=True, return_counts=True)
         has_both = (sizes[class_of] > 1) & (len(sizes) > 1)
-        anchors = to_device(has_both.nonzero()[:, 0], labels.device)
-        distances = self.distance(embeddings, ref_emb)  # [B, B]
-        same = labels[:, None] == ref_labels
+        labels, anchors = (to_device(x, embeddings.device) for x in (labels, has_both.nonzero()[:, 0]))
+        distances = self.distance(embeddings)  # [B, B]
+        same = labels[:, None] == labels
         floor = distances.masked_fill(~same, -torch.inf).amax().clamp(max=self.cutoff)
         negatives = distances.clamp(min=floor).masked_fill(same, torch.inf).argmin(1)
         return anchors, drawn_evenly(same.fill_diagonal_(False))[anchors], negatives[anchors]

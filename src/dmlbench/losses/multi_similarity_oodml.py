@@ -1,14 +1,13 @@
 """The multi-similarity loss as the ooDML study's code computes it."""
 
-import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
 
 
 class MultiSimilarityOodml(WholeBatchLoss):
@@ -30,22 +29,9 @@ class MultiSimilarityOodml(WholeBatchLoss):
     compares: ClassVar[str] = "chooses its pairs by itself"
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1) -> None:
-        """
-        Args:
-            alpha: above 0, scale of positives.
-            beta: above 0, scale of negatives.
-            base: lambda, the cosine that both are compared with.
-            epsilon: at least 0, margin of the choice of pairs.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         super().__init__()
-        for name, value in (("alpha", alpha), ("beta", beta)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name}: got {value}, expected a positive number.")
-        if not epsilon >= 0:
-            raise ConfigError(f"epsilon: got {epsilon}, expected at least 0.")
+        check_positive(alpha=alpha, beta=beta)
+        check_at_least(0, epsilon=epsilon)
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The objective of a training step: a metric learning loss, its miner, and the regularizers mixed with it."""
+"""The objective of a training step: a loss, its miner, and regularizers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
+from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
@@ -22,17 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Objective(nn.Module):
-    """Run a loss with the contract of pytorch-metric-learning (PML) on a model's output, in float32.
+    """Run a PML loss and regularizers on a model's output, in float32.
 
-    The contract: ``loss(embeddings [B, D], labels [B], indices_tuple=None) -> scalar``; any PML loss fulfils it.
-
-    With regularizers r_i of weights w_i the whole is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
-    ("add"). A regularizer whose side outputs are not there yet (a pooling's prototypes have not started) is left out,
-    its weight too.
+    With regularizers r_i of weights w_i the value is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
+    ("add"). A regularizer whose side outputs are absent (a pooling's prototypes have not started) is left out, its
+    weight too.
 
     Attributes:
-        key_momentum: of the copy of the network by which the training loop makes the side output "keys", embeddings
-            [B, D] of second views of the images; None where no regularizer requires it.
+        key_momentum: of the momentum encoder that makes the side output "keys"; None where no regularizer requires it.
     """
 
     def __init__(
@@ -45,15 +43,9 @@ class Objective(nn.Module):
     ) -> None:
         """
         Args:
-            loss: PML loss. Its parameters (proxies, learnable margins) are trained as the group "loss".
             miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
             regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
                 their own as the group "loss".
-            mixing: how they are joined with the loss.
-
-        Raises:
-            ConfigError: an unknown mixing, weights that leave nothing to the loss, a name that cannot be used, or a
-                miner for a loss with proxies.
         """
         super().__init__()
         check_choice("mixing", mixing, get_args(Mixing))
@@ -102,26 +94,20 @@ class Objective(nn.Module):
         """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
 
         Args:
-            output: embeddings [B, D] and side outputs of a batch.
-            labels: [B] classes in [0, num_classes), which ``check_labels`` looks at, once for all of a run.
-            step: number of this step, from 1.
-
-        Raises:
-            ConfigError: the batch is larger than the memory of the loss.
+            labels: [B] classes in [0, num_classes), on the host; ``check_labels`` looks at those of a run once.
         """
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
-            return self._parts(output, labels, step)
+            return self._parts(output, BatchLabels.of(labels, output.embedding.device), step)
         # Distances near zero and sums over thousands of pairs do not survive bf16.
         with torch.autocast(device, enabled=False):
-            return self._parts(output, labels, step)
+            return self._parts(output, BatchLabels.of(labels, output.embedding.device), step)
 
-    def _parts(self, output: ModelOutput, labels: Tensor, step: int) -> dict[str, Tensor]:
+    def _parts(self, output: ModelOutput, labels: BatchLabels, step: int) -> dict[str, Tensor]:
         embeddings, loss = output.embedding.float(), self.loss
         if isinstance(loss, CrossBatchMemory) and self.training:
-            loss.observe(embeddings, labels, step=step)
-        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        dml = loss(embeddings, labels, indices_tuple)
+            loss.observe(embeddings, labels.on_device, step=step)
+        dml = self._with_miner(loss, embeddings, labels)
         if not self.regularizers:
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
@@ -129,7 +115,8 @@ class Objective(nn.Module):
         for name, module in self.regularizers.items():
             regularizer = cast("Regularizer", module)
             if all(side in output.side for side in regularizer.requires):
-                parts[name] = regularizer(ModelOutput(embeddings, output.side), labels, self._plain_loss)
+                given = ModelOutput(embeddings, output.side)
+                parts[name] = regularizer(given, labels.wanted_by(regularizer), self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
                 share -= regularizer.weight if self.mixing == "convex" else 0.0
         self._note(tuple(name for name in parts if name != "dml"), step)
@@ -137,8 +124,11 @@ class Objective(nn.Module):
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss with its miner, without a memory or mixtures, on embeddings that did not come from the model."""
-        indices_tuple = None if self.miner is None else self.miner(embeddings, labels)
-        value: Tensor = plain_loss(self.loss)(embeddings, labels, indices_tuple)
+        return self._with_miner(plain_loss(self.loss), embeddings, BatchLabels.of(labels, embeddings.device))
+
+    def _with_miner(self, loss: nn.Module, embeddings: Tensor, labels: BatchLabels) -> Tensor:
+        indices_tuple = None if self.miner is None else self.miner(embeddings, labels.wanted_by(self.miner))
+        value: Tensor = loss(embeddings, labels.wanted_by(loss), indices_tuple)
         return value
 
     def check_labels(self, labels: Tensor | IntArray) -> None:
@@ -146,9 +136,6 @@ class Objective(nn.Module):
 
         Args:
             labels: [N] of all images that will come.
-
-        Raises:
-            ConfigError: a label is outside of the classes of one of them.
         """
         low, high = (int(x) for x in (labels.min(), labels.max()))
         known = [("loss", type(self.loss).__name__, _num_classes(self.loss))]

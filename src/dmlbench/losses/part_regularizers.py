@@ -1,4 +1,4 @@
-"""DiVA's regularizers: parts of an embedding are decorrelated, and one part learns to tell images from each other."""
+"""Regularizers of DiVA: decorrelation of parts, and self-similarity against a queue of keys."""
 
 import math
 from typing import ClassVar, Literal, get_args
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive
+from dmlbench.losses.counters import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
@@ -35,15 +37,9 @@ class PartDecorrelation(Regularizer):
         """
         Args:
             weight: of the sum (code: 1500 on CUB, 100 on Cars196, 150 on SOP, with a ResNet50).
-            embedding_size: D, of all four parts together.
-            hidden_size: width of the regressors' hidden layers (code: 512).
-
-        Raises:
-            ConfigError: an argument outside its range, or embeddings are not four parts of one size.
         """
         super().__init__(weight)
-        if hidden_size < 1:
-            raise ConfigError(f"hidden_size ({hidden_size}) of the regressors must be at least 1")
+        check_at_least(1, hidden_size=hidden_size)
         size = check_parts(embedding_size)
         self.regressors = nn.ModuleDict(
             {
@@ -60,22 +56,19 @@ class PartDecorrelation(Regularizer):
         return -torch.stack([each.mean() for each in squares]).sum()
 
 
-class SelfSimilarity(Regularizer):
+class SelfSimilarity(Regularizer, Counters):
     """Tell each image, by one part of its embedding, from earlier images: the key of its second view is the positive.
 
-    With unit queries q (of the batch), keys k (of second views, by a copy of the network that follows it) and a queue
-    of earlier keys m, the value is
+    With unit queries q (of the batch), keys k (of second views, by the momentum encoder) and a queue of earlier keys m:
 
         mean_i -log (exp(q_i k_i / T) / (exp(q_i k_i / T) + sum_j exp(w_ij q_i m_j / T)))
 
     Weights w are constant shares of v_ij = 1 / q(d_ij) (``log_inverse_density``, d from ``nearest`` on, 0 beyond
     ``farthest``): of a column's sum, over the batch, or of a row's, over the queue.
 
-    The queue is empty at first and grows with each batch, after the loss is taken, until it is full; then the oldest
-    keys leave. The public code fills it before the first step with embeddings of as many training batches by the
-    network as it starts; from the step on in which the queue is full here, after ``queue_size`` images, both hold keys
-    of the same kind. The code shuffles images before keys are made, which would matter to batch norms that normalize
-    by the batch; keys are made in evaluation mode, there as here.
+    The queue is empty at first, grows with each batch after the loss is taken, and then loses its oldest keys. The
+    public code fills it before the first step with embeddings by the initial network; once the queue is full, both hold
+    keys of the same kind. The code shuffles images before keys are made, which changes nothing in evaluation mode.
 
     Source: Milbich et al., DiVA, ECCV 2020; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049,
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.
@@ -83,7 +76,6 @@ class SelfSimilarity(Regularizer):
 
     requires: ClassVar[tuple[str, ...]] = ("keys",)
     queue: Tensor
-    filled: Tensor
 
     def __init__(
         self,
@@ -100,50 +92,37 @@ class SelfSimilarity(Regularizer):
         """
         Args:
             weight: of the value (code: 0.3 on CUB, 0.15 on Cars196, 0.2 on SOP, with a ResNet50).
-            embedding_size: D, of all four parts together.
-            queue_size: keys that are kept (code: 30 batches, 70 on SOP).
-            key_momentum: in [0, 1], of the copy of the network (code: 0.9).
-            temperature: T > 0 (code: 0.01).
             nearest: distances below count as this one, in (0, 2] (code: 0.5).
             farthest: keys farther than this have weight 0 but for the smallest number, in (0, 2] (code: 1.4).
             shares: of what weights are shares. "of_batch" is what the public codes' experiments computed, "of_queue"
                 what the first one's README calls fixed.
-
-        Raises:
-            ConfigError: an argument outside its range, or embeddings are not four parts of one size.
         """
         super().__init__(weight)
         check_choice("shares", shares, get_args(Shares))
-        if queue_size < 1 or not temperature > 0:
-            raise ConfigError(
-                f"queue_size ({queue_size}) of the self-similarity must be at least 1, temperature ({temperature}) "
-                "above 0"
-            )
-        if not 0 <= key_momentum <= 1 or not (0 < nearest <= 2 and 0 < farthest <= 2):
-            raise ConfigError(
-                f"key_momentum ({key_momentum}) of the self-similarity must be in [0, 1], nearest ({nearest}) and "
-                f"farthest ({farthest}) in (0, 2]"
-            )
+        check_at_least(1, queue_size=queue_size)
+        check_positive(temperature=temperature)
+        if not 0 <= key_momentum <= 1:
+            raise ConfigError(f"key_momentum: got {key_momentum}, expected a number in [0, 1].")
+        if not (0 < nearest <= 2 and 0 < farthest <= 2):
+            raise ConfigError(f"nearest and farthest: got {nearest} and {farthest}, expected distances in (0, 2].")
         self.key_momentum = key_momentum
         self.temperature = temperature
         self.nearest = nearest
         self.farthest = farthest
         self.shares = shares
         self.register_buffer("queue", torch.zeros(queue_size, check_parts(embedding_size)))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
-        self._filled = 0  # the same on the host, so that no step waits for the device
-        self.register_load_state_dict_post_hook(_read_filled)
+        self.register_count("filled")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         queries = unit_parts(output.embedding)["self_similarity"]
         keys = unit_parts(output.side["keys"].detach().to(queries.dtype))["self_similarity"]
-        earlier = self.queue[len(self.queue) - self._filled :].to(queries.dtype)  # [F, D / 4]
+        filled = self.count_of("filled")
+        earlier = self.queue[len(self.queue) - filled :].to(queries.dtype)  # [F, D / 4]
         negative = queries @ earlier.T  # [B, F]
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), self._weights(negative.detach()) * negative], dim=1)
         if self.training:
             self.queue = torch.cat([self.queue, keys.to(self.queue.dtype)])[-len(self.queue) :]
-            self._filled = min(self._filled + len(keys), len(self.queue))
-            self.filled.fill_(self._filled)
+            self.set_count("filled", min(filled + len(keys), len(self.queue)))
         return cross_entropy(logits / self.temperature, torch.zeros_like(labels))
 
     def _weights(self, cosines: Tensor) -> Tensor:
@@ -156,7 +135,3 @@ class SelfSimilarity(Regularizer):
         largest = weights.max() if self.shares == "of_batch" else weights.amax(1, keepdim=True)
         weights = (weights - largest).masked_fill(distances > self.farthest, _LOG_SMALLEST).clamp(min=_LOG_SMALLEST)
         return weights.softmax(0 if self.shares == "of_batch" else 1)
-
-
-def _read_filled(module: SelfSimilarity, _: object) -> None:
-    module._filled = int(module.filled)

@@ -1,6 +1,5 @@
 """ProxyAnchor: every proxy is an anchor that sees the whole batch at once."""
 
-import math
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -8,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive, check_share
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import check_choice
 
 PositiveMean = Literal["classes", "images"]
 
@@ -47,25 +47,10 @@ class ProxyAnchor(WholeBatchLoss):
         init: str = "he_normal",
         init_std: float | None = None,
     ) -> None:
-        """
-        Args:
-            num_classes: C, classes of the training set; at least 2.
-            embedding_size: D.
-            alpha: above 0, how much the hardest images outweigh the others.
-            margin: in [0, 1), distance of both kinds of cosines from 0.
-            positive_mean: what the first sum is a mean over, ``classes`` or ``images``.
-            init, init_std: initial proxies, see ``init_class_vectors``.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         super().__init__()
-        if num_classes < 2:
-            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy repels images of other classes")
-        if not 0 < alpha < math.inf:
-            raise ConfigError(f"alpha ({alpha}) must be above 0 and finite, e.g. 32")
-        if not 0 <= margin < 1:
-            raise ConfigError(f"margin ({margin}) is added to cosines: choose it from [0, 1), e.g. 0.1")
+        check_at_least(2, num_classes=num_classes)
+        check_positive(alpha=alpha)
+        check_share(margin=margin)
         check_choice("positive_mean", positive_mean, get_args(PositiveMean))
         self.num_classes = num_classes
         self.positive_mean = positive_mean
@@ -109,8 +94,6 @@ def _positive_part(logits: Tensor, labels: Tensor, offset: float, by_class: bool
     Args:
         logits: [B] alpha s_by.
         labels: [B].
-        offset: alpha margin.
-        by_class: a mean over classes, not over images.
 
     Returns:
         A scalar and [B].

@@ -16,20 +16,14 @@ def loss_of_cosines(x: Tensor, proxies: Tensor, evaluate: Evaluate) -> Tensor:
     """A loss of the logits l_bc = x_b . p_c / |p_c|, whose gradient by the logits is known along with its value.
 
     With g = dloss/dl, the gradients are sum over c of g_bc p_c / |p_c| for x_b, and for p_c
-    sum over b of g_bc (x_b - l_bc p_c / |p_c|) / |p_c|.
-    So the proxies, many more numbers than the batch and its logits, are read where they lie: normalizing them first
-    would take several passes over copies of them and cost more than the products. For the same reason the second sum
-    is split: sum over b of g_bc l_bc needs the logits alone.
+    sum over b of g_bc (x_b - l_bc p_c / |p_c|) / |p_c|. The proxies are read where they lie, and the second sum is
+    split: normalized copies of all proxies would cost more than the products.
 
     Args:
-        x: [B, D], unit vectors times what the cosines are to be multiplied by.
+        x: [B, D], unit vectors times a scale of the cosines.
         proxies: [C, D] of any length.
         evaluate: gets the products x_b . p_c [B, C] and 1 / |p_c| [C]; returns the loss, and g_bc / |p_c| [B, C] in a
-            tensor of its own. It may write into the products, but must leave them as they were. Gradients do not pass
-            through it.
-
-    Returns:
-        The loss, differentiable once by x and proxies.
+            new tensor. It may write into the products, but must restore them. Gradients do not pass through it.
     """
     return cast("Tensor", _LossOfCosines.apply(x, proxies, evaluate))
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
 
 
 class ProxyNca(WholeBatchLoss):
@@ -17,8 +17,8 @@ class ProxyNca(WholeBatchLoss):
 
     With unit vectors x and p_c and d^2 = |x - p_c|^2 = 2 - 2 cos:
     loss = mean over the batch of -log (exp(-scale d^2(x, p_y)) / sum over c of exp(-scale d^2(x, p_c))).
-    The sum holds the right class (ProxyNCA++'s "proxy assignment probability", eq. 4 to 6), or not (ProxyNCA, eq. 3,
-    where the loss may be negative).
+    With ``assignment_probability`` the sum holds the right class (ProxyNCA++'s "proxy assignment probability", eq. 4 to
+    6), else not (ProxyNCA, eq. 3, where the loss may be negative).
 
     Source: Movshovitz-Attias et al. 2017; Teh et al. 2020, eq. 3-6; euwern/proxynca_pp 217233d2, loss.py, whose
     ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.
@@ -37,20 +37,11 @@ class ProxyNca(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: classes of the training set; at least 2.
-            embedding_size: D.
-            softmax_scale: 1 / temperature, above 0.
-            assignment_probability: whether the right class is in the sum.
             proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
-        if num_classes < 2:
-            raise ConfigError(f"num_classes ({num_classes}) must be at least 2: a proxy is compared with the others")
-        if not (softmax_scale > 0 and proxy_std > 0):
-            raise ConfigError(f"softmax_scale ({softmax_scale}) and proxy_std ({proxy_std}) must be above 0")
+        check_at_least(2, num_classes=num_classes)
+        check_positive(softmax_scale=softmax_scale, proxy_std=proxy_std)
         self.num_classes = num_classes
         self.softmax_scale = softmax_scale
         self.assignment_probability = assignment_probability
@@ -64,13 +55,7 @@ class ProxyNca(WholeBatchLoss):
 
 
 def _evaluate(products: Tensor, inverse: Tensor, *, labels: Tensor, count_right: bool) -> tuple[Tensor, Tensor]:
-    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l = products * inverse, and its slope.
-
-    Args:
-        products, inverse: [B, C] and [C], of ``loss_of_cosines``.
-        labels: [B] in [0, C).
-        count_right: whether the sum holds the right class y.
-    """
+    """Mean over the batch of log (sum over c of exp l_c) - l_y for logits l = products * inverse, and its slope."""
     right = (torch.arange(len(labels), device=labels.device), labels)
     logits = products * inverse
     at_right = logits[right]  # [B]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError
 
@@ -20,17 +21,16 @@ class RecallAtKSurrogate(WholeBatchLoss):
     recall_k(q) = min(k, sum over P of sigmoid((k - rank(q, x)) / T_k)) / min(k, |P|)
     loss = mean over q of (1 - mean over k of recall_k(q)).
 
-    In the public code z may be the query itself, which lifts every rank by about one; the paper's set of images to
-    search does not hold the query: ``count_query`` chooses. A k above the batch counts as the batch. Queries without
-    positives are left out; where there are only such, the loss is 0 with a gradient of 0.
-
-    Left out: SiMix, the mixing of similarities of the same paper, and its batches of 4,000 by two passes.
+    In the public code z may be the query itself (``count_query``), which lifts every rank by about one; in the paper it
+    is not. A k above the batch counts as the batch. Queries without positives are left out; without any other the loss
+    is 0. SiMix, the paper's mixing of similarities, and its batches of 4,000 by two passes are left out.
 
     Source: Patel, Tolias and Matas 2022, "Recall@k surrogate loss with large batches and similarity mixup"; code
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
     """
 
     compares: ClassVar[str] = "ranks the whole batch"
+    labels_on_host: ClassVar[bool] = True  # how many pairs there are decides shapes
 
     def __init__(
         self,
@@ -40,23 +40,11 @@ class RecallAtKSurrogate(WholeBatchLoss):
         rank_temperature: float = 0.01,
         count_query: bool = True,
     ) -> None:
-        """
-        Args:
-            k: the k's, at least 1.
-            k_temperatures: T_k, one for every k, above 0.
-            rank_temperature: of the ranks' sigmoids, above 0.
-            count_query: whether the query itself counts in its ranks.
-
-        Raises:
-            ConfigError: a number is out of its range, or there is not one temperature for every k.
-        """
         super().__init__()
-        if not k or min(k) < 1:
-            raise ConfigError(f"k ({list(k)}) must name one or more numbers of at least 1, e.g. [1, 2, 4, 8, 16]")
-        if len(k_temperatures) != len(k) or min(k_temperatures) <= 0:
-            raise ConfigError(f"k_temperatures ({list(k_temperatures)}) must give each of the {len(k)} k one above 0")
-        if not rank_temperature > 0:
-            raise ConfigError(f"rank_temperature ({rank_temperature}) must be above 0, e.g. 0.01")
+        check_at_least(1, k=min(k, default=0))
+        check_positive(rank_temperature=rank_temperature, k_temperatures=min(k_temperatures, default=0))
+        if len(k_temperatures) != len(k):
+            raise ConfigError(f"k_temperatures: got {list(k_temperatures)}, expected one for each of the {len(k)} k.")
         self.k = tuple(k)
         self.k_temperatures = tuple(k_temperatures)
         self.rank_temperature = rank_temperature
@@ -66,9 +54,8 @@ class RecallAtKSurrogate(WholeBatchLoss):
         batch = len(labels)
         rows = normalize(embeddings)
         s = rows @ rows.T  # [B, B]
-        known = on_host(labels)  # how many pairs there are decides shapes
-        same = known[:, None] == known[None, :]
-        same.fill_diagonal_(False)
+        labels = labels.cpu()
+        same = (labels[:, None] == labels).fill_diagonal_(False)
         query, positive = (to_device(x, s.device) for x in torch.where(same))  # [P] each
         at = torch.arange(len(query), device=s.device)
         above = torch.sigmoid((s[query] - s[query, positive, None]) / self.rank_temperature)  # [P, B]

@@ -1,16 +1,13 @@
-"""What cross-batch metric learning (XML) was derived from and is compared with: prototypes that reconstruct embeddings.
-
-Both regularizers measure (1/B) sum_i |V z_i - y_i|^2 between embeddings y and their reconstruction from histograms z,
-for prototypes V that have seen the very classes that they are measured on. They differ in where V comes from.
-"""
+"""Regularizers by which prototypes reconstruct embeddings of the classes that they have seen, to compare XML with."""
 
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import check_ridge, solve_gram
+from dmlbench.losses.ridge import solve_gram
 from dmlbench.types import ConfigError, ModelOutput, check_choice
 
 Penalty = Literal["reconstruction", "dml"]
@@ -52,6 +49,7 @@ class RecursiveRegularizer(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
+    labels_on_host: ClassVar[bool] = True  # as ``dml_loss`` wants them
     gram: Tensor
     cross: Tensor
 
@@ -67,25 +65,15 @@ class RecursiveRegularizer(Regularizer):
     ) -> None:
         """
         Args:
-            weight: lambda.
-            num_prototypes: m, of the pooling.
-            embedding_size: D, of the pooling's side output "pooled".
             forgetting: alpha in (0, 1] (the paper gives no value).
             ridge: beta > 0 (the paper gives no value).
-            penalty: "reconstruction" or "dml".
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
-        if num_prototypes < 1 or embedding_size < 1:
-            raise ConfigError(
-                f"num_prototypes ({num_prototypes}) and embedding_size ({embedding_size}) must be positive"
-            )
+        check_at_least(1, num_prototypes=num_prototypes, embedding_size=embedding_size)
         if not 0 < forgetting <= 1:
-            raise ConfigError(f"forgetting ({forgetting}) must be above 0 and at most 1, which forgets nothing")
+            raise ConfigError(f"forgetting: got {forgetting}, expected a number in (0, 1]. 1 forgets nothing.")
         check_choice("penalty", penalty, get_args(Penalty))
-        check_ridge(ridge)
+        check_positive(ridge=ridge)
         self.forgetting = forgetting
         self.ridge = ridge
         self.penalty = penalty
@@ -94,10 +82,6 @@ class RecursiveRegularizer(Regularizer):
         self.register_buffer("cross", torch.zeros(num_prototypes, embedding_size, dtype=torch.float64))  # Q
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        """
-        Raises:
-            ConfigError: the side outputs have other widths than this was made for.
-        """
         histogram, pooled = (output.side[name].to(output.embedding.dtype) for name in self.requires)
         if (histogram.shape[1], pooled.shape[1]) != self.cross.shape:
             raise ConfigError(

@@ -1,26 +1,26 @@
-"""What a regularizer is: a further part of the objective that may ask for side outputs of the pooling."""
+"""A further part of the objective that may require side outputs of the pooling."""
 
 from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.losses.checks import check_positive
+from dmlbench.types import ModelOutput
 
 DmlLoss = Callable[[Tensor, Tensor], Tensor]
-"""The configured metric learning loss of embeddings [B, D] and labels [B], a scalar."""
+"""The configured metric learning loss of embeddings [N, D] and labels [N] on the host, a scalar."""
 
 
 class Regularizer(nn.Module):
     """A scalar of a batch's embeddings and side outputs; subclasses implement ``forward``.
 
     Attributes:
-        requires: names of the side outputs that ``forward`` reads; a pooling that never provides one is refused when
-            the run is built.
+        requires: side outputs that ``forward`` reads; a pooling that provides none of them is rejected when the run is
+            built.
         weight: lambda, the share of the regularizer in the objective.
-        num_classes: how many classes it has parameters for; None where it knows of none.
-        key_momentum: of the copy of the network that embeds second views, for one that requires the side output
-            "keys"; else None.
+        num_classes: how many classes it has parameters for; None for any number.
+        key_momentum: of the momentum encoder, for a regularizer that requires "keys"; else None.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
@@ -28,20 +28,15 @@ class Regularizer(nn.Module):
     key_momentum: float | None = None
 
     def __init__(self, weight: float) -> None:
-        """
-        Raises:
-            ConfigError: the weight is not above 0.
-        """
         super().__init__()
-        if not weight > 0:
-            raise ConfigError(f"a regularizer's weight ({weight}) must be above 0; leave it out instead")
+        check_positive(weight=weight)
         self.weight = weight
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         """
         Args:
             output: embeddings [B, D] in float32 and side outputs, which include every required one.
-            labels: [B] classes.
+            labels: [B] classes; on the host for a class that declares ``labels_on_host = True``, else on the device.
             dml_loss: the configured loss, for regularizers that apply it to embeddings of their own.
         """
         raise NotImplementedError

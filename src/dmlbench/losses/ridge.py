@@ -3,35 +3,15 @@
 import torch
 from torch import Tensor
 
-from dmlbench.types import ConfigError
-
-
-def check_ridge(ridge: float) -> None:
-    """
-    Raises:
-        ConfigError: the ridge is not above 0, so that a batch need not have a unique fit.
-    """
-    if not ridge > 0:
-        raise ConfigError(f"ridge ({ridge}) must be above 0, a batch alone determines no fit; the papers use 0.05")
-
 
 def ridge_predict(inputs: Tensor, targets: Tensor, queries: Tensor, *, ridge: float) -> Tensor:
-    """Fit a linear map to (inputs, targets) and apply it to the queries.
+    """Fit a linear map to (inputs [N, m], targets [N, D]) and apply it to the queries [M, m], for [M, D].
 
-    With the rows of a half as columns, Z = inputs' [m, N], Y = targets' [D, N] and Q = queries' [m, M]:
+    With rows as columns, Z = inputs', Y = targets' and Q = queries':
 
         A = argmin_A |A Z - Y|^2 + ridge |A|^2,    A Q = Y (Z'Z + ridge I)^-1 Z' Q = Y Z' (Z Z' + ridge I)^-1 Q
 
     The smaller of the two Gram matrices is factored.
-
-    Args:
-        inputs: [N, m], N > 0.
-        targets: [N, D].
-        queries: [M, m].
-        ridge: > 0.
-
-    Returns:
-        [M, D] in the type of ``targets``.
 
     Source: GSP (Gürbüz & Alatan, ICCV 2023) problem P3 and its solution; XML (the same authors), section 2.3.
     """
@@ -47,11 +27,6 @@ def solve_gram(gram: Tensor, right: Tensor, *, ridge: float) -> Tensor:
     """(gram + ridge I)^-1 right by Cholesky; NaN where the sum is not positive definite in the given precision.
 
     Give float64: a Gram matrix squares the condition of its rows, and the ridge has to count next to its largest entry.
-
-    Args:
-        gram: [n, n], symmetric and positive semidefinite.
-        right: [n, k].
-        ridge: > 0.
     """
     regularized = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     # The variant that raises would wait for a GPU, and would hide a NaN of the network behind an error about matrices.

@@ -7,21 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.checks import check_at_least, check_positive
+from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ModelOutput
 
 
 def similarity_distillation(rows: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
     """How far each row's distribution over the batch is from the teacher's, which gets no gradient.
 
         T² mean_i KL(softmax_j(t_i' t_j / T) || softmax_j(s_i' s_j / T)),    s, t unit rows; j = i is included
-
-    Args:
-        rows: s [B, D].
-        teacher: t [B, E].
-        temperature: T > 0.
 
     Source: Roth et al., S2SD, ICML 2021, section 3 (there without the mean over the batch); the mean as in the
     authors' code.
@@ -47,6 +43,7 @@ class SimilaritySelfDistillation(Regularizer):
     """
 
     requires: ClassVar[tuple[str, ...]] = ("features", "features_max")
+    labels_on_host: ClassVar[bool] = True  # as objectives want them
 
     def __init__(
         self,
@@ -63,27 +60,14 @@ class SimilaritySelfDistillation(Regularizer):
     ) -> None:
         """
         Args:
-            weight: share of the further heads' losses in the objective (paper: 0.5).
-            feature_size: C, width of the side outputs "features" and "features_max".
             make_objective: of an embedding size makes loss and miner for a head.
-            sizes: of the heads' hidden layers and embeddings.
-            distillation_weight: g, at least 0.
-            feature_weight: g_f, at least 0; with 0 features do not teach.
-            feature_delay: batches before features teach.
-            temperature: T > 0.
-            max_pooling: features are average plus maximum of the map, not the average alone.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__(weight)
-        if feature_size < 1 or not sizes or min(sizes) < 1:
-            raise ConfigError(f"S2SD needs sizes of heads ({list(sizes)}) and features ({feature_size}) of at least 1")
-        if min(distillation_weight, feature_weight, feature_delay) < 0 or not temperature > 0:
-            raise ConfigError(
-                f"distillation_weight ({distillation_weight}), feature_weight ({feature_weight}) and feature_delay "
-                f"({feature_delay}) of S2SD must be at least 0, and temperature ({temperature}) above 0"
-            )
+        check_at_least(1, feature_size=feature_size, sizes=min(sizes, default=0))
+        check_at_least(
+            0, distillation_weight=distillation_weight, feature_weight=feature_weight, feature_delay=feature_delay
+        )
+        check_positive(temperature=temperature)
         self.distillation_weight = distillation_weight
         self.feature_weight = feature_weight
         self.feature_delay = feature_delay

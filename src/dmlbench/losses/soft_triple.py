@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import check_choice
 
 Init = Literal["normal", "official"]
 
@@ -41,26 +42,14 @@ class SoftTriple(WholeBatchLoss):
     ) -> None:
         """
         Args:
-            num_classes: C.
-            embedding_size: D.
-            centers_per_class: K, at least 1.
-            la: scale of the logits (lambda), above 0.
-            gamma: temperature of the choice among a class's centers, above 0.
-            margin: what the right class must be ahead (delta), at least 0.
-            tau: weight of the part that merges centers, at least 0.
             init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
                 +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
-
-        Raises:
-            ConfigError: a number is out of its range.
         """
         super().__init__()
         check_choice("init", init, get_args(Init))
-        if centers_per_class < 1 or not (la > 0 and gamma > 0) or margin < 0 or tau < 0:
-            raise ConfigError(
-                f"SoftTriple wants centers_per_class ({centers_per_class}) of at least 1, la ({la}) and gamma "
-                f"({gamma}) above 0, margin ({margin}) and tau ({tau}) of at least 0"
-            )
+        check_at_least(1, centers_per_class=centers_per_class)
+        check_positive(la=la, gamma=gamma)
+        check_at_least(0, margin=margin, tau=tau)
         self.num_classes = num_classes
         self.la = la
         self.gamma = gamma

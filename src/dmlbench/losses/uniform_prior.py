@@ -1,4 +1,4 @@
-"""A uniform prior: features are pulled towards a uniform distribution by a network that tells the two apart."""
+"""Uniform prior: a discriminator pulls features towards a uniform distribution."""
 
 from typing import ClassVar
 
@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.batch_count import BatchCount
+from dmlbench.losses.checks import check_at_least
+from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -23,9 +24,8 @@ class UniformPrior(Regularizer):
 
         mean_u softplus(-D(u)) + mean_c softplus(D(c)),    u uniform in [-1, 1]
 
-    Each of the two goes to its own parameters, so that one optimizer serves both. D's gradient has neither the weight
-    of the regularizer nor a share in the value. In batches between, D has no gradient, and optimizers leave it as it
-    is. Draws come from torch's generator of the device.
+    Each goes to its own parameters, so one optimizer serves both. D's gradient has neither the regularizer's weight nor
+    a share in the value.
 
     Source: Sinha et al., Uniform Priors for Data-Efficient Transfer, 2020; layers and numbers as in the ooDML study's
     code (CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_main.py and parameters.py), where D has an
@@ -45,27 +45,16 @@ class UniformPrior(Regularizer):
     ) -> None:
         """
         Args:
-            weight: share of the regularizer in the objective (code: 0.2; SOP: 0.02).
-            feature_size: C, width of the side output "features".
             chunk_size: entries that D sees at once, a divisor of ``feature_size``; fewer features are one chunk (code:
                 128).
-            hidden_size: width of D's two hidden layers (code: 100; SOP: 50).
             discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).
-
-        Raises:
-            ConfigError: an argument outside its range, or chunks that features cannot be cut into.
         """
         super().__init__(weight)
-        sizes = {"feature_size": feature_size, "chunk_size": chunk_size, "hidden_size": hidden_size}
-        for name, value in {**sizes, "discriminator_interval": discriminator_interval}.items():
-            if value < 1:
-                raise ConfigError(f"{name} ({value}) of the uniform prior must be at least 1")
+        check_at_least(1, feature_size=feature_size, chunk_size=chunk_size, hidden_size=hidden_size)
+        check_at_least(1, discriminator_interval=discriminator_interval)
         chunk_size = min(chunk_size, feature_size)
         if feature_size % chunk_size:
-            raise ConfigError(
-                f"chunk_size ({chunk_size}) of the uniform prior does not divide the {feature_size} features; set it "
-                "to a divisor of them, such as all"
-            )
+            raise ConfigError(f"chunk_size: got {chunk_size}, expected a divisor of the {feature_size} features.")
         self.chunk_size = chunk_size
         self.discriminator_interval = discriminator_interval
         self.discriminator = nn.Sequential(

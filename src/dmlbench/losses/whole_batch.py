@@ -1,4 +1,4 @@
-"""What losses share that compare a whole batch with proxies or with itself, whatever a miner would choose."""
+"""Losses that compare a whole batch with proxies or with itself, without pairs of a miner."""
 
 from typing import ClassVar
 
@@ -17,15 +17,6 @@ class WholeBatchLoss(nn.Module):
     compares: ClassVar[str] = "compares images with proxies"
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D].
-            labels: [B], in [0, num_classes) for a loss that knows the classes.
-            indices_tuple: None.
-
-        Raises:
-            ConfigError: a miner has chosen pairs.
-        """
         if indices_tuple is not None:
             raise ConfigError(f"{type(self).__name__} {self.compares} and takes no pairs of a miner; set miner=null")
         return self.of_batch(embeddings, labels)

@@ -1,50 +1,42 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.checks import check_at_least, check_positive
+from dmlbench.losses.counters import Counters
 from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["paper", "gsp"]
 Placement = Literal["official", "ring"]
 
 
-@runtime_checkable
-class TakesMasks(Protocol):
-    """A loss that also takes its pairs as masks, which needs neither lists of pairs nor a wait for the device."""
-
-    def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor: ...
-
-
-class CrossBatchMemory(nn.Module):
+class CrossBatchMemory(Counters):
     """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
 
-    total = loss(batch, batch) + weight * loss(batch, memory). The batch is in the memory when the loss is taken, an
-    image is not paired with its own row (by index), and the memory is detached.
-
-    ``observe`` fills the memory and is called once per training step before the loss; the loss itself changes nothing.
-    In evaluation mode, and until the memory takes part, the value is that of the wrapped loss alone.
+    total = loss(batch, batch) + weight * loss(batch, memory). The memory is detached and holds the batch; an image is
+    not paired with its own row. ``observe`` fills the memory, once per training step before the loss. In evaluation
+    mode, and until the memory takes part, the value is that of the wrapped loss.
 
     variant, when the memory takes part (s the step, from 1):
         paper: from s = start_step + 1 on, with what has been stored by then.
         gsp: as soon as it is full, hence from s = start_step + memory_size / B on.
     placement, where a batch is stored:
         ring: over the oldest rows, wrapping around the end (PML, GSP; the queue that the paper describes).
-        official: as the paper's code does; a batch that no longer fits behind the last one is written over the last B
-            rows and the next one begins at row 0. Hence even where B divides memory_size one slot is written twice a
-            round, and its first batch is lost early.
+        official: as the paper's code; a batch that no longer fits behind the last one overwrites the last B rows and
+            the next one begins at row 0. One slot is written twice a round, and its first batch is lost early.
 
     Source: Wang et al. 2020, algorithm 1; msight-tech/research-xbm 223ecdc2, modeling/xbm.py and engine/trainer.py;
     GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
     """
 
+    labels_on_host: ClassVar[bool] = True  # as the loss may want them
     rows: Tensor
     labels: Tensor
-    pointer: Tensor
-    filled: Tensor
 
     def __init__(
         self,
@@ -63,27 +55,17 @@ class CrossBatchMemory(nn.Module):
         Args:
             loss: any loss ``loss(embeddings, labels, indices_tuple, ref_emb=..., ref_labels=...)``; PML's losses of
                 pairs and triplets are. Its ``indices_tuple``, from the objective's miner, concerns the batch alone.
-            embedding_size: D.
-            memory_size: rows of the memory, at least a batch.
-            weight: of the memory's part, above 0.
             start_step: steps before anything is stored, so that embeddings have settled ("slow drift").
-            variant: when the memory takes part.
-            placement: where a batch is stored.
             normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
             memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
                 for all pairs. Losses of triplets want one where the memory is large.
-
-        Raises:
-            ConfigError: a number is out of its range, or the loss compares with something else than references.
         """
         super().__init__()
         check_choice("variant", variant, get_args(Variant))
         check_choice("placement", placement, get_args(Placement))
-        for name, number, least in (("memory_size", memory_size, 1), ("start_step", start_step, 0)):
-            if number < least:
-                raise ConfigError(f"{name} ({number}) of the cross-batch memory must be at least {least}")
-        if not weight > 0:
-            raise ConfigError(f"weight ({weight}) of the memory's part must be above 0; use the plain loss instead")
+        check_at_least(1, memory_size=memory_size)
+        check_at_least(0, start_step=start_step)
+        check_positive(weight=weight)
         _require_references(loss, embedding_size)
         self.loss = loss
         self.memory_miner = memory_miner
@@ -95,29 +77,22 @@ class CrossBatchMemory(nn.Module):
         self.normalize_rows = normalize_rows
         self.register_buffer("rows", torch.zeros(memory_size, embedding_size))
         self.register_buffer("labels", torch.zeros(memory_size, dtype=torch.long))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
-        # Copies on the host, so that no step waits for the device to say where the memory stands.
-        self._pointer = self._filled = 0
+        self.register_count("pointer")
+        self.register_count("filled")
         self._own: Tensor | None = None  # [B] slots of the batch that was observed last
-        self.register_load_state_dict_post_hook(_read_position)
+        self.register_load_state_dict_post_hook(_forget_batch)
 
     @property
     def is_active(self) -> bool:
         """Whether the memory takes part."""
-        return self._filled == self.memory_size if self.variant == "gsp" else self._filled > 0
+        return self.count_of("filled") >= (self.memory_size if self.variant == "gsp" else 1)
 
     @torch.no_grad()
     def observe(self, embeddings: Tensor, labels: Tensor, *, step: int) -> None:
         """Store a batch.
 
         Args:
-            embeddings: [B, D] that the loss is about to be taken of.
-            labels: [B].
             step: number of this training step, from 1.
-
-        Raises:
-            ConfigError: the batch is larger than the memory.
         """
         batch = len(embeddings)
         if batch > self.memory_size:
@@ -127,32 +102,24 @@ class CrossBatchMemory(nn.Module):
             )
         if step <= self.start_step:
             return
-        start, end = self._pointer, self._pointer + batch
+        start, filled = self.count_of("pointer"), self.count_of("filled")
+        end = start + batch
         if self.placement == "official" and end > self.memory_size:
             start, end = self.memory_size - batch, 0
-            self._filled = self.memory_size
+            filled = self.memory_size
         else:
-            self._filled = max(self._filled, min(end, self.memory_size))
+            filled = max(filled, min(end, self.memory_size))
             if self.placement == "ring":
                 end %= self.memory_size
         self._own = (start + torch.arange(batch, device=embeddings.device)) % self.memory_size
         self.rows[self._own] = (normalize(embeddings) if self.normalize_rows else embeddings).to(self.rows.dtype)
         self.labels[self._own] = labels
-        self._pointer = end
-        self.pointer.fill_(self._pointer)
-        self.filled.fill_(self._filled)
+        self.set_count("pointer", end)
+        self.set_count("filled", filled)
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: [B, D], those that were observed last.
-            labels: [B].
-            indices_tuple: pairs or triplets of a miner within the batch, or None.
-
-        Raises:
-            ValueError: the memory takes part but has not observed this batch (a defect of the caller).
-        """
-        value: Tensor = self.loss(embeddings, labels, indices_tuple)
+        wanted = BatchLabels.of(labels, embeddings.device).wanted_by(self.loss)
+        value: Tensor = self.loss(embeddings, wanted, indices_tuple)
         if not self.training or not self.is_active:
             return value
         return value + self.weight * self.memory_part(embeddings, labels)
@@ -162,25 +129,30 @@ class CrossBatchMemory(nn.Module):
         own = self._own
         if own is None or len(own) != len(embeddings):
             raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
-        rows, memory_labels = self.rows[: self._filled], self.labels[: self._filled]  # [F, D], [F]
+        batch_labels = BatchLabels.of(labels, own.device)
+        filled = self.count_of("filled")
+        rows, memory_labels = self.rows[:filled], self.labels[:filled]  # [F, D], [F]
         if self.memory_miner is not None:
-            pairs = _without_own(self.memory_miner(embeddings, labels, rows, memory_labels), own)
+            pairs = _without_own(
+                self.memory_miner(embeddings, batch_labels.wanted_by(self.memory_miner), rows, memory_labels), own
+            )
         else:
             positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
             # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
-            torch.eq(labels[:, None].int(), memory_labels[None, :].int(), out=positive)
+            torch.eq(batch_labels.on_device[:, None].int(), memory_labels[None, :].int(), out=positive)
             positive = positive.view(torch.bool)
             negative = ~positive
             positive[torch.arange(len(own), device=own.device), own] = False
-            if self.normalize_rows and isinstance(self.loss, TakesMasks):
-                return self.loss.of_masks(normalize(embeddings), rows, positive, negative)
+            if self.normalize_rows and (of_masks := getattr(self.loss, "of_masks", None)):  # without lists of pairs
+                return cast("Tensor", of_masks(normalize(embeddings), rows, positive, negative))
             pairs = (*torch.where(positive), *torch.where(negative))
-        value: Tensor = self.loss(embeddings, labels, pairs, ref_emb=rows, ref_labels=memory_labels)
+        value: Tensor = self.loss(
+            embeddings, batch_labels.wanted_by(self.loss), pairs, ref_emb=rows, ref_labels=memory_labels
+        )
         return value
 
 
-def _read_position(module: CrossBatchMemory, _: object) -> None:
-    module._pointer, module._filled = int(module.pointer), int(module.filled)
+def _forget_batch(module: CrossBatchMemory, _: object) -> None:
     module._own = None
 
 

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmlbench.device_copies import to_device
+from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import check_ridge, ridge_predict
-from dmlbench.types import ConfigError, ModelOutput, check_choice
+from dmlbench.losses.ridge import ridge_predict
+from dmlbench.types import ModelOutput, check_choice
 
 Reduction = Literal["batch", "halves"]
 
@@ -37,15 +39,13 @@ def zero_shot_loss(
         histogram: z [B, m].
         labels: y [B] in [0, C).
         label_embeddings: v [C, D].
-        halves: b_1 and b_2, rows of the batch; they may be of different size and need not cover it.
-        ridge: > 0.
-        softmax_scale: > 0.
+        halves: b_1 and b_2; they may be of different size and need not cover the batch.
         reduction: "batch" (algorithm 4 and the authors' code) or "halves" (equation 4.4).
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4 (whose
     "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
     """
-    first, second = halves
+    labels, first, second = (to_device(x, histogram.device) for x in (labels, *halves))
     targets = label_embeddings[labels]  # [B, D]
     in_first = ridge_predict(histogram[second], targets[second], histogram[first], ridge=ridge)
     in_second = ridge_predict(histogram[first], targets[first], histogram[second], ridge=ridge)
@@ -58,20 +58,17 @@ def zero_shot_loss(
 class ZeroShotRegularizer(Regularizer):
     """Mean of ``zero_shot_loss`` over class-disjoint halves of the batch, 0 for a batch of one class.
 
-    The label embeddings are separate parameters, not the proxies of a loss; He-normal over the classes:
-    N(0, 2 / num_classes).
-
-    The authors' code takes even and odd rows as halves. Its batches interleave classes, so the halves share no class:
-    random ones on CUB, Cars196, SOP and In-shop, whose sampler shuffles the classes, and always the even against the
-    odd super-classes on collages of CIFAR-100, whose batches hold all 16 in label order. ``halves`` gives both for any
-    order of rows.
+    The label embeddings are parameters apart from a loss's proxies and start from N(0, 2 / num_classes). The authors'
+    code takes even and odd rows as halves: random ones on CUB, Cars196, SOP and In-shop, whose sampler shuffles the
+    classes, and always even against odd super-classes on collages of CIFAR-100. ``halves`` gives both for any order of
+    rows.
 
     Source: as of ``zero_shot_loss``; scale and start of the label embeddings from the authors' code
     (yetigurbuz/generalized-sum-pooling b765b889, zsr_loss.py; samplers.py and cifar_collage.py have the order of rows).
-    Repeated splits are the paper's suggestion (footnote 1).
     """
 
     requires: ClassVar[tuple[str, ...]] = ("histogram",)
+    labels_on_host: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -85,27 +82,10 @@ class ZeroShotRegularizer(Regularizer):
         halves: HalvesBy = "random",
         reduction: Reduction = "batch",
     ) -> None:
-        """
-        Args:
-            weight: lambda (paper: 0.1).
-            num_classes: C, number of training classes.
-            embedding_size: D of the label embeddings.
-            ridge: epsilon > 0 (paper: 0.05).
-            softmax_scale: factor on the similarities, > 0 (code: 9.5; the paper prints none, which is 1).
-            num_splits: splits a batch (paper: 1).
-            halves: "random" or "alternate", see ``ClassSplits``.
-            reduction: "batch" or "halves", see ``zero_shot_loss``.
-
-        Raises:
-            ConfigError: an argument outside its range.
-        """
         super().__init__(weight)
-        if num_classes < 1 or embedding_size < 1:
-            raise ConfigError(f"num_classes ({num_classes}) and embedding_size ({embedding_size}) must be positive")
-        if not softmax_scale > 0:
-            raise ConfigError(f"softmax_scale ({softmax_scale}) must be above 0; the authors' code has 9.5")
+        check_at_least(1, num_classes=num_classes, embedding_size=embedding_size)
         check_choice("reduction", reduction, get_args(Reduction))
-        check_ridge(ridge)
+        check_positive(softmax_scale=softmax_scale, ridge=ridge)
         self.ridge = ridge
         self.softmax_scale = softmax_scale
         self.reduction: Reduction = reduction

@@ -1,4 +1,4 @@
-"""AVSL's head over the maps of several levels, and its model: an image becomes nodes and their certainties.
+"""AVSL's head and model: maps of several levels become nodes and their certainties.
 
 Letters: B images, L levels, r nodes of each, C channels, S locations.
 """
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.avsl_distance import AvslDistance
-from dmlbench.models.avsl_formula import Inference, Variant
+from dmlbench.models.avsl_distance import AvslDistance, Inference, Variant
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import LevelsHead, LevelsModel
 from dmlbench.models.pooling.base import Pooling
@@ -23,12 +22,12 @@ Reliability = Literal["std", "learned"]
 
 
 class AvslHead(LevelsHead):
-    """Maps of L levels to rows of 2 L r numbers: unit embeddings, then certainties, as ``AvslDistance`` reads them.
+    """Maps of L levels to rows of 2 L r numbers: unit embeddings, then certainties.
 
     Each level has a linear layer h, a 1 x 1 convolution. Its embedding is h of the sum of average and maximum over the
     locations; its activation maps are h of the linearized map z~ = z + K z [z is its channel's maximum], whose average
-    is that same embedding (eqs. 19-21). A node whose map spreads over the image is uncertain: its certainty is the
-    standard deviation of its normalized map (eq. 5), through which no gradient passes.
+    is that same embedding (eqs. 19-21). A node's certainty is the standard deviation of its normalized map (eq. 5),
+    through which no gradient passes.
 
     variant:
         official: K = S at one of the largest locations; the maps include h's bias; before the standard deviation
@@ -38,7 +37,7 @@ class AvslHead(LevelsHead):
             for the edges, and the standard deviation with S degrees of freedom; both maps at the lesser size.
     reliability:
         std: as above.
-        learned: c = h'(normalized map), a linear layer per level that the inference's loss trains (appendix, table 4).
+        learned: c = h'(normalized map), a linear layer per level (appendix, table 4).
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, sections 3.2, 3.3, A.2; zbr17/AVSL fd2686e4,
     models/avsl_embedder.py.
@@ -62,21 +61,15 @@ class AvslHead(LevelsHead):
         """
         Args:
             in_channels: C of every level, low to high.
-            num_levels: L.
-            level_size: r.
-            top_k, momentum, inference, variant: see ``AvslFormula``; ``variant`` also as above.
-            reliability: see the class.
-            map_sizes: height and width of every level's map, which ``reliability=learned`` needs.
-
-        Raises:
-            ConfigError: the backbone has another number of levels, or a value is out of its range.
+            num_levels, level_size: L, r.
+            top_k, momentum, inference, variant: see ``AvslDistance``.
+            map_sizes: height and width of every level's map; needed by ``reliability=learned``.
         """
         super().__init__()
         if len(in_channels) != num_levels:
             raise ConfigError(
-                f"AVSL compares {num_levels} levels (head.num_levels), but the backbone returns {len(in_channels)}; "
-                "three return resnet50_levels, bn_inception_levels and resnet20_levels, any other number "
-                "backbone=timm with +backbone.out_indices=[...]"
+                f"head.num_levels: got {num_levels}, but the backbone returns {len(in_channels)} maps. Use "
+                "resnet50_levels, bn_inception_levels or resnet20_levels (3), or timm with +backbone.out_indices=[...]."
             )
         check_choice("reliability", reliability, get_args(Reliability))
         self.reliability = reliability
@@ -95,17 +88,15 @@ class AvslHead(LevelsHead):
         self.certainty_weights = nn.ParameterList()
         if reliability == "learned":
             if map_sizes is None or len(map_sizes) != num_levels:
-                raise ConfigError("reliability=learned needs the size of every level's map in map_sizes")
+                raise ConfigError("reliability=learned: expected head.map_sizes, the size of every level's map.")
             for height, width in map_sizes:
                 size = height * width
                 self.certainty_weights.append(nn.Parameter(torch.randn(size) / math.sqrt(size)))
 
     def make_distance(self) -> AvslDistance:
-        """A new distance of the rows that this head makes, without edges."""
         return self._new_distance()
 
     def embedding_size(self, pooling: Pooling | None) -> int:
-        """2 L r, the numbers of a row."""
         return 2 * self.num_levels * self.level_size
 
     def model(self, backbone: Backbone, pooling: Pooling | None) -> "AvslModel":
@@ -115,17 +106,14 @@ class AvslHead(LevelsHead):
         """
         Args:
             maps: [B, C_l, H_l, W_l] for every level, low to high, of any sizes.
-            pooling: None; average and maximum of every level are taken.
+            pooling: None.
 
         Returns:
-            Rows [B, 2 L r] and the side outputs "lower_l" and "higher_l" [B, r, S], for l = 1 .. L - 1: the normalized
-            activation maps that edges are made of.
-
-        Raises:
-            ConfigError: a map of a single location, whose spread means nothing.
+            Rows [B, 2 L r] and side outputs "lower_l" and "higher_l" [B, r, S], l = 1 .. L - 1: the normalized
+            activation maps of adjacent levels, which edges are made of.
         """
         if len(maps) != self.num_levels:
-            raise ConfigError(f"{len(maps)} maps for {self.num_levels} levels")
+            raise ConfigError(f"maps: got {len(maps)}, expected {self.num_levels}, one for each level.")
         with torch.autocast(maps[0].device.type, enabled=False):
             floats = [x.to(self.weights[0].dtype) for x in maps]
             units = [F.normalize(self._embedding(x, level), dim=1) for level, x in enumerate(floats)]
@@ -145,10 +133,9 @@ class AvslHead(LevelsHead):
 
     @torch.no_grad()
     def unit_activations(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """``activations`` divided by the length of the image's embedding, so that pairs can be compared by them.
+        """``activations`` divided by the length of the image's embedding, which makes them comparable between images.
 
-        In the official variant the average of a node's map is its entry of the unit embedding, and the squared
-        difference of the averages of two images is the node of the pair; in the paper's it lacks the bias.
+        The average of a node's map is its entry of the unit embedding (paper: without the bias).
         """
         lengths = [self._embedding(x.to(self.weights[0].dtype), level).norm(dim=1) for level, x in enumerate(maps)]
         scales = [length.clamp(min=1e-12)[:, None, None, None] for length in lengths]
@@ -163,8 +150,8 @@ class AvslHead(LevelsHead):
         size = x.shape[2] * x.shape[3]
         if size < 2:
             raise ConfigError(
-                f"the map of level {level + 1} has a single location, so that no node has a place; give larger images "
-                "or a backbone that halves them less often"
+                f"map of level {level + 1}: got a single location, expected several. Use larger images or a backbone "
+                "with a smaller stride."
             )
         if self.variant == "official":
             highest, place = F.adaptive_max_pool2d(x, 1, return_indices=True)
@@ -182,8 +169,8 @@ class AvslHead(LevelsHead):
             flat = F.normalize(activation.flatten(2), dim=2)
             if flat.shape[2] != len(weight):
                 raise ConfigError(
-                    f"reliability=learned was made for maps of {len(weight)} locations at level {level + 1}, not "
-                    f"{flat.shape[2]}; use one image size"
+                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)} for "
+                    "reliability=learned. Use one image size."
                 )
             return flat @ weight
         if self.variant == "official":
@@ -210,18 +197,13 @@ class AvslModel(LevelsModel):
     distance: AvslDistance
 
     def __init__(self, backbone: Backbone, head: AvslHead) -> None:
-        """
-        Args:
-            backbone: returns one map for each level.
-            head: made for its channels.
-        """
         super().__init__(backbone, None, head)
 
     def observe(self, output: ModelOutput, *, step: int) -> dict[str, Tensor]:
-        """Let the edges follow a training batch; ``step`` counts from 1.
+        """Update the edges by a training batch.
 
         Returns:
-            For the log, how much they changed between level n and the one above: "edge_change_mean_<n>" and
+            For the log, mean and maximum change of the edges between level n and the next: "edge_change_mean_<n>" and
             "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
         """
         pairs = [(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)]
@@ -238,5 +220,4 @@ class AvslModel(LevelsModel):
 
     @property
     def started(self) -> bool:
-        """Whether there are edges."""
         return bool(self.distance.updates > 0)

@@ -4,26 +4,29 @@ Letters: L levels, r nodes of each, k edges of a node, u = 2^-24.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dmlbench.models.avsl_formula import AvslFormula
+if TYPE_CHECKING:
+    from dmlbench.models.avsl_distance import AvslDistance
+
 
 _ROUNDING = 2.0**-24
 _SIGMOID_ROUNDINGS = 16  # of the value 1: several times what libraries, and fast exponentials of kernels, promise
 
 
 @torch.no_grad()
-def float32_error(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> tuple[float, float]:
+def float32_error(distance: "AvslDistance", queries: Tensor, gallery: Tensor) -> tuple[float, float]:
     """(relative, absolute): a float32 distance d of rows of the two sets is right up to ``relative * d + absolute``.
 
     It holds for every order of summation. With S^l >= the sum of a pair's nodes of level l, that is (largest length of
     an e^l + that of an e'^l)^2, 4 for unit embeddings:
 
-    - All terms are products and sums of what is not negative, so that a rounding changes the distance by at most u of
-      itself. There are 3 roundings in a node, per level k + 2 in an edge, k in its product and 5 in the rest, and r - 1
-      in the last sum: relative = (3 + (L - 1) (2 k + 7) + r) u / (1 - the same).
+    - All terms are products and sums of numbers >= 0, so that a rounding changes the distance by at most u of itself.
+      There are 3 roundings in a node, per level k + 2 in an edge, k in its product and 5 in the rest, and r - 1 in the
+      last sum: relative = (3 + (L - 1) (2 k + 7) + r) u / (1 - the same).
     - A reliability errs by eps = 5 u gain (max |alpha| max |c| max |c'| + max |beta|) / 4 for its argument (the
       sigmoid's slope is at most 1/4) + 16 u for the sigmoid + 4 u where p x + (1 - p) y is computed as y + p (x - y).
       Such an error moves weight between a node and what is inferred for it. With a^L = 1 and a^(l-1) = |W~|^T a^l, the
@@ -34,11 +37,6 @@ def float32_error(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> tu
 
     Edges below 0 (variant paper) cancel. Then all is absolute: the first part times sum_l max(a^l) S^l; and the sum
     that an edge is divided by errs by as many times more as the largest sum of a node's |W~|.
-
-    Args:
-        distance: with edges, where it infers by them.
-        queries: rows [Q, 2 L r].
-        gallery: rows [N, 2 L r].
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1.
     """
@@ -74,7 +72,6 @@ def float32_error(distance: AvslFormula, queries: Tensor, gallery: Tensor) -> tu
 
 
 def _gamma(roundings: float) -> float:
-    """The relative error after so many roundings; infinite where float32 tells nothing."""
     share = roundings * _ROUNDING
     return 1.01 * share / (1 - share) if share < 0.01 else math.inf
 

@@ -1,4 +1,4 @@
-"""AVSL's distances of many pairs without a graph, in chunks of pairs whose arrays stay in the cache and are used again.
+"""AVSL's distances of many pairs without a graph, in chunks of pairs whose arrays stay in the cache.
 
 Letters: L levels, r nodes of each, Q and N images, a x b images of a chunk's two sides, P pairs.
 """
@@ -8,52 +8,41 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import RunError
+
+if TYPE_CHECKING:
+    from dmlbench.models.avsl_distance import AvslDistance
 
 _logger = logging.getLogger(__name__)
 
-# of each of a chunk's arrays: 512 pairs of 512 nodes on a CPU (measured), enough to fill a GPU
+# bytes of each array of a chunk: 512 pairs of 512 nodes on a CPU (fastest when measured), enough to fill a GPU
 _BUFFER_BYTES = {"cpu": 2**20, "cuda": 2**28}
 _MULTIPLE = 16  # pairs of a matrix product: odd ends would be summed in another order by the product's special cases
 
 
 class AvslTiles:
-    """Distances of one state of an ``AvslFormula``, for any number of calls.
+    """Distances of one state of an ``AvslDistance``, which later training does not change.
 
-    Edges, alpha and beta are read once, when this is made; later training does not change it. A chunk of a x b pairs
-    takes three arrays [P, r] (nodes, product, reliabilities), which every thread holds for itself and writes again and
-    again, so that the memory is that of the result and of ``working_bytes``. From below,
+    A chunk of a x b pairs takes three arrays [P, r] per thread, which are reused. From below,
 
         b = delta-hat^(l-1) W~^T,  p^l = sigmoid((gain alpha^l c^l) c'^l + gain beta^l),
         delta-hat^l = b + p^l (delta^l - b).
 
-    inference ``top`` and ``concat`` are squared distances of vectors, hence one matrix product without chunks; there,
-    images that equal each other are some 1e-7 apart in float32. Otherwise they are exactly 0 apart.
-
-    A thread works with as many threads as torch gives it. Callers that share tiles out to threads of their own give
-    torch one thread (``dmlbench.runtime.single_threaded_torch``).
-
-    What two images' distance is does not depend on the rest of the call but by float32 rounding: products may sum in an
-    order that depends on a pair's place. Chunks are filled up to a multiple of 16 pairs, with which MKL and oneDNN
-    give equal pairs equal values wherever they stand; other libraries need not. The same holds for d(x, y) = d(y, x),
-    where (alpha c) c' and (alpha c') c are rounded differently. Rankings that must not depend on it decide near ties
-    by tiles of ``dtype=torch.float64``.
-
-    On CUDA, a chunk is one function that torch.compile fuses around its matrix products. Where it cannot be compiled
-    (a warning says so once), the chunk is computed operation by operation.
+    ``top`` and ``concat`` are one matrix product, in which equal images are some 1e-7 apart in float32; otherwise they
+    are exactly 0 apart. A pair's distance depends on the rest of the call, and on the order of the pair, by float32
+    rounding alone; ``dtype=torch.float64`` decides near ties.
     """
 
     _can_compile: ClassVar[bool] = True  # until it failed in this process
 
     def __init__(
         self,
-        distance: AvslFormula,
+        distance: "AvslDistance",
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -62,14 +51,10 @@ class AvslTiles:
     ) -> None:
         """
         Args:
-            distance: whose distances.
-            dtype: of computation and result, float32 or float64; the distance's own if None. Rows are converted.
-            device: where rows lie; the distance's own if None.
+            dtype: of computation and result; the distance's own if None.
+            device: of the rows; the distance's own if None.
             buffer_bytes: of each of the three arrays, at least that of 16 pairs.
-            compiled: whether torch.compile makes one function of a chunk; on CUDA if None.
-
-        Raises:
-            RunError: no edges yet.
+            compiled: fuse a chunk by torch.compile; on CUDA if None.
         """
         distance.require_edges()
         dtype = dtype or distance.alpha.dtype
@@ -83,21 +68,17 @@ class AvslTiles:
         size = buffer_bytes or _BUFFER_BYTES.get(self.device.type, _BUFFER_BYTES["cpu"])
         pairs = size // (own.level_size * self.dtype.itemsize)
         self._pairs = max(_MULTIPLE, pairs // _MULTIPLE * _MULTIPLE)
-        self._buffers = threading.local()  # each thread's own
+        self._buffers = threading.local()
         self._compiles = (self.device.type == "cuda" if compiled is None else compiled) and own.inference == "rectified"
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of a thread's arrays, without the edges and the result; compiled chunks take about as many."""
+        """Bytes of a thread's arrays, without edges and result."""
         return 3 * self._pairs * self._distance.level_size * self.dtype.itemsize
 
     @torch.no_grad()
     def __call__(self, queries: Tensor, gallery: Tensor) -> Tensor:
-        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r].
-
-        Raises:
-            RunError: rows of another width or on another device.
-        """
+        """Distances [Q, N] of rows [Q, 2 L r] and [N, 2 L r]."""
         (e, c), (f, d) = self._levels(queries), self._levels(gallery)
         result = torch.empty(len(queries), len(gallery), dtype=self.dtype, device=self.device)
         if result.numel() == 0:
@@ -113,14 +94,10 @@ class AvslTiles:
 
     @torch.no_grad()
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        """Distances [P] of rows [P, 2 L r], pair by pair.
-
-        Raises:
-            RunError: rows of another width or on another device, different numbers of them.
-        """
+        """Distances [P] of rows [P, 2 L r], pair by pair."""
         (e, c), (f, d) = self._levels(first), self._levels(second)
         if len(e) != len(f):
-            raise RunError(f"{len(e)} rows cannot be compared with {len(f)} pair by pair; pass as many of both")
+            raise RunError(f"rows of pairs: got {len(e)} and {len(f)}, expected as many of both.")
         result = torch.empty(len(e), 1, dtype=self.dtype, device=self.device)
         for start in range(0, len(e), self._pairs):
             part = slice(start, start + self._pairs)
@@ -134,7 +111,7 @@ class AvslTiles:
 
     def _levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if rows.device != self.device:
-            raise RunError(f"rows are on {rows.device}, but the tiles on {self.device}; make tiles with device=...")
+            raise RunError(f"rows: got {rows.device}, expected {self.device}. Make tiles with device=...")
         return self._distance.levels(rows.to(self.dtype))
 
     def _chunk(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, *, out: Tensor) -> None:
@@ -154,7 +131,6 @@ class AvslTiles:
             self._fill_rectified(e, scaled, f, d, out)
 
     def _buffer(self, name: str) -> Tensor:
-        """An array [P, r] of this thread, made when it is first asked for."""
         if not hasattr(self._buffers, name):
             with torch.inference_mode(False):  # else it could not be written outside of it
                 # zeros, as pairs that fill up a chunk are multiplied without having been written
@@ -184,7 +160,7 @@ class AvslTiles:
 
 
 def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of chunks of at most ``pairs`` pairs that cover [Q, N], nearly square: rows are read, too."""
+    """Nearly square chunks of at most ``pairs`` pairs that cover [Q, N]."""
     rows = min(queries, 2 ** ((pairs.bit_length() - 1) // 2))
     columns = min(gallery, pairs // rows)
     rows = min(queries, pairs // columns)
@@ -194,7 +170,7 @@ def _chunks(queries: int, gallery: int, *, pairs: int) -> Iterator[tuple[slice, 
 
 
 def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, edges: Tensor) -> Tensor:
-    """What ``_fill_rectified`` computes, as a function for the compiler, which fuses and places arrays by itself."""
+    """``_fill_rectified`` as a function that torch.compile can fuse."""
     rectified = (e[..., 0, :] - f[..., 0, :]).square()
     for level in range(1, e.shape[-2]):
         below = rectified @ edges[level - 1]
@@ -205,12 +181,11 @@ def _rectified(e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, beta: Tensor, ed
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_rectified, dynamic=True)  # the sizes at a matrix's ends need no function of their own
+    return torch.compile(_rectified, dynamic=True)  # one function for chunks of all sizes
 
 
 def _squared_distances(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
-    """|x - y|^2 [Q, N] of x [Q, D] and y [N, D]."""
     torch.mm(x, y.mT, out=out)
-    # a norm needs no array [N, D], as the sum of squares would
+    # vector_norm takes no array [N, D], unlike a sum of squares
     xx, yy = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x, y))
     return out.mul_(-2).add_(xx[:, None]).add_(yy).clamp_(min=0)

@@ -1,14 +1,14 @@
-"""Networks that turn images into feature maps: what all of them share, and the networks of timm."""
+"""Backbones: images to feature maps, and the networks of timm."""
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmlbench.models.timm_weights import cached_file, missing_weights, reachable
 from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice
@@ -29,8 +29,8 @@ class Backbone(nn.Module):
     ``all`` fixes scale and shift, too (``trainable = False`` in Keras, hence the GSP framework).
     The choice outlasts every later ``train()`` of this module or of one that holds it.
 
-    Besides its maps, a network has a pooling that it was trained with: ``native(images)`` is the vector that this makes
-    of the same images (class token, attention pooling; the average where no other is known).
+    ``native(images)`` is the vector of the pooling that the network was trained with (class token, attention pooling;
+    the average where no other is known).
 
     Attributes:
         channels: channels of the maps that ``forward`` returns.
@@ -55,18 +55,14 @@ class Backbone(nn.Module):
         """
         Args:
             channels: channels of every returned map, low to high.
-            mean: three means to subtract, in the network's own channel order and value range.
-            std: three standard deviations to divide by, of the same scale.
+            mean, std: three of each, in the network's own channel order and value range.
             bgr: the network was trained on blue-green-red images.
             value_range: 1 or 255, the value of white in the images that the network was trained on.
-
-        Raises:
-            ConfigError: ``mean`` or ``std`` has not three entries, or ``std`` one that is not positive.
         """
         super().__init__()
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise ConfigError(
-                f"mean {tuple(mean)} and std {tuple(std)} must have three entries each, std positive ones"
+                f"mean, std: got {tuple(mean)} and {tuple(std)}, expected three numbers each, std above 0."
             )
         self.channels = tuple(channels)
         self.native_channels = self.channels[-1]
@@ -81,11 +77,7 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def native(self, images: Tensor) -> Tensor:
-        """What the network's own pooling makes of images, [B, native_channels], before any classifier.
-
-        Args:
-            images: what ``preprocess`` returns.
-        """
+        """Vector [B, native_channels] of the network's own pooling of preprocessed images, before any classifier."""
         last = self(images)[-1]
         return last.mean(dim=(2, 3), dtype=torch.promote_types(last.dtype, torch.float32))
 
@@ -99,21 +91,11 @@ class Backbone(nn.Module):
         return [list(x.shape[2:]) for x in maps]
 
     def preprocess(self, images: Tensor) -> Tensor:
-        """Images as a data set gives them to images as this network was trained on them.
-
-        Args:
-            images: [B, 3, H, W] RGB on the backbone's device, uint8 or floating point in [0, 1].
-
-        Returns:
-            [B, 3, H, W] float32.
-
-        Raises:
-            DataError: another shape or an integer type other than uint8.
-        """
+        """Normalize images [B, 3, H, W], RGB, uint8 or floating point in [0, 1], as this network was trained."""
         if images.ndim != 4 or images.shape[1] != 3:
-            raise DataError(f"images of shape {tuple(images.shape)}, but [B, 3, H, W] is needed; convert them to RGB")
+            raise DataError(f"images: got shape {tuple(images.shape)}, expected [B, 3, H, W]. Convert them to RGB.")
         if images.dtype != torch.uint8 and not images.is_floating_point():
-            raise DataError(f"images of type {images.dtype}; give uint8, or floating point in [0, 1]")
+            raise DataError(f"images: got type {images.dtype}, expected uint8 or floating point in [0, 1].")
         scale = self._value_range / 255.0 if images.dtype == torch.uint8 else self._value_range
         pixels = images.to(self.mean.dtype)
         if self._bgr:
@@ -123,7 +105,7 @@ class Backbone(nn.Module):
         return (pixels - self.mean) / self.std
 
     def normalization(self) -> dict[str, Any]:
-        """What ``preprocess`` does, in words and numbers."""
+        """What ``preprocess`` does, for model cards."""
         return {
             "channels_first_layer": "BGR" if self._bgr else "RGB",
             "white": self._value_range,
@@ -132,11 +114,7 @@ class Backbone(nn.Module):
         }
 
     def freeze_batch_norm(self, batch_norm: BatchNormFreezing) -> None:
-        """Fix nothing, the statistics, or statistics and affine parameters of every batch norm (see the class).
-
-        Raises:
-            ConfigError: an unknown choice.
-        """
+        """Freeze nothing, statistics, or statistics and affine parameters of every batch norm (see the class)."""
         check_choice("batch_norm", batch_norm, get_args(BatchNormFreezing))
         self._batch_norm = batch_norm
         for layer in self._batch_norms():
@@ -156,16 +134,10 @@ class Backbone(nn.Module):
 
 
 def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:
-    """Check the levels that a user asks a backbone for: ascending, distinct, in [0, count).
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """Check requested levels: ascending, distinct, in [0, count)."""
     levels = tuple(out_levels)
     if not levels or list(levels) != sorted(set(levels)) or levels[0] < 0 or levels[-1] >= count:
-        raise ConfigError(
-            f"out_levels {levels} must be ascending, distinct and within 0..{count - 1}, and at least one"
-        )
+        raise ConfigError(f"out_levels: got {levels}, expected at least one of 0..{count - 1}, ascending and distinct.")
     return levels
 
 
@@ -173,11 +145,10 @@ class TimmBackbone(Backbone):
     """A network of timm by name, for instance ``resnet50.tv_in1k`` (torchvision's IMAGENET1K_V1).
 
     Networks of tokens (ViT, DINOv2, CLIP, Swin) return their patch tokens as a map, row by row, without class and
-    register tokens, after their final norm unless that stands behind the pooling (ViTs trained on averages).
-    ``native`` is timm's own pooling of the same features, and what lies between it and the classifier.
+    register tokens, after their final norm unless it follows the pooling (ViTs trained on averages). ``native`` is
+    timm's own pooling of the same features, and the layers between it and the classifier.
 
-    The bare name of a model and its tags are different weights, and may be different normalization: mean and standard
-    deviation are those of the named weights.
+    The tag of a name selects the weights, and with them mean and standard deviation.
     """
 
     def __init__(
@@ -196,17 +167,12 @@ class TimmBackbone(Backbone):
             name: model of timm, with or without a tag of its weights.
             pretrained: start from the published weights (from ``weights_file``, timm's cache or the network).
             weights_file: ``.pth`` or ``.safetensors`` with the names of timm's full model; loaded whenever given.
-                A classifier in it is left out.
-            batch_norm: what of batch norm is frozen, see ``Backbone``; a network without it has nothing to freeze.
+                A classifier in it is ignored.
             out_indices: timm's numbers of the stages (of ViTs: blocks) whose maps are returned, ascending, after the
                 final norm where it fits. None: the last map alone.
             image_size: side, or height and width, that position embeddings are resampled to once. None: as the weights
                 have them. ViT, DINOv2, CLIP, EVA and Swin take other sizes as well, resampling in every step.
-            pad_images: fill images up to whole patches at the bottom and the right with the mean color; without it,
-                other sizes are an error.
-
-        Raises:
-            ConfigError: unknown model, weights that cannot be had, stages or an image size that the model has not.
+            pad_images: pad images at the bottom and the right with the mean color, up to whole patches.
         """
         model = _create(name, pretrained=pretrained and weights_file is None)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
@@ -252,8 +218,8 @@ class TimmBackbone(Backbone):
 
 
 def _create(name: str, *, pretrained: bool) -> Any:
-    """timm's model without its classifier but with its own pooling, and with published weights if asked."""
-    import timm  # takes a second or two to import: only where it is used
+    """timm's model without its classifier but with its own pooling."""
+    import timm  # here, as it takes a second or two to import
 
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
@@ -269,12 +235,9 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if config is None or not (config.hf_hub_id or config.url or config.file):
             raise ConfigError(f"timm publishes no weights for '{name}'; give weights_file=<path> or pretrained=false")
         url = config.url if isinstance(config.url, str) else None
-        cached = cached_file(config.hf_hub_id, url)
-        if cached is not None:
-            # By path: a name would ask the network for a newer version first, and wait where there is none.
+        cached = _cached_file(config.hf_hub_id, url)
+        if cached is not None:  # by path: a name would ask the server for a newer version first
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
-        elif not reachable(config.hf_hub_id, url):
-            raise missing_weights(name, config, "there is no cached copy and no connection to the server")
     try:
         try:
             return timm.create_model(name, dynamic_img_size=True, **options)
@@ -286,7 +249,32 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if not pretrained:
             raise
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
-        raise missing_weights(name, config, str(error) or type(error).__name__) from error
+        raise _missing_weights(name, config, str(error) or type(error).__name__) from error
+
+
+def _missing_weights(name: str, config: Any, reason: str) -> ConfigError:
+    hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
+    sources = " or ".join(filter(None, (hub, str(config.url or ""))))
+    return ConfigError(
+        f"pretrained weights of '{name}': {reason}. Download {sources} on a connected machine and set "
+        "weights_file=<path>, or set pretrained=false."
+    )
+
+
+def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
+    """The published weights in the caches that timm uses."""
+    if hub_id:
+        from huggingface_hub import try_to_load_from_cache
+
+        for filename in ("model.safetensors", "pytorch_model.bin"):
+            found = try_to_load_from_cache(hub_id, filename)
+            if isinstance(found, str):
+                return Path(found)
+    if url:
+        path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
+        if path.is_file():
+            return path
+    return None
 
 
 def _stage_channels(model: Any, name: str, out_indices: Sequence[int]) -> list[int]:

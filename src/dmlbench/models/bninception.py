@@ -1,4 +1,4 @@
-"""BN-Inception, the backbone of most published metric learning results, as one table of widths."""
+"""BN-Inception, the backbone of most published metric learning results."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -57,8 +57,8 @@ def _max_pool(x: Tensor, stride: int) -> Tensor:
 class BNInception(Backbone):
     """Inception with batch normalization: 224 x 224 images to [B, 1024, 7, 7].
 
-    Names and shapes of the parameters are those of the public weights file ``bn_inception-52deb4733.pth``, converted
-    from Caffe: images are BGR in 0..255 minus (104, 117, 128). Convolutions keep their biases before batch norm.
+    Parameters are named as in the public weights file ``bn_inception-52deb4733.pth``, converted from Caffe: images are
+    BGR in 0..255 minus (104, 117, 128), and convolutions keep their biases before batch norm.
 
     Source: Ioffe & Szegedy, Batch Normalization, 2015.
     """
@@ -73,14 +73,10 @@ class BNInception(Backbone):
     ) -> None:
         """
         Args:
-            pretrained: start from ImageNet weights, which ``weights_file`` must then name.
-            weights_file: path of ``bn_inception-52deb4733.pth``; loaded whenever given, its classifier left out.
-            batch_norm: what of batch norm is frozen, see ``Backbone``.
-            out_levels: which maps to return, ascending: 0 is [B, 576, H/16, W/16], 1 [B, 1056, H/32, W/32],
+            pretrained: start from ImageNet weights; needs ``weights_file``.
+            weights_file: path of ``bn_inception-52deb4733.pth``; loaded whenever given, its classifier ignored.
+            out_levels: maps to return, ascending: 0 is [B, 576, H/16, W/16], 1 [B, 1056, H/32, W/32],
                 2 [B, 1024, H/32, W/32].
-
-        Raises:
-            ConfigError: ``pretrained`` without a file, a file that does not fit, or unknown levels.
         """
         if pretrained and weights_file is None:
             raise ConfigError(

@@ -1,74 +1,65 @@
-"""AVSL's distance as losses and miners hold it: in parts, or lent, with parameters that stay the owner's."""
+"""Distances in losses and miners, which must not register the parameters of the model's distance as their own."""
+
+from typing import TYPE_CHECKING, Any
 
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from dmlbench.models.avsl_formula import AvslFormula
 from dmlbench.types import ConfigError
 
-
-class LevelDistance(BaseDistance):
-    """Squared Euclidean distance of one level's part of AVSL's rows; the owner's parameters stay the owner's."""
-
-    def __init__(self, owner: AvslFormula, index: int) -> None:
-        """
-        Args:
-            owner: whose rows are compared.
-            index: level, 0 being the lowest.
-
-        Raises:
-            ConfigError: there is no such level.
-        """
-        super().__init__(normalize_embeddings=False, p=2, power=1)
-        if not 0 <= index < owner.num_levels:
-            raise ConfigError(f"level {index} is not one of 0 .. {owner.num_levels - 1}")
-        self._owner = (owner,)  # in a tuple, which registers no parameters
-        self._index = index
-
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
-        squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
-        return (squares - 2 * x @ y.T).clamp(min=0)
-
-    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        x, y = (self._owner[0].levels(rows)[0][:, self._index] for rows in (query_emb, ref_emb))
-        return (x - y).square().sum(1)
-
-
-class InferredDistance(BaseDistance):
-    """AVSL's distance of detached nodes, that trains the inference alone; its parameters stay the owner's."""
-
-    def __init__(self, owner: AvslFormula) -> None:
-        super().__init__(normalize_embeddings=False, p=2, power=1)
-        self._owner = (owner,)
-
-    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        return self._owner[0].compute(query_emb[:, None], ref_emb[None], detach=True)
-
-    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        return self._owner[0].compute(query_emb, ref_emb, detach=True)
+if TYPE_CHECKING:
+    from dmlbench.models.avsl_distance import AvslDistance
 
 
 class BorrowedDistance(BaseDistance):
-    """A model's distance in a loss or a miner, which must not count its parameters as their own."""
+    """The distance of a model."""
 
-    def __init__(self, owner: BaseDistance) -> None:
+    def __init__(self, owner: Any) -> None:
         super().__init__(
             normalize_embeddings=owner.normalize_embeddings,
             p=owner.p,
             power=owner.power,
             is_inverted=owner.is_inverted,
         )
-        self.owner = (owner,)
+        self.owner = (owner,)  # in a tuple, which registers no parameters
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[Q, N]."""
-        return self.owner[0].compute_mat(query_emb, ref_emb)
+        matrix: Tensor = self.owner[0].compute_mat(query_emb, ref_emb)
+        return matrix
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """[P]."""
-        return self.owner[0].pairwise_distance(query_emb, ref_emb)
+        pairs: Tensor = self.owner[0].pairwise_distance(query_emb, ref_emb)
+        return pairs
+
+
+class LevelDistance(BorrowedDistance):
+    """Squared Euclidean distance of one level's part of AVSL's rows, 0 being the lowest."""
+
+    def __init__(self, owner: "AvslDistance", index: int) -> None:
+        super().__init__(owner)
+        if not 0 <= index < owner.num_levels:
+            raise ConfigError(f"level: got {index}, expected 0 to {owner.num_levels - 1}.")
+        self._index = index
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        x, y = self._embeddings(query_emb), self._embeddings(ref_emb)
+        squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
+        return (squares - 2 * x @ y.T).clamp(min=0)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return (self._embeddings(query_emb) - self._embeddings(ref_emb)).square().sum(1)
+
+    def _embeddings(self, rows: Tensor) -> Tensor:
+        embeddings: Tensor = self.owner[0].levels(rows)[0][:, self._index]
+        return embeddings
+
+
+class InferredDistance(BorrowedDistance):
+    """AVSL's distance of detached nodes: gradients reach alpha, beta and certainties alone."""
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self.pairwise_distance(query_emb[:, None], ref_emb[None])
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        distances: Tensor = self.owner[0].compute(query_emb, ref_emb, detach=True)
+        return distances

@@ -1,4 +1,4 @@
-"""A head that lays the embeddings of several levels side by side."""
+"""A head that concatenates the embeddings of several levels."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,14 @@ from dmlbench.types import ConfigError, ModelOutput
 
 
 class ConcatenatedLevels(LevelsHead):
-    """Pool and project the highest levels' maps and concatenate their unit embeddings, in which each counts alike.
-
-    The cosine of two images is the mean of their levels' cosines. One pooling serves all levels.
-    """
+    """[u_1 | ... | u_L] of the unit embeddings u_l of the L highest maps; one pooling serves all levels."""
 
     def __init__(self, in_channels: Sequence[int], out_features: int, *, num_levels: int = 2) -> None:
-        """
-        Args:
-            in_channels: C of every map of the backbone, low to high.
-            out_features: dimensions that the pooling wants of each level.
-            num_levels: L, how many of the highest maps are taken; at least 1.
-
-        Raises:
-            ConfigError: the backbone has fewer maps.
-        """
         super().__init__()
         if not 1 <= num_levels <= len(in_channels):
             raise ConfigError(
-                f"num_levels ({num_levels}) must lie in 1 .. {len(in_channels)}, the maps that the backbone returns; "
-                "choose a backbone of levels, such as resnet20_levels"
+                f"head.num_levels: got {num_levels}, expected 1 to {len(in_channels)}, the backbone's maps. Use a "
+                "backbone of levels, such as resnet20_levels."
             )
         self.projections = nn.ModuleList(Projection(channels, out_features) for channels in in_channels[-num_levels:])
         self.out_features = out_features

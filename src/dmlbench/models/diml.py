@@ -1,4 +1,4 @@
-"""DIML: the nearest images of a query ranked again by an optimal flow between the cells of two images.
+"""DIML: reranking of nearest neighbors by an optimal flow between the cells of two images.
 
 Letters: B images, D dimensions of the embedding, g x g cells of an image, T queries, K neighbors of each.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, check_choice
 
 _COLDEST = 0.005  # exp(-2 / 0.005) is 1e-174, whose sums and quotients float64 holds
 
@@ -18,7 +18,7 @@ _COLDEST = 0.005  # exp(-2 / 0.005) is 1e-174, whose sums and quotients float64 
 def cells_of(projected: Tensor, grid_size: int) -> Tensor:
     """Cells [B, g g, D], row by row, of projected maps [B, D, H, W].
 
-    A cell is the mean of its part of the map, which is first enlarged to 4 g x 4 g (bilinear, corners aligned) where g
+    A cell is the mean of its part of the map, which is first resized to 4 g x 4 g (bilinear, corners aligned) where g
     does not divide H and W.
     """
     if projected.shape[2] % grid_size or projected.shape[3] % grid_size:
@@ -36,9 +36,8 @@ class DimlDistance(BaseDistance):
 
     where T = diag(r) K diag(c) has marginals u (neighbor's cells) and v (query's), by Sinkhorn's updates r = u / K c,
     c = v / K^T r from ones. u[i] is relu(cosine of cell i and the query's center) over (their sum + 1e-5), v[j]
-    likewise. The updates of a query's whole list end when the mean change of r is below ``tolerance``: so a value
-    belongs to a list, and there is no matrix of pairs. Where all of u or of v is 0 nothing flows, and the sum is 0 (the
-    public code has NaN there).
+    likewise. The updates of a query's whole list end when the mean change of r is below ``tolerance``, so that values
+    are defined for lists only. Where all of u or of v is 0, the sum is 0 (NaN in the public code).
 
     Source: Zhao et al., Towards Interpretable Deep Metric Learning with Structural Matching, ICCV 2021, section 3;
     wl-zhao/DIML c15dbea6, utilities/diml.py, evaluation/eval_diml.py.
@@ -57,14 +56,10 @@ class DimlDistance(BaseDistance):
         """
         Args:
             grid_size: g.
-            num_neighbors: K, how many of the nearest by cosine are ranked again; the others stay behind them.
-            temperature: of the kernel, at least 0.005.
-            max_iterations: updates at most.
-            tolerance: mean change of r that ends them, at least 0.
+            num_neighbors: K, neighbors that are reranked; the others follow them.
+            temperature: at least 0.005.
+            tolerance: mean change of r that ends the updates, at least 0.
             marginals: "uniform" is 1 / g g for every cell.
-
-        Raises:
-            ConfigError: a value out of its range.
         """
         super().__init__(is_inverted=True)
         for name, count in (
@@ -73,15 +68,12 @@ class DimlDistance(BaseDistance):
             ("max_iterations", max_iterations),
         ):
             if count < 1:
-                raise ConfigError(f"rerank.{name} ({count}) must be at least 1")
+                raise ConfigError(f"rerank.{name}: got {count}, expected at least 1.")
         if not temperature >= _COLDEST:
-            raise ConfigError(
-                f"rerank.temperature ({temperature}) must be at least {_COLDEST}, below which a kernel may vanish"
-            )
+            raise ConfigError(f"rerank.temperature: got {temperature}, expected at least {_COLDEST}.")
         if not tolerance >= 0:
-            raise ConfigError(f"rerank.tolerance ({tolerance}) must be at least 0, where max_iterations are made")
-        if marginals not in ("cross_correlation", "uniform"):
-            raise ConfigError(f"rerank.marginals ({marginals}) must be cross_correlation or uniform")
+            raise ConfigError(f"rerank.tolerance: got {tolerance}, expected at least 0.")
+        check_choice("rerank.marginals", marginals, ("cross_correlation", "uniform"))
         self.grid_size = grid_size
         self.num_neighbors = num_neighbors
         self.temperature = temperature
@@ -91,21 +83,17 @@ class DimlDistance(BaseDistance):
 
     @property
     def description(self) -> str:
-        """What re-ranked, as results name it."""
+        """Label of the reranking in results."""
         return f"DIML, {self.grid_size} x {self.grid_size}, first {self.num_neighbors}"
 
     def center_rows(self, rows: Tensor) -> Tensor:
-        """Centers [N, D] of rows [N, (1 + g g) D], by whose cosine the lists are found.
-
-        Raises:
-            RunError: rows of another width.
-        """
+        """Centers [N, D] of rows [N, (1 + g g) D], whose cosine makes the lists."""
         return self._parts(rows)[:, 0]
 
     def reranked_similarities(self, queries: Tensor, neighbors: Tensor, known: Tensor) -> Tensor:
         """Similarities [T, K] of queries [T, (1 + g g) D] and their neighbors [T, K, (1 + g g) D].
 
-        ``known`` [T, K] is False where a list is shorter: what stands there has no influence on the rest.
+        ``known`` [T, K] is False after the end of a shorter list.
         """
         query, other = (F.normalize(self._parts(x), dim=-1) for x in (queries, neighbors))
         cosine = torch.einsum("td,tkd->tk", query[:, 0], other[:, :, 0])
@@ -137,20 +125,15 @@ class DimlDistance(BaseDistance):
         return r[..., None] * kernel * c[..., None, :]
 
     def _parts(self, rows: Tensor) -> Tensor:
-        """[.., 1 + g g, D] of rows [.., (1 + g g) D]."""
         count = 1 + self.grid_size**2
         if rows.shape[-1] % count:
             raise RunError(
-                f"rows of {rows.shape[-1]} numbers are no center with {self.grid_size} x {self.grid_size} cells, whose "
-                f"width is a multiple of {count}; embed the images again"
+                f"rows: got {rows.shape[-1]} numbers, expected a multiple of {count} (center and {self.grid_size} x "
+                f"{self.grid_size} cells). Embed the images again."
             )
         return rows.unflatten(-1, (count, -1))
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        """
-        Raises:
-            RunError: always, as a value belongs to a list.
-        """
-        raise RunError("DIML ranks lists of nearest images again and has no matrix of pairs; compare the centers")
+        raise RunError("DIML reranks candidate lists. It does not define a pairwise distance; compare the centers.")
 
     pairwise_distance = compute_mat

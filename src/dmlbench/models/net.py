@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.diml import cells_of
-from dmlbench.models.head import Head, MetricModel, NamedGroups
+from dmlbench.models.head import Head
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, ModelOutput
+
+NamedGroups = dict[str, list[tuple[str, nn.Parameter]]]
 
 
 def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
@@ -21,13 +23,22 @@ def pooled_channels(backbone: Backbone, pooling: Pooling | None) -> int:
 
 
 def features_of(x: Tensor) -> dict[str, Tensor]:
-    """The side outputs "features" and "features_max" [B, C]: average and maximum of a map, in float32 at least."""
+    """The side outputs "features" and "features_max" [B, C]: average and maximum of a map."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return {"features": x.mean(dim=(2, 3), dtype=dtype), "features_max": x.amax(dim=(2, 3)).to(dtype)}
 
 
-class _Model(nn.Module):
-    """What the models share: the pooling is what training changes in addition to the weights."""
+class MetricModel(nn.Module):
+    """Images [B, 3, H, W], RGB, uint8 or floating point in [0, 1], to embeddings [B, D] that ``distance`` compares.
+
+    ``forward`` returns float32 and changes no state but batch norm's statistics; in training, ``observe`` is called
+    between the forward pass and the loss.
+
+    Attributes:
+        distance: of training and evaluation.
+        embedding_size: D.
+        explains_pairs: whether ``distance`` has attributions (see ``avsl.AvslModel``).
+    """
 
     explains_pairs: ClassVar[bool] = False
 
@@ -38,32 +49,32 @@ class _Model(nn.Module):
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Contributions and nearest prototypes of the pooling, [B, H, W] each, or None (see ``Pooling``)."""
         return None, None
 
     def observe(self, output: ModelOutput, *, step: int) -> Mapping[str, Tensor] | None:
+        """Update state by a training batch, ``step`` counting from 1; the result is logged."""
         if self.pooling is not None:
             self.pooling.observe(Pooled(output.embedding, output.side), step=step)
         return None
 
     @property
     def observer(self) -> nn.Module:
+        """The module that ``observe`` changes."""
         return nn.Identity() if self.pooling is None else self.pooling
 
     @property
     def started(self) -> bool:
+        """False while the model works provisionally (see ``Pooling``)."""
         return self.pooling is None or self.pooling.started
 
     @property
     def provides(self) -> tuple[str, ...]:
-        """Those of the pooling, and ``features_of`` what it pools (of the last map); these only in training mode."""
+        """Side outputs of the pooling, and in training ``features_of`` the last map."""
         return (*(() if self.pooling is None else self.pooling.provides), "features", "features_max")
 
-    def _sides(self, x: Tensor) -> dict[str, Tensor]:
-        """What regularizers may ask of the map x itself."""
-        return features_of(x) if self.training else {}
-
     def parameter_groups(self) -> NamedGroups:
-        """Every trainable parameter, under its full name, in exactly one of these groups."""
+        """Every trainable parameter, under its full name, in exactly one group of the optimizer."""
         groups: NamedGroups = {"backbone": [], "pooling": [], "head": [], "distance": []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -71,38 +82,28 @@ class _Model(nn.Module):
                 groups[owner if owner in groups else "head"].append((name, parameter))
         return groups
 
+    def _sides(self, x: Tensor) -> dict[str, Tensor]:
+        return features_of(x) if self.training else {}
 
-class PooledModel(_Model):
+
+class PooledModel(MetricModel):
     """The last map, pooled and projected."""
 
     pooling: Pooling
 
-    def __init__(
-        self, backbone: Backbone, pooling: Pooling, projection: Projection, *, distance: BaseDistance | None = None
-    ) -> None:
-        """
-        Args:
-            backbone: its last map is pooled, or its own pooling is used where ``pooling`` needs that; else the
-                parameters of its own pooling get no gradient.
-            pooling: see ``Pooling``.
-            projection: from ``pooled_channels`` to what the pooling wants.
-            distance: of pytorch-metric-learning; None is the projection's.
-
-        Raises:
-            ConfigError: widths that do not fit together.
-        """
+    def __init__(self, backbone: Backbone, pooling: Pooling, projection: Projection) -> None:
         super().__init__()
         channels = pooled_channels(backbone, pooling)
         if projection.in_features != channels:
             given = "own pooling gives" if pooling.needs == "native" else "last map has"
             raise ConfigError(
-                f"the projection takes {projection.in_features} channels, but the backbone's {given} {channels}; "
-                "set the projection's in_features to it"
+                f"head.in_features: the projection takes {projection.in_features} channels, but the backbone's {given} "
+                f"{channels}. Set it to {channels}."
             )
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection
-        self.distance = distance if distance is not None else projection.make_distance()
+        self.distance = projection.make_distance()
         self.embedding_size = pooling.output_width(projection.out_features)
         projection.check_embedding_size(self.embedding_size)
 
@@ -121,7 +122,7 @@ class PooledModel(_Model):
         return self.backbone(images)[-1]
 
     def require_cells(self) -> None:
-        """Raises ConfigError where ``rows_with_cells`` has no map, or cells of another width than the embedding."""
+        """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
         pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
         if self.pooling.needs == "native":
             raise ConfigError(f"rerank compares cells of a map, and {pooling} uses none; {remedy}")
@@ -153,30 +154,23 @@ class LevelsHead(Head):
         """
         Args:
             maps: [B, C_l, H_l, W_l] of every level, low to high.
-            pooling: None for a head that pools by itself.
 
         Returns:
-            Embeddings [B, D] and side outputs: those that the pooling provides are the top level's.
+            Embeddings [B, D]; side outputs of the top level.
         """
         raise NotImplementedError
 
     def embedding_size(self, pooling: Pooling | None) -> int:
-        """D."""
         raise NotImplementedError
 
     def model(self, backbone: Backbone, pooling: Pooling | None) -> MetricModel:
-        """The model of which this is the head; ``pooling`` is None for a head that pools by itself."""
         return LevelsModel(backbone, pooling, self)
 
 
-class LevelsModel(_Model):
-    """All maps of the backbone, and a head that makes embeddings of them."""
+class LevelsModel(MetricModel):
+    """All maps of the backbone, pooled by a head."""
 
     def __init__(self, backbone: Backbone, pooling: Pooling | None, head: LevelsHead) -> None:
-        """
-        Raises:
-            ConfigError: the pooling is the backbone's own, which works on no map.
-        """
         super().__init__()
         if pooling is not None and pooling.needs == "native":
             raise ConfigError(
@@ -195,17 +189,12 @@ class LevelsModel(_Model):
         return ModelOutput(output.embedding.to(torch.float32), output.side | self._sides(maps[-1]))
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The backbone's maps, low to high."""
+        """Maps of all levels, low to high."""
         maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
         return maps
 
 
 def make_model(backbone: Backbone, pooling: Pooling | None, head: Head) -> MetricModel:
-    """The model of a backbone, a pooling and a head.
-
-    Raises:
-        ConfigError: they do not fit together.
-    """
     if isinstance(head, LevelsHead):
         return head.model(backbone, pooling)
     if isinstance(head, Projection) and pooling is not None:

@@ -1,4 +1,4 @@
-"""The linear head: from a backbone's channels to the embedding's dimensions, for vectors and for whole maps."""
+"""The linear head: from a backbone's channels to the embedding's dimensions."""
 
 from typing import Literal, get_args
 
@@ -15,9 +15,8 @@ Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
 
-    The optional layer norm has no parameters and stands before the linear layer (ProxyNCA++ places it after the
-    pooling). The product is always taken in float32, also under autocast: it is a small part of the work, and
-    embeddings rounded to bfloat16 would move retrieval scores.
+    The optional layer norm has no parameters. The product is taken in float32, also under autocast: embeddings
+    rounded to bfloat16 would move retrieval scores.
 
     Source: GSP code (glorot_uniform, no bias); Teh et al., ProxyNCA++, 2020, section 3.5 (layer norm).
     """
@@ -33,20 +32,14 @@ class Projection(Head):
     ) -> None:
         """
         Args:
-            in_features: C, channels of the backbone's last map.
-            out_features: D, what the pooling wants of the projection.
-            bias: add b.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
                 +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0.
-
-        Raises:
-            ConfigError: a width below 1, or an unknown init.
         """
         super().__init__()
         check_choice("init", init, get_args(Init))
         if in_features < 1 or out_features < 1:
-            raise ConfigError(f"a projection from {in_features} to {out_features} features; both must be at least 1")
+            raise ConfigError(f"projection: got {in_features} to {out_features} features, expected at least 1 of both.")
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm
@@ -61,13 +54,9 @@ class Projection(Head):
                 nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C] to [B, D], or [B, C, H, W] to [B, D, H, W] (channels last in memory).
-
-        Raises:
-            ConfigError: x has another number of channels than ``in_features``.
-        """
+        """[B, C] to [B, D], or [B, C, H, W] to [B, D, H, W] (channels last in memory)."""
         if x.ndim not in (2, 4) or x.shape[1] != self.in_features:
-            raise ConfigError(f"the projection takes {self.in_features} channels, but was given {tuple(x.shape)}")
+            raise ConfigError(f"projection: got a map of {tuple(x.shape)}, expected {self.in_features} channels.")
         rows = x if x.ndim == 2 else x.permute(0, 2, 3, 1)  # [B, H, W, C]
         with torch.autocast(x.device.type, enabled=False):
             rows = rows.to(self.weight.dtype)
@@ -77,11 +66,8 @@ class Projection(Head):
         return projected if x.ndim == 2 else projected.permute(0, 3, 1, 2)
 
     def finished(self, embedding: Tensor) -> Tensor:
-        """What becomes of the pooled embedding [B, D]; a head that computes on with it overrides this."""
+        """The embedding [B, D] of a pooled and projected image; heads override this."""
         return embedding
 
     def check_embedding_size(self, size: int) -> None:
-        """Raises ConfigError if embeddings of this size do not suit the head; the linear head takes every size."""
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layer_norm={self.layer_norm}"
+        """Raise ConfigError if the head cannot make embeddings of this size."""

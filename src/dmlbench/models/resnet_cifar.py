@@ -9,7 +9,7 @@ from dmlbench.models.backbones import Backbone, BatchNormFreezing, select_levels
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError
 
-# Means and standard deviations of the training images of CIFAR-10, as commonly published.
+# Published means and standard deviations of CIFAR-10's training images.
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR_STD = (0.2470, 0.2435, 0.2616)
 
@@ -40,9 +40,8 @@ class _Block(nn.Module):
 class ResNet20(Backbone):
     """ResNet20 of He et al. 2016, section 4.2: 32 x 32 images to [B, 64, 8, 8].
 
-    Names of the parameters are those of the public checkpoints of akamaster/pytorch_resnet_cifar10; their classifier
-    ``linear`` is left out on loading. Those checkpoints were trained with the mean and the standard deviation of
-    ImageNet: pass ``mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)`` with them.
+    Parameters are named as in akamaster/pytorch_resnet_cifar10, whose classifier ``linear`` is ignored. Its checkpoints
+    need ImageNet's ``mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)``.
 
     Source: He et al., Deep Residual Learning for Image Recognition, 2016.
     """
@@ -60,17 +59,12 @@ class ResNet20(Backbone):
         """
         Args:
             stem_stride: stride of the first convolution; 2 makes 64 x 64 images as cheap as 32 x 32 ones.
-            weights_file: public checkpoint, or null for random weights.
-            batch_norm: what of batch norm is frozen, see ``Backbone``.
-            out_levels: which of the three stages' maps to return, ascending numbers in 0..2.
-            mean: of the images in [0, 1], RGB.
-            std: per-channel deviation of the same images.
-
-        Raises:
-            ConfigError: a stride other than 1 and 2, unknown levels, or a weights file that does not fit.
+            weights_file: public checkpoint; None: random weights.
+            out_levels: stages whose maps are returned, ascending, in 0..2.
+            mean, std: of RGB images in [0, 1].
         """
         if stem_stride not in (1, 2):
-            raise ConfigError(f"stem_stride ({stem_stride}) must be 1 or 2")
+            raise ConfigError(f"stem_stride: got {stem_stride}, expected 1 or 2.")
         levels = select_levels(out_levels, len(_WIDTHS))
         super().__init__([_WIDTHS[level] for level in levels], mean=mean, std=std)
         self._levels = levels

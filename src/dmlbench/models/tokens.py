@@ -1,4 +1,4 @@
-"""Networks of patches: which image sizes they take, and how their tokens become a map."""
+"""timm's networks of patches: image sizes, and the map of their tokens."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dmlbench.types import ConfigError
 
 
 def _patch_embedding(model: nn.Module) -> Any:
-    """timm's layer that cuts images into patches, or None for a network that has none or checks its input itself."""
+    """timm's patch layer, or None for a network that has none or checks its input itself."""
     for name in ("patch_embed", "stem"):
         layer: Any = getattr(model, name, None)
         if hasattr(layer, "feat_ratio") and hasattr(layer, "strict_img_size") and layer.img_size is not None:
@@ -32,16 +32,9 @@ def _in_words(size: Sequence[int]) -> str:
 
 
 def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Tensor:
-    """Images as the network takes them: of its one size where it has one, else of whole patches.
+    """Images [B, 3, H, W] of the network's one size where it has one, else of whole patches.
 
-    Args:
-        images: [B, 3, H, W], normalized.
-        name: the network's name, for messages.
-        model: of timm.
-        pad: fill the bottom and the right up to whole patches with zeros, the mean color of normalized images.
-
-    Raises:
-        ConfigError: images of another size.
+    ``pad`` fills the bottom and the right with zeros, the mean color of normalized images.
     """
     embedding = _patch_embedding(model)
     if embedding is None:
@@ -74,15 +67,11 @@ def _wrong_size(model: nn.Module, name: str, size: Sequence[int], expected: Sequ
 
 
 def features(model: Any, images: Tensor, *, name: str) -> Any:
-    """``forward_features`` of a network of timm.
-
-    Raises:
-        ConfigError: the network was made for one size of images, was given another and could not work with it.
-    """
+    """``forward_features`` of a network of timm; a ConfigError where it works with one image size only."""
     try:
         return model.forward_features(images)
     except (AssertionError, IndexError, RuntimeError) as error:
-        # Networks without patches to check beforehand find the size out by a mismatch somewhere inside.
+        # Networks without a patch layer fail somewhere inside.
         config, size = model.pretrained_cfg, tuple(images.shape[2:])
         expected = tuple(config["input_size"][1:])
         if isinstance(error, torch.OutOfMemoryError) or not config.get("fixed_input_size") or size == expected:
@@ -91,11 +80,7 @@ def features(model: Any, images: Tensor, *, name: str) -> Any:
 
 
 def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pad: bool) -> None:
-    """Resample the position embeddings, or whatever else depends on it, to another image size, once and for all.
-
-    Raises:
-        ConfigError: the network cannot, or the size is not positive or not one of whole patches.
-    """
+    """Resample position embeddings once to another image size."""
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(int(side) for side in image_size)
     if len(size) != 2 or min(size) < 1:
         raise ConfigError(f"image_size {image_size} must be one positive number of pixels, or height and width")
@@ -119,19 +104,9 @@ def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pa
 
 
 def as_map(output: Any, *, name: str, model: Any, size: Sequence[int]) -> Tensor:
-    """What a network of timm returns as a map [B, C, h, w].
+    """Features of timm as a map [B, C, h, w] of images of height and width ``size``.
 
-    Maps stay, channels last in shape become channels first, and tokens [B, prefix + h w, C] lose their prefix (class,
-    distillation and register tokens) and are laid out row by row.
-
-    Args:
-        output: of ``forward_features``.
-        name: the network's name, for messages.
-        model: of timm.
-        size: height and width of the images that it was given.
-
-    Raises:
-        ConfigError: the features are neither a map nor tokens on a grid.
+    Tokens [B, prefix + h w, C] lose their prefix (class, distillation and register tokens) and are laid out by rows.
     """
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if isinstance(output, Tensor) and output.ndim == 4:

@@ -1,4 +1,4 @@
-"""Entropic optimal transport from pixels to prototypes, solved exactly: the core of generalized sum pooling.
+"""Entropic optimal transport from pixels to prototypes, solved exactly; the core of generalized sum pooling (GSP).
 
 Problem, per image: n pixels of mass 1/n each, of which the share mu is moved to m prototypes at cost c_ij while the
 rest rho_j stays where it is; the plan pi minimizes cost - entropy / epsilon. With l_j = log sum_i exp(-epsilon c_ij)
@@ -9,7 +9,7 @@ the solution depends on one scalar u per image, the root of mean_j sigmoid(u + l
 Symbols: mu = transport_ratio, epsilon = smoothing.
 
 Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, propositions 4.2 and 4.3. Its
-iteration converges to the root above; its gradient as printed has a misplaced factor, and is given in full below.
+iteration converges to the root above; its printed gradient has a misplaced factor (``_ExactTransport`` has it right).
 """
 
 import math
@@ -20,43 +20,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice
 
 Solver = Literal["exact", "fixed_point"]
 
-# Two refinements by 4 points narrow the bracket of order statistics, of width 2 log n or a gap between two pixels, 25
-# times: near enough for Newton's method on the logit of the mean to reach the precision of the type in these steps.
-# Over uniform, normal, exponential, tied and clustered masses of spreads 0.1 to 800 more steps gain nothing (float32:
-# 3e-6 of a sigmoid, the rounding of the masses themselves; float64: 4e-14, with one step less as well).
+# The section search narrows the bracket of order statistics 25 times, near enough for Newton's method on the logit of
+# the mean to reach the precision of the type in these steps (masses of spreads 0.1 to 800; float32: 3e-6 of a sigmoid,
+# float64: 4e-14). More steps gain nothing.
 _SECTION_ROUNDS = 2
 _SECTION_POINTS = 4
 _NEWTON_STEPS = {torch.float32: 3, torch.float64: 5}
 
 
 class TransportPlan(NamedTuple):
-    """weights p_j = sigma_j / (n mu) [B, n] and histogram z_i = (1 / mu) sum_j pi_ij [B, m]; rows of both sum to 1."""
+    """Weights p_j = sigma_j / (n mu) [B, n] and histogram z_i = (1 / mu) sum_j pi_ij [B, m]; rows of both sum to 1."""
 
     weights: Tensor
     histogram: Tensor
 
 
 def clip_norm(rows: Tensor) -> Tensor:
-    """x / max(1, |x|): vectors [..., D] outside the unit ball are put on its surface."""
+    """x / max(1, |x|) of vectors [..., D]."""
     return rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=1.0)
 
 
 def prototype_cost(features: Tensor, prototypes: Tensor) -> Tensor:
-    """c_ij = | clip_norm(prototype_i) - clip_norm(feature_j) |, the distance itself, not its square.
+    """c_ij = | clip_norm(prototype_i) - clip_norm(feature_j) | [B, m, n] of features [B, n, D] and prototypes [m, D].
 
-    Computed in float32 (float64 for float64 inputs) whatever autocast says. Where a feature equals a prototype the
-    gradient is 0.
-
-    Args:
-        features: [B, n, D].
-        prototypes: [m, D].
-
-    Returns:
-        [B, m, n].
+    In float32 (float64 for float64 features), also under autocast. Where a feature equals a prototype the gradient is
+    0.
     """
     batch, pixels, size = features.shape
     dtype = torch.promote_types(features.dtype, torch.float32)
@@ -74,8 +66,8 @@ def prototype_cost(features: Tensor, prototypes: Tensor) -> Tensor:
 class _Float32Distance(torch.autograd.Function):
     """Euclidean distances [N, m] of the float32 rows x [N, D] and y [m, D], which lie in the unit ball.
 
-    The forward pass is one product in float64: |x|^2 + |y|^2 - 2 x'y in float32 loses half the digits of a small
-    distance, and forming all differences costs three times as much. Gradients need no such care.
+    The forward pass is one product in float64, as |x|^2 + |y|^2 - 2 x'y in float32 loses half the digits of a small
+    distance.
     """
 
     @staticmethod
@@ -83,7 +75,7 @@ class _Float32Distance(torch.autograd.Function):
         wide_x, wide_y = x.double(), y.double()
         square = torch.addmm(wide_y.square().sum(dim=1), wide_x, wide_y.T, alpha=-2)
         square = square + wide_x.square().sum(dim=1, keepdim=True)
-        # Below the resolution of float32 unit vectors two rows are the same point. NaN is passed on, to be noticed.
+        # Rows closer than the resolution of float32 unit vectors are the same point. NaN is passed on.
         resolution = (2 * torch.finfo(torch.float32).eps) ** 2
         distance = torch.where(square <= resolution, 0.0, square).sqrt().float()
         ctx.save_for_backward(x, y, distance)
@@ -103,27 +95,20 @@ class _Float32Distance(torch.autograd.Function):
 def transport_weights(
     cost: Tensor, *, transport_ratio: float, smoothing: float, solver: Solver = "exact", iterations: int = 100
 ) -> TransportPlan:
-    """Solve the transport problem of every image.
+    """Weights and histogram of every image, in float32 (float64 for a float64 cost).
 
     ``exact`` finds the root directly and differentiates it in closed form. ``fixed_point`` runs the paper's
-    Algorithm 3 (in the log domain, so that it stays finite) and differentiates its iterations, for comparison: 100 of
-    them are off by 5e-4 at smoothing 50 and by 0.1 at smoothing 100.
+    Algorithm 3 in the log domain and differentiates its iterations, for comparison: 100 of them are off by 5e-4 at
+    smoothing 50 and by 0.1 at smoothing 100.
 
-    ``transport_ratio = 1`` is average pooling exactly: weights are 1/n without gradient, and the histogram
-    mean_j softmax_i(-smoothing c_ij) keeps its own.
+    ``transport_ratio = 1`` is average pooling: weights are 1/n without gradient, and the histogram is
+    mean_j softmax_i(-smoothing c_ij).
 
     Args:
         cost: [B, m, n], not negative.
         transport_ratio: mu in (0, 1], the share of the pixels' mass that is moved.
         smoothing: epsilon > 0; large values select pixels sharply.
-        solver: ``exact`` or ``fixed_point``.
         iterations: of ``fixed_point``, at least 1.
-
-    Returns:
-        Weights and histogram in float32 (float64 for a float64 cost).
-
-    Raises:
-        ConfigError: an argument outside its range.
     """
     check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
     with torch.autocast(cost.device.type, enabled=False):
@@ -139,13 +124,12 @@ def transport_weights(
 def check_transport(*, transport_ratio: float, smoothing: float, solver: Solver, iterations: int) -> None:
     """Raise ``ConfigError`` where ``transport_weights`` would."""
     if not 0 < transport_ratio <= 1:
-        raise ConfigError(f"transport_ratio ({transport_ratio}) must be above 0 and at most 1 (1 is average pooling)")
+        raise ConfigError(f"transport_ratio: got {transport_ratio}, expected above 0 and at most 1 (average pooling).")
     if not (smoothing > 0 and math.isfinite(smoothing)):
-        raise ConfigError(f"smoothing ({smoothing}) must be above 0 and finite; the paper uses 0.5 to 10")
-    if solver not in get_args(Solver):
-        raise ConfigError(f"solver '{solver}' is unknown; choose one of {', '.join(get_args(Solver))}")
+        raise ConfigError(f"smoothing: got {smoothing}, expected a finite number above 0.")
+    check_choice("solver", solver, get_args(Solver))
     if iterations < 1:
-        raise ConfigError(f"iterations ({iterations}) must be at least 1")
+        raise ConfigError(f"iterations: got {iterations}, expected at least 1.")
 
 
 def _logit(share: float) -> float:
@@ -154,7 +138,7 @@ def _logit(share: float) -> float:
 
 
 def _kth_largest(rows: Tensor, k: int) -> Tensor:
-    """[B, 1], the k-th largest of [B, n]; unsorted top k from the nearer end, as sorting costs more than finding."""
+    """[B, 1], the k-th largest of [B, n]; an unsorted top k from the nearer end is faster than sorting."""
     count = rows.shape[1]
     if k <= (count + 1) // 2:
         return rows.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
@@ -164,19 +148,18 @@ def _kth_largest(rows: Tensor, k: int) -> Tensor:
 def _solve_logits(log_mass: Tensor, ratio: float) -> Tensor:
     """u + l [B, n] with mean_j sigmoid(u + l_j) = ratio, for l [B, n] and 0 < ratio < 1.
 
-    A fixed number of tensor operations, so that nothing waits for the device. With t = ratio n and l_(k) the k-th
-    largest mass, the root lies in a bracket of two order statistics:
+    With t = ratio n and l_(k) the k-th largest mass, the root lies in a bracket of two order statistics:
 
         u <= logit(t / K) - l_(K), K > t, as each of the K largest has at least the sigmoid of l_(K);
         u >= logit((t - k + 1) / (n - k + 1)) - l_(k), k < t + 1, as each of the n - k + 1 smallest has at most l_(k)'s.
 
-    The smallest K and the largest k are the same unless t is an integer. Everything is computed from l_(k) as the
-    origin, which keeps float32's digits where they count. Newton's steps are taken on logit(mean) - logit(ratio): on
-    the mean itself they stall in the flat stretches that a large smoothing makes.
+    The smallest K and the largest k are the same unless t is an integer. l_(k) as the origin keeps float32's digits.
+    Newton's steps are taken on logit(mean) - logit(ratio): on the mean itself they stall in the flat stretches that a
+    large smoothing makes. The number of operations is fixed, so that nothing waits for the device.
     """
     pixels = log_mass.shape[1]
     total = ratio * pixels
-    rounded = 1e-9 * pixels  # takes 14.999999999 pixels for 15
+    rounded = 1e-9 * pixels  # 14.999999999 pixels count as 15
     k = max(math.ceil(total - rounded), 1)
     k_above = min(max(math.floor(total + rounded) + 1, k), pixels)
     origin = _kth_largest(log_mass, k)  # [B, 1]
@@ -214,11 +197,10 @@ class _ExactTransport(torch.autograd.Function):
 
         dL/dc_ij = -epsilon a_ij p_j (G_i - (a'G)_j + r_j (g_j - sum_k p_k r_k g_k / sum_k p_k r_k))
 
-    where the mean of g keeps sum_j sigma_j fixed. It is proposition 4.3 in terms of sigma, with rho inside the diagonal
+    where the mean of g keeps sum_j sigma_j fixed: proposition 4.3 in terms of sigma, with rho inside the diagonal
     factor.
 
-    The matrix is passed over as few times as possible; exp2 takes a third of exp's time on a CPU, and a product with a
-    row vector a sixth of the one with a column.
+    On a CPU, exp2 takes a third of exp's time, and a product with a row vector a sixth of the one with a column.
     """
 
     @staticmethod

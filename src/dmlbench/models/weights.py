@@ -1,4 +1,4 @@
-"""Reading weights from a file the user has placed: safe formats only, and a wrong file is refused by its first key."""
+"""Weights files: safe formats only; names and shapes must agree with the model."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,14 @@ logger = logging.getLogger(__name__)
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read a ``.safetensors`` file or a PyTorch checkpoint (any other suffix) without executing anything in it.
 
-    A checkpoint may hold the tensors under ``state_dict`` and may have been saved from a ``DataParallel`` model
-    (``module.`` before every name); both wrappings are taken off. Of a run's checkpoint (``best.ckpt``) the tensors of
-    its backbone are read.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or holds something else than named tensors.
+    Unwraps ``state_dict``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint.
     """
     path = Path(path)
-    if what := not_a_file(path):
-        raise ConfigError(f"weights file '{path}' is {what}, not a file; correct weights_file")
     if not path.is_file():
+        found = not_a_file(path)
+        what = f"{found}, not a file" if found else "not there"
         raise ConfigError(
-            f"weights file '{path}' is not there; place it at this path, correct weights_file, "
-            "or ask for random weights (weights_file=null, pretrained=false)"
+            f"weights file '{path}' is {what}. Correct weights_file, or set weights_file=null and pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":
@@ -67,17 +61,12 @@ def load_weights(
 ) -> None:
     """Copy the weights of a file into a module; every name and shape has to agree.
 
-    ``num_batches_tracked`` counters may be absent, as they are in files written before PyTorch 0.4.1.
+    ``num_batches_tracked`` may be missing, as in files written before PyTorch 0.4.1.
 
     Args:
-        module: receives the weights in place.
-        path: see ``read_weights``.
         ignore: prefixes of names in the file that the module does without, such as a classifier's.
-        squeeze_leading: take tensors of shape (1, C) for those of shape (C,), as old converters wrote them.
-        names: the file's name of every tensor of the module, where it has others than the module.
-
-    Raises:
-        ConfigError: the file cannot be read, or its first differing name (missing, of another shape, unexpected).
+        squeeze_leading: accept tensors of shape (1, C) for (C,), as old converters wrote them.
+        names: the file's name of every tensor of the module; None: the same.
     """
     weights = read_weights(path)
     own_weights = module.state_dict()

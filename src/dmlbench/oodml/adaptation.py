@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
-from dmlbench.device_copies import with_host_copy
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
@@ -95,7 +94,7 @@ def adapt(
     with single_threaded_torch() if features.pooling is None else contextlib.nullcontext():
         for _ in range(adaptation.steps):
             rows = torch.from_numpy(next(batches).rows)
-            batch_labels = with_host_copy(of_class[rows], device)
+            batch_labels = of_class[rows]  # on the host, as loss and triplets want them
             embeddings = features.embeddings(positions[rows], projection)
             mined = distance_weighted_triplets(embeddings, batch_labels, generator=triplets)
             optimizer.zero_grad()

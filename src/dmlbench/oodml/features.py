@@ -56,7 +56,7 @@ def features_of(cfg: DictConfig) -> Features:
     device = select_device(cfg.device)
     if cfg.run is not None:
         setup = load_run(Path(cfg.run), {"num_workers": cfg.num_workers}, device=cfg.device)
-        backbone: Any = setup.model.backbone  # type: ignore[attr-defined]
+        backbone: Any = setup.model.backbone
         of_run = load_config(Path(cfg.run) / CONFIG)
         node, of_images = of_run.backbone, of_run.transform.eval
         weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"

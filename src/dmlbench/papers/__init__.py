@@ -1,4 +1,4 @@
-"""What five papers print, as data: every score of their tables, and the few of figures that their texts name.
+"""Scores that five papers print: every table, and the few scores of figures that their texts name.
 
 - ``gsp``: Gürbüz, Şener and Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023
 - ``xml``: Gürbüz and Alatan, Generalizable Embeddings with Cross-batch Metric Learning, ICIP 2023
@@ -7,9 +7,9 @@
 - ``oodml``: Milbich et al., Characterizing Generalization under Out-of-Distribution Shifts in Deep Metric Learning,
   NeurIPS 2021
 
-``<paper>/<table>.csv`` has a line for each score, in the order of reading; ``tables.csv`` says what each table is. The
-numbers are as printed, slips included: what is doubtful or missing says so in its note. ``quoted.csv`` says of every
-method whose scores a paper took from elsewhere how it is run here, or what it needs that is not here.
+``<paper>/<table>.csv`` has a line for each score, in reading order; ``tables.csv`` describes the tables. Numbers are as
+printed, slips included; notes name what is doubtful or missing. ``quoted.csv`` says of every method that a paper quotes
+how to run it here, or what is missing.
 """
 
 import csv
@@ -25,15 +25,15 @@ from dmlbench.types import DataError, closest
 
 @dataclass(frozen=True)
 class PaperTable:
-    """What a table of a paper is.
+    """Description of a paper's table.
 
     Attributes:
         name: ``<paper>/<table>``, as in "gsp/table2".
-        about: what it compares, in our words.
+        about: what it compares.
         place: the section that it belongs to.
-        unit: of its numbers: "percent", "ms", or "FID" for a Frechet distance, which has none.
-        numbers: what its means and deviations are over, as far as the paper says.
-        note: what has to be known to read it; empty where nothing has.
+        unit: "percent", "ms", or "FID".
+        numbers: what its means and standard deviations are over, as far as the paper says.
+        note: caveats; may be empty.
     """
 
     name: str
@@ -48,23 +48,17 @@ class PaperTable:
 class PaperScore:
     """One score of a table: no two have the same row, column (setting to kind) and metric.
 
-    A string is empty where the paper does not say, or where there is nothing to say.
-
-    ``mean`` and ``std`` are decimals with the printed digits, in the unit of the table: percent, while scores of runs
-    are fractions; to add or subtract the two raises.
+    Strings are empty where the paper says nothing. ``dataset``, ``backbone`` and ``protocol`` are named as in
+    configurations (protocol "oodml": the splits of that paper), ``metric`` as in tables of results.
 
     Attributes:
         row: the paper's label of the row with its citation, and with that of its group ("C2+" and "GSP" are "C2+GSP").
-        setting: what else the column stands for, besides data set and metric.
-        dataset: as configurations name it.
-        backbone: as configurations name it.
-        embedding_size: dimensions of what is ranked; of a concatenation, those of all models together.
-        protocol: as configurations name it; "oodml" are the splits of that paper.
+        setting: what else the column stands for.
+        embedding_size: dimensions of the ranked embedding; of a concatenation, those of all models together.
         kind: "separated" or "concatenated" models of the folds.
-        metric: as tables of results label it.
-        mean: the score; None where it is missing from the paper's text.
+        mean: the printed digits in the table's unit; None where the paper's text lacks it.
         std: standard deviation; None where none is printed.
-        origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown" (the text does not say).
+        origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown".
         note: slips, doubts, and what is missing.
     """
 
@@ -88,10 +82,6 @@ def tables() -> tuple[str, ...]:
 
 
 def describe_table(name: str) -> PaperTable:
-    """
-    Raises:
-        DataError: no table has that name.
-    """
     if name not in _index():
         raise DataError(f"no table of a paper is called '{name}'; {closest(name, tables())}")
     return _index()[name]
@@ -99,27 +89,14 @@ def describe_table(name: str) -> PaperTable:
 
 @cache
 def load_table(name: str) -> tuple[PaperScore, ...]:
-    """The scores of one table, row by row as the paper prints them.
-
-    Raises:
-        DataError: no table has that name.
-    """
+    """The scores of one table, in the order of the paper."""
     describe_table(name)
     return tuple(_score(line) for line in _lines(_folder().joinpath(f"{name}.csv")))
 
 
 @cache
 def why_quoted(name: str, row: str, dataset: str) -> str:
-    """Why a row that a paper took from elsewhere is not run with it, and how to run its method.
-
-    Args:
-        name: of the table.
-        row: the paper's label, with or without its citation.
-        dataset: of the row, for whose settings a recipe is asked.
-
-    Raises:
-        DataError: nothing is known of the method.
-    """
+    """Why a quoted row is not run with its table, and how to run its method."""
     method = _STATE_OF_THE_ART.get(name, re.sub(r" \[\d+\]$", "", row))
     known = {line["method"]: line for line in _lines(_folder().joinpath("quoted.csv"))}
     if method not in known:

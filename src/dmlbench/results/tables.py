@@ -284,18 +284,18 @@ def config_labels(
     if any(len(several) > 1 for several in options.values()):
         groups.append(last)
         words = [" ".join(_words(choices, groups)) for choices, _ in configs]
-    configs = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
-    is_untrained = [config.get("fit.max_steps") == 0 for config in configs]
-    kinds = [(_matched(config), no) for config, no in zip(configs, is_untrained, strict=True)]
+    settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
+    is_untrained = [config.get("fit.max_steps") == 0 for config in settings]
+    kinds = [(_matched(config), no) for config, no in zip(settings, is_untrained, strict=True)]
     labels = []
-    for name, config, kind in zip(words, configs, kinds, strict=True):
-        alike = zip(words, configs, kinds, strict=True)
+    for name, config, kind in zip(words, settings, kinds, strict=True):
+        alike = zip(words, settings, kinds, strict=True)
         rivals = [other for word, other, of_kind in alike if (word, of_kind) == (name, kind)]
         differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
         values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
         matched, untrained = kind
         labels.append(" ".join([name, *values]) + matched + " (untrained)" * untrained)
-    trained = [(label, config) for label, config, no in zip(labels, configs, is_untrained, strict=True) if not no]
+    trained = [(label, config) for label, config, no in zip(labels, settings, is_untrained, strict=True) if not no]
     notes = []
     for key in sorted({key for _, config in trained for key in config}):
         held: dict[str, list[str]] = {}
@@ -308,7 +308,7 @@ def config_labels(
             listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
             notes.append(f"{key}: {'; '.join(listed)}")
     rows_of: dict[tuple[str, str, str], list[str]] = {}
-    for label, config, own in zip(labels, configs, by_hand or [{}] * len(configs), strict=True):
+    for label, config, own in zip(labels, settings, by_hand or [{}] * len(settings), strict=True):
         for key, said_of_it in own.items():
             if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
                 rows_of.setdefault((key, str(config[key]), said_of_it), []).append(label)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
+from dmlbench.models.net import MetricModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.runtime import generator
 from dmlbench.training.fit import FitResult, FitSettings, fit
@@ -63,13 +64,10 @@ class TokenBatches:
         self.count = state["count"]
 
 
-class TokenModel(nn.Module):
-    """Numbers of tokens [B, 50] to embeddings [B, D] by a pooling of the tokens' vectors, as if these were pixels.
+class TokenModel(MetricModel):
+    """Numbers of tokens [B, 50] to embeddings [B, D] by a pooling of the tokens' vectors, as if these were pixels."""
 
-    What a model is to the training loop, see ``dmlbench.models.head.MetricModel``.
-    """
-
-    explains_pairs: ClassVar[bool] = False
+    pooling: Pooling
 
     def __init__(self, pooling: Pooling, size: int, *, limit: float) -> None:
         """
@@ -90,26 +88,12 @@ class TokenModel(nn.Module):
         pooled: Pooled = self.pooling(vectors.transpose(1, 2)[..., None], self.project)
         return ModelOutput(pooled.embedding, pooled.side)
 
-    def observe(self, output: ModelOutput, *, step: int) -> None:
-        self.pooling.observe(Pooled(output.embedding, output.side), step=step)
-
-    @property
-    def observer(self) -> nn.Module:
-        return self.pooling
-
-    @property
-    def started(self) -> bool:
-        return self.pooling.started
-
     @property
     def provides(self) -> tuple[str, ...]:
         return self.pooling.provides
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         return {"backbone": [("tokens", self.tokens)], "pooling": list(self.pooling.named_parameters())}
-
-    def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return None, None
 
 
 @torch.no_grad()

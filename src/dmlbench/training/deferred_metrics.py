@@ -1,4 +1,4 @@
-"""Losses and gradient norms, read back from the device many steps at once: to read one is to wait for its step."""
+"""Losses and gradient norms, read back from the device many steps at once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ from dmlbench.types import Diverged
 
 @dataclass(frozen=True)
 class BatchValues:
-    """Scalars of a batch on the device: parts of the objective, and what the model noted for the log."""
+    """Scalars of a batch on the device: parts of the objective, and what the model observed for the log."""
 
     losses: Mapping[str, Tensor]
     noted: Mapping[str, Tensor]
 
 
 class DeferredMetrics:
-    """Values of steps that the host has not seen yet.
+    """Values of steps that the host has not read yet.
 
     A value that is not finite ends the training when it is read, some steps late, so read before anything is saved.
 
     Attributes:
-        last: of the step that was read last, the mean of every value over its batches that have it.
+        last: means over the batches of the step that was read last.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class DeferredMetrics:
         """Bring ``last`` up to date, by one copy from the device.
 
         Raises:
-            Diverged: a part of an objective or a gradient norm is not finite; it names the first step with one.
+            Diverged: a part of an objective or a gradient norm is not finite.
         """
         if not self._waiting:
             return

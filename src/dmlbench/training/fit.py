@@ -1,6 +1,6 @@
-"""The one training loop: step, validate, stop early, checkpoint; resumed runs continue to the very same numbers.
+"""The training loop: step, validate, stop early, checkpoint. Resumed runs end in the same numbers.
 
-That holds for one kind of processor and one number of threads: another number moves weights by some 1e-5 over a run.
+This holds for one CPU model and one number of threads; another number moves weights by some 1e-5 over a run.
 """
 
 import logging
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
@@ -68,27 +68,21 @@ class FitSettings:
         validate_every: steps between validations; the last step is always followed by one.
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
-        collapse_ratio: in (0, 1); training stops at a validation whose score is at most this share of the best one;
-            None never does.
+        collapse_ratio: in (0, 1); training stops at a score of at most this share of the best one; None never does.
         monitor: name of the validation score that is maximized.
-        warmup_steps: first steps in which the groups of ``warmup_frozen`` are not trained.
-        warmup_frozen: of "backbone", "pooling", "head", "distance" (AVSL's alpha and beta), "loss" (proxies) and
-            "regularizer"; see ``training.optim``.
-        reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``, as if another one began.
+        warmup_frozen: groups that rest in the first ``warmup_steps``, see ``training.optim``.
+        reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``.
         warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
         warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
         accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
         forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
-            The gradient is that of the whole batch but for batch norms that are training (see there).
         clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
         clip_form: "plain" or "decayed", see ``training.optim.clip_gradients``.
         precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
-        channels_last: memory format of the images and the network.
-        compile: whether ``torch.compile`` makes kernels of its own of the network's training passes. Weights move by
-            rounding; evaluation is computed as without.
+        compile: whether training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
         checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
-        log_every: steps between logged training losses. A GPU is waited for as often, so that a loss which is not
-            finite stops the training at most so many steps later.
+        log_every: steps between logged training losses. A GPU is waited for as often, so a loss that is not finite
+            stops the training at most so many steps later.
         keep: which checkpoints stay when the run is complete.
     """
 
@@ -120,9 +114,9 @@ class FitSettings:
         for name in ("max_steps", "warmup_steps", *positive):
             value, limit = getattr(self, name), int(name in positive)
             if value is not None and value < limit:
-                raise ConfigError(f"fit.{name} ({value}) must be at least {limit}")
+                raise ConfigError(f"fit.{name}: got {value}, expected at least {limit}.")
         if not self.min_improvement >= 0:
-            raise ConfigError(f"fit.min_improvement ({self.min_improvement}) must be at least 0")
+            raise ConfigError(f"fit.min_improvement: got {self.min_improvement}, expected at least 0.")
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
         check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
@@ -130,25 +124,19 @@ class FitSettings:
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"fit.{name} ({value}) must be positive, or null for no clipping")
+                raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
-            raise ConfigError(
-                f"fit.warmup_steps ({self.warmup_steps}) leaves nothing of fit.max_steps ({self.max_steps}) to train "
-                "the whole network; lower it"
-            )
+            raise ConfigError(f"fit.warmup_steps: got {self.warmup_steps}, expected below max_steps={self.max_steps}.")
         for name in self.warmup_frozen:
             if name not in GROUPS:
                 raise ConfigError(f"fit.warmup_frozen names the group '{name}': {closest(name, GROUPS)}")
         if self.warmup_steps and not self.warmup_frozen and not self.reset_after_warmup:
-            raise ConfigError(
-                f"fit.warmup_frozen is empty, so fit.warmup_steps ({self.warmup_steps}) would do nothing; name the "
-                "groups to freeze, or set fit.reset_after_warmup=true or fit.warmup_steps=0"
-            )
+            raise ConfigError("fit.warmup_frozen: got no group. Name groups, or set fit.warmup_steps=0.")
 
 
 @dataclass
 class FitResult:
-    """Where a training stands, and at its end what came out; saved in every checkpoint."""
+    """Progress of a training, saved in every checkpoint."""
 
     step: int = 0
     best_step: int = 0
@@ -158,7 +146,7 @@ class FitResult:
     wall_s: float = 0.0
 
     def update(self, step: int, score: float, settings: FitSettings) -> bool:
-        """Take in a validation's score; returns whether it is the best. May end the training."""
+        """Note a validation's score; returns whether it is the best. May end the training."""
         is_better = score > self.best_score + settings.min_improvement
         if is_better:
             self.best_step, self.best_score = step, score
@@ -199,10 +187,8 @@ def fit(
         follow: called after each validation's checkpoint but the last; False ends the training.
 
     Raises:
-        ConfigError: the schedule, warm-up or ``forward_batch`` does not fit the model and loss.
         Diverged: a loss is not finite.
-        RunError: a checkpoint cannot be read or written, or a logger cannot write.
-        Pruned: ``follow`` said no.
+        Pruned: ``follow`` returned False.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)

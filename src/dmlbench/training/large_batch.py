@@ -1,4 +1,4 @@
-"""Gradients of batches that do not fit on the device at once: a batch in parts, exactly, or several in turn."""
+"""Gradients of batches that do not fit on the device: a batch in parts (GradCache), or several in turn."""
 
 import contextlib
 import copy
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 from dmlbench.runtime import random_state, restore_random_state
 from dmlbench.training.deferred_metrics import BatchValues
 from dmlbench.types import Batch, ConfigError, ModelOutput
@@ -26,37 +26,22 @@ def accumulate_gradients(
 ) -> list[BatchValues]:  # fmt: skip
     """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
 
-    The loss is taken of each batch by itself, mean_a loss(batch_a): for a loss that is a mean over rows this is the
-    loss of all rows together; one that compares rows with each other does not compare across batches. For that, raise
-    the sampler's batch and set ``forward_batch``:
+    The loss of each batch is its own: rows of different batches are not compared. For that, raise the sampler's batch
+    and set ``forward_batch``: a batch of more images is embedded in parts without a graph; the loss is taken of all
+    embeddings and side outputs and differentiated down to them; then each part is embedded again with its graph and
+    continues the backward pass: d loss / d parameters is the sum over parts of (d output / d parameters)^T d loss / d
+    output. The second pass draws the same random numbers, and what ``observe`` changed is put back meanwhile.
 
-    Where a batch has more than ``forward_batch`` images, it is embedded in parts, as even as they can be, without a
-    graph; the loss is taken of all embeddings and side outputs and differentiated down to them; then each part is
-    embedded again, now with its graph, and continues the backward pass: d loss / d parameters is the sum over parts of
-    (d output / d parameters)^T d loss / d output. It costs a second forward pass, and memory for one part's graph. The
-    second pass repeats the first: it draws the same random numbers, and what ``observe`` changed is put back meanwhile.
-
-    A batch norm that is training normalizes each part by the part's own mean and variance, as several devices would,
-    and updates its running statistics with each part once; the gradient is that of this computation. With
-    ``batch_norm: stats`` or ``all``, or without batch norm, a part is computed as in the whole batch.
+    A batch norm that is training normalizes each part by the part's own mean and variance, as several devices would;
+    the gradient is that of this computation. With ``batch_norm: stats`` or ``all``, parts are computed as in the whole
+    batch.
 
     Args:
         model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for
             the log, or None.
-        objective: ``objective(output, labels, step=...) -> {"loss": scalar, <part>: scalar, ...}``.
-        next_batch: gives the next batch, on the device.
-        step: number of the optimizer step under way, from 1.
         forward: the model in the precision and memory format of the training.
-        keys: embeds second views, for the objective alone; None where it wants none. It changes nothing and draws no
-            random numbers.
-        accumulate: batches, at least 1.
+        keys: embeds second views, without changes and random numbers; None where the objective wants none.
         forward_batch: images per forward pass, at least 1; None takes a batch at once.
-
-    Returns:
-        Of every batch the parts of the objective and what ``observe`` returned, on the device, whatever they are.
-
-    Raises:
-        ConfigError: a side output of a batch in parts does not have one row per image.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.

@@ -1,4 +1,4 @@
-"""Where a training's numbers go: ``history.csv`` always, TensorBoard or Weights & Biases when asked for."""
+"""``history.csv``, and loggers for TensorBoard and Weights & Biases."""
 
 import csv
 import logging
@@ -17,14 +17,14 @@ from dmlbench.types import ConfigError, RunError, not_a_file
 log = logging.getLogger(__name__)
 
 _FINAL = "final/"
-"""Before the names of scores of the finished run: curves of the validation have the same names without it."""
+"""Prefix of the finished run's scores, whose names validation curves share."""
 
 
 class Logger(Protocol):
-    """Anything that shows a training. Nothing is opened or written before ``start``; ``close`` may come at any time."""
+    """Receive a training's numbers. Nothing is opened or written before ``start``; ``close`` may come at any time."""
 
     def start(self, step: int) -> None:
-        """The training continues from this step (0: it is a new one), so what is known of later ones is void."""
+        """Continue from this step (0: a new training); later steps that are known are void."""
         ...
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
@@ -41,13 +41,10 @@ class Logger(Protocol):
 
 
 class History:
-    """``history.csv``: one line per logged scalar (step, name, value), cut back to the checkpoint on a resume.
-
-    It is the loop's own: what differs between two runs of the same numbers (times, memory) has no place in it.
-    """
+    """``history.csv``: one line per logged scalar (step, name, value), without times and memory."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
-        """Keep the lines up to ``resume_step``; what a killed process wrote after its last checkpoint is dropped."""
+        """Keep the lines up to ``resume_step``."""
         self.path = path
         kept = [row for row in read_history(path) if row[0] <= resume_step] if resume_step else []
         lines = ["step,name,value\n", *(f"{step},{name},{value!r}\n" for step, name, value in kept)]
@@ -63,11 +60,7 @@ class History:
 
 
 def read_history(path: Path) -> list[tuple[int, str, float]]:
-    """Lines of a ``history.csv``; a last line that was cut off by a kill is left out.
-
-    Raises:
-        RunError: it is no text, or cannot be read.
-    """
+    """Read a ``history.csv``, without a last line that a kill cut off."""
     remedy = "remove it, or the run's checkpoints to start the run again"
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; {remedy}")
@@ -89,15 +82,7 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
 
 
 class TensorBoardLogger:
-    """Curves, pictures and scores as TensorBoard events in the run directory (extra ``tensorboard``).
-
-    Each start of an interrupted run adds a file of events, and says in it from which step on the earlier ones are void.
-
-    Args:
-        run_dir: run directory; events go into its folder ``tensorboard``.
-        run_id: not used.
-        configuration: shown as a text.
-    """
+    """Curves, pictures and scores as TensorBoard events in the run directory (extra ``tensorboard``)."""
 
     def __init__(self, *, run_dir: Path, run_id: str, configuration: str) -> None:
         try:
@@ -133,11 +118,7 @@ class TensorBoardLogger:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """What is added in the block is in the file at its end, so that an error is found where it comes from.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Flush what the block adds, so that an error is raised where it comes from."""
         try:
             yield
             self._writer.flush()
@@ -152,19 +133,12 @@ class TensorBoardLogger:
 class WandbLogger:
     """Curves, pictures and scores to Weights & Biases; the run's group is its config.
 
-    Every start of an interrupted run has the same id. What was logged after the last checkpoint is logged again, with
-    the same values: the axis of the curves is ``step`` and not the number of the call, so it falls on the same points.
-    Offline, each start has a folder of its own, ``wandb/offline-run-<time>-<id>``; ``wandb sync`` joins them by the id.
-
-    Scalars are written by a process of W&B, which does not say whether it could; where the disk is full, the history
-    and the checkpoints beside them are what fails.
+    Every start of an interrupted run has the same id, and the axis of the curves is ``step``: what is logged again
+    falls on the same points. Offline, ``wandb sync`` joins the folders ``wandb/offline-run-<time>-<id>`` of all starts
+    by the id.
 
     Args:
-        run_dir: run directory; its path names run and group, and W&B's files go into its folder ``wandb``.
-        run_id: of the run, the same at each start.
-        configuration: of the run, as YAML.
         mode: "offline" needs no account or network, "online" sends.
-        project: project name.
     """
 
     def __init__(
@@ -214,10 +188,6 @@ class WandbLogger:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """
-        Raises:
-            RunError: a file cannot be written, or there is no account or connection.
-        """
         import wandb
 
         try:

@@ -1,4 +1,4 @@
-"""A copy of a network whose weights follow it slowly, for embeddings that hardly change from step to step."""
+"""Momentum encoder: an exponential moving average (EMA) of a network's weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,25 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dmlbench.models.head import MetricModel
+from dmlbench.models.net import MetricModel
 
 
 class MomentumEncoder:
-    """Weights c that move towards the model's w by ``follow``: c = momentum c + (1 - momentum) w.
+    """Embed by weights c = momentum c + (1 - momentum) w that follow the model's w.
 
-    They start as the model's. What else a model has, running statistics of batch norm and prototypes that are buffers,
-    is the model's own, so a pooling that starts during training starts here, too. It embeds in evaluation mode, where
-    no image depends on others of its batch.
+    Buffers (running statistics of batch norm, prototypes) are the model's own. It embeds in evaluation mode.
 
     Source: He et al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020, section 3.2.
     """
 
     def __init__(self, model: MetricModel, momentum: float) -> None:
-        """
-        Args:
-            model: that is followed.
-            momentum: in [0, 1].
-        """
         assert isinstance(model, nn.Module)
         self._model = model
         self._momentum = momentum
@@ -33,7 +26,7 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Embeddings [B, D] of images [B, 3, H, W]."""
+        """Embed images [B, 3, H, W] as [B, D]."""
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -45,20 +38,14 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """One move towards the model's weights of now."""
+        """Move towards the model's weights."""
         weights = dict(self._model.named_parameters())
         torch._foreach_lerp_(list(self._weights.values()), [weights[x] for x in self._weights], 1 - self._momentum)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights by their names in the model."""
         return dict(self._weights)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from weights that ``state_dict`` gave.
-
-        Raises:
-            KeyError, RuntimeError: they are those of another model.
-        """
         for name, weight in self._weights.items():
             weight.copy_(state[name])

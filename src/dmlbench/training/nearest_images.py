@@ -1,4 +1,4 @@
-"""A picture of a few queries and the images nearest to them, for those who watch a training."""
+"""Pictures of a few queries and their nearest images, for loggers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,17 +28,11 @@ def nearest_images(
     distance: "BaseDistance | None" = None,
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-    """The same few queries whenever the sets are of the same images, and what is nearest to them.
-
-    Args:
-        queries: on the CPU.
-        gallery: on the CPU; None: the queries are searched among themselves.
-        distance: None is that of unit vectors.
-        tile_bytes: bound of the search's memory.
+    """Search for the nearest images of a few queries, the same ones whenever the sets are of the same images.
 
     Returns:
         Table rows of the queries [Q], of their nearest images [Q, k], and whether these are of the query's class
-        [Q, k]; Q and k are ``NUM_QUERIES`` and ``NUM_NEAREST``, or what there is.
+        [Q, k]; Q and k are at most ``NUM_QUERIES`` and ``NUM_NEAREST``.
     """
     total = len(queries)
     chosen = np.sort(generator("nearest images", total).permutation(total)[:NUM_QUERIES])
@@ -53,10 +47,9 @@ def nearest_images(
 def draw_nearest(
     query: IntArray, nearest: IntArray, is_right: NDArray[np.bool_], images: Callable[[IntArray], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """One line a query, which has a blue frame; images of its class have a whole green one, others a dashed red one.
+    """Draw a line per query: blue frame; images of its class have a solid green frame, others a dashed red one.
 
     Args:
-        query, nearest, is_right: of ``nearest_images``.
         images: from table rows [B] to images [B, H, W, 3].
     """
     rows = np.column_stack([query, nearest])
@@ -75,7 +68,7 @@ def draw_nearest(
 
 
 def _tile(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An image in the picture's size, with room for its frame."""
+    """Resize an image, with room for its frame."""
     scale = _SIDE / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     kernel = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX

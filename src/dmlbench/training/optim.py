@@ -1,4 +1,4 @@
-"""Optimizers over named parameter groups: rates per group, no weight decay on batch norm, warm-up of some groups."""
+"""Optimizers over named parameter groups, warm-up freezing, schedules and gradient clipping."""
 
 import contextlib
 import math
@@ -24,16 +24,14 @@ NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How parameters are updated.
+    """Optimizer, learning rates and weight decay.
 
     Attributes:
-        optimizer: ``optimizer(parameter_groups) -> torch.optim.Optimizer`` with everything but rates and decay bound.
-        lr: base learning rate, > 0.
-        weight_decay: decay as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
+        weight_decay: as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
         decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
         decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
         without_decay: groups of which nothing decays.
-        lr_multipliers: factor on ``lr`` per group; a group that is not named has factor 1.
+        lr_multipliers: factor on ``lr`` per group, 1 by default.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -78,13 +76,8 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
 
     Args:
-        groups: parameters by group, with their names.
         settings: learning rates and weight decay.
         modules: own all parameters; their normalization layers are found among their submodules.
-
-    Raises:
-        ConfigError: a setting names a group that does not exist; nothing is trainable.
-        ValueError: a parameter is in two groups (a defect of the model).
     """
     for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
         for name in names:
@@ -121,16 +114,10 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
 def frozen(
     groups: Collection[str], model: nn.Module, objective: nn.Module, *, training: bool = False
 ) -> Iterator[None]:
-    """Freeze groups of parameters for a while: no gradients.
+    """Freeze groups of parameters within the block: no gradients.
 
-    Frozen parts of the model are in evaluation mode meanwhile, so that running statistics of batch norm stand still;
-    with ``training`` they keep their mode.
+    Frozen modules are in evaluation mode meanwhile (running statistics rest); with ``training`` they keep their mode.
     The objective stays in training mode: a cross-batch memory fills although the loss's parameters rest.
-
-    Args:
-        groups: of ``GROUPS``; "head" is all of the model but its backbone, pooling and distance.
-        model: its modules ``backbone``, ``pooling`` and ``distance`` are groups of those names.
-        objective: whose parameters are the groups "loss" and "regularizer".
     """
     modules = [m for name, m in model.named_children() if (name if name in GROUPS else "head") in groups]
     modes = [(module, module.training) for module in modules]
@@ -151,10 +138,6 @@ def frozen(
 
 
 def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
-    """
-    Raises:
-        ConfigError: with these groups frozen, no parameter would be trained.
-    """
     with frozen(groups, model, objective):
         if not any(p.requires_grad for module in (model, objective) for p in module.parameters()):
             raise ConfigError(
@@ -165,21 +148,12 @@ def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Factor on the base rates, for ``LambdaLR``: a linear rise to 1, then half a cosine down.
+    """Factor on the base learning rates, for ``LambdaLR``: a linear rise to 1, then half a cosine down.
 
-    After t of T steps, of which W are warm-up, with factors a at the start and b at the end:
+    After t of T = ``total_steps``, of which W are warm-up, with factors a at the start and b at the end:
 
         t < W:   a + (1 - a) t / W
         t >= W:  b + (1 - b) (1 + cos(pi (t - W) / (T - W))) / 2
-
-    Attributes:
-        warmup_steps: W >= 0, in optimizer steps.
-        total_steps: T > W, in optimizer steps; 0 for a model that is not trained.
-        start_factor: a in (0, 1].
-        final_factor: b in [0, 1].
-
-    Raises:
-        ConfigError: a value outside its range.
 
     Source: Goyal et al. 2017, section 2.2 (gradual warm-up); Loshchilov & Hutter 2017, equation 5 (cosine).
     """
@@ -192,14 +166,12 @@ class WarmupCosine:
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.warmup_steps >= self.total_steps > 0:
             raise ConfigError(
-                f"warmup_steps ({self.warmup_steps}) of the schedule must be from 0 to below total_steps "
-                f"({self.total_steps}); lower it or raise fit.max_steps"
+                f"schedule.warmup_steps: got {self.warmup_steps}, expected below the {self.total_steps} steps in total."
             )
-        if not 0 < self.start_factor <= 1 or not 0 <= self.final_factor <= 1:
-            raise ConfigError(
-                f"start_factor ({self.start_factor}) of the schedule must be in (0, 1] and final_factor "
-                f"({self.final_factor}) in [0, 1]"
-            )
+        if not 0 < self.start_factor <= 1:
+            raise ConfigError(f"schedule.start_factor: got {self.start_factor}, expected a number in (0, 1].")
+        if not 0 <= self.final_factor <= 1:
+            raise ConfigError(f"schedule.final_factor: got {self.final_factor}, expected a number in [0, 1].")
 
     def __call__(self, step: int) -> float:
         """The factor after ``step`` steps."""
@@ -212,8 +184,8 @@ class WarmupCosine:
 class HarmonicPlateau(ReduceLROnPlateau):
     """``ReduceLROnPlateau`` of 2R / (1 + R) where R is the monitored score.
 
-    This is the harmonic mean of R@1 and NMI with NMI = 1, by which the code of ProxyNCA++ lowers rates in its first
-    stage (euwern/proxynca_pp, train.py). It rises with R, so it differs in what a relative threshold asks for.
+    This is the harmonic mean of R@1 and NMI with NMI = 1, by which ProxyNCA++'s code lowers the learning rate in its
+    first stage (euwern/proxynca_pp, train.py). A relative threshold asks for something else of it than of R.
     """
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as its base's
@@ -221,15 +193,8 @@ class HarmonicPlateau(ReduceLROnPlateau):
 
 
 def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
-    """
-    Raises:
-        ConfigError: a schedule waits for a plateau of falling scores, while the monitored score is maximized.
-    """
     if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
-        raise ConfigError(
-            f"schedule.mode ({schedule.mode}) lowers the rate while the monitored score rises, for it is maximized; "
-            "set schedule.mode=max"
-        )
+        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
 
 
 def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: float | None) -> None:
@@ -244,12 +209,10 @@ def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: fl
 def clip_gradients(
     optimizer: Optimizer, *, norm: float | None, value: float | None, form: ClipForm = "plain"
 ) -> Tensor:
-    """Clip the gradients of an optimizer's parameters; returns their total norm before its clipping (None: no limit),
-    on their device.
+    """Clip the gradients of an optimizer's parameters; returns their total norm before, on their device.
 
-    "plain" clips by value, then by total norm; weight decay is the optimizer's, which adds it afterwards. "decayed" is
-    what the code of the GSP study does (gradient_transformers.py): decay is added to the gradient (for ``decay_added``,
-    within which the optimizer steps), then it is clipped by norm, then by value.
+    "plain" clips by value, then by total norm; weight decay is added afterwards by the optimizer. "decayed", as in the
+    GSP study's code (gradient_transformers.py): within ``decay_added``, clip by norm, then by value.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if value is not None and form == "plain":
@@ -262,18 +225,14 @@ def clip_gradients(
 
 @contextlib.contextmanager
 def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
-    """Within, L2 decay is in the gradients already and not the optimizer's; of the form "plain" nothing changes.
-
-    Raises:
-        ConfigError: the optimizer's decay is no part of the gradient.
-    """
+    """Add L2 decay to the gradients instead of in the optimizer, within the block; "plain" changes nothing."""
     if form == "plain":
         yield
         return
     if any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
         raise ConfigError(
-            f"fit.clip_form=decayed clips gradients with the decay, which {type(optimizer).__name__} applies apart; "
-            "set fit.clip_form=plain, or choose optim=adam"
+            f"fit.clip_form: got decayed with {type(optimizer).__name__}, whose decay is not in the gradient. "
+            "Set fit.clip_form=plain or optim=adam."
         )
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group, decay in zip(optimizer.param_groups, decays, strict=True):

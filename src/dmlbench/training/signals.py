@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM and Ctrl-C end a run at a place from which it resumes exactly."""
+"""Stopping on SIGTERM and Ctrl-C where a run resumes exactly."""
 
 import signal
 import threading
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has saved its state; the exit code says whether by SIGTERM or by Ctrl-C."""
+    """A stopped run that has saved its state; the exit code tells SIGTERM from Ctrl-C."""
 
 
 class StopSignal:

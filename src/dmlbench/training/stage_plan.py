@@ -1,4 +1,4 @@
-"""Plans of the two-stage protocol: epochs to the best score, and the learning rates on the way."""
+"""Plan of a two-stage training: number of epochs and learning rates of stage 1, repeated on other data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ RATE = "lr"  # in history.csv: of the first parameter group that has a rate abov
 
 @dataclass(frozen=True)
 class Plan:
-    """Length and learning rates of a training in epochs, to repeat it on a training set of another size.
+    """Length and learning rates of a training, in epochs.
 
     Attributes:
         epochs: length of the training; 0 leaves the model untrained.
@@ -38,10 +38,7 @@ def plan_of(
     """The plan that a training followed up to its best step.
 
     Args:
-        history: lines (step, name, value) of ``history.csv``; the rate after each validation has the name "lr".
-        first_rate: the initial rate.
-        best_step: step of the best validation score.
-        steps_per_epoch: of this training.
+        history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
     """
     changes: list[tuple[float, float]] = []
     rate = first_rate
@@ -58,7 +55,7 @@ def save_plan(path: Path, plan: Plan) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan."""
+    """Read what ``save_plan`` wrote."""
     try:
         values = read_json(path)
         changes = tuple((float(epoch), float(factor)) for epoch, factor in values["changes"])

@@ -171,15 +171,6 @@ def test_no_padding_and_identity_change_nothing() -> None:
         assert torch.equal(transform(images, rows, [1, 2]), images[rows].permute(0, 3, 1, 2))
 
 
-def test_each_transform_says_what_it_works_on() -> None:
-    train, test = random_resized_crop(**MLRC), center_crop(crop=227, resize=256)
-    assert (train.works_on, train.is_random) == ("image", True)
-    assert (test.works_on, test.is_random) == ("image", False)
-    assert (random_shift(padding=1).works_on, random_shift(padding=1).is_random) == ("batch", True)
-    assert random_shift(padding=0, flip=0.5).is_random
-    assert (identity().works_on, identity().is_random) == ("batch", False)
-
-
 def test_values_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"crop \(300\) exceeds resize \(256\)"):
         center_crop(crop=300, resize=256)

@@ -194,12 +194,6 @@ def test_a_data_set_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None
     assert not prepare(source, tmp_path).was_there
 
 
-def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot prepare .* set paths\.data_dir to a folder you can write"):
-        prepare(SOURCES["cub200"], tmp_path / "file" / "data")
-
-
 def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) -> None:
     archive = tmp_path / "images_background_small1.zip"  # published without a checksum
     with zipfile.ZipFile(archive, "w") as out:

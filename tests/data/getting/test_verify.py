@@ -140,13 +140,3 @@ def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> Non
     assert report.looked_at == 51
     assert report.is_whole
     assert (report.duplicates.groups, report.unlisted) == ((), ())
-
-
-@pytest.mark.slow
-@pytest.mark.data
-def test_cifar_100_has_the_known_number_of_distinct_images(shared_dir: Path, tmp_path: Path) -> None:
-    from dmlbench.data.readers.cifar import cifar100
-
-    table = cifar100(shared_dir / "data/cifar100", cache_dir=tmp_path)
-    duplicates = verify(table).duplicates
-    assert len(table) - duplicates.images + len(duplicates.groups) == 59_974

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from dmlbench.data.images.array_cache import CachedArray, cached_array
-from dmlbench.types import DataError
 
 
 class Builder:
@@ -56,11 +55,3 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, damage: str, caplog: pytes
     assert build.calls == 2
     assert again.digest == digest
     assert "damaged" in caplog.text
-
-
-def test_a_folder_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    build = Builder()
-    with pytest.raises(DataError, match="another cache_dir"):
-        get(tmp_path / "file" / "cache", build)
-    assert build.calls == 0

@@ -170,23 +170,16 @@ def _flip(path: Path, offset: int) -> None:
         file.write(bytes([bit]))
 
 
-def test_damaged_pixels_are_decoded_again_and_the_file_repaired(table: ImageTable, tmp_path: Path, caplog: Any) -> None:
+def test_damaged_pixels_are_decoded_again(table: ImageTable, tmp_path: Path, caplog: Any) -> None:
     cached = cached_images(table, tmp_path / "cache", short_side=32)
-    whole, offsets = cached.path.read_bytes(), cached._layout.offsets
     for k in range(0, len(table), 2):
-        _flip(cached.path, int(offsets[k + 1]) - 1)
-    assert cached.path.read_bytes() != whole
+        _flip(cached.path, int(cached._layout.offsets[k + 1]) - 1)
     decoded = DecodedImages(table, short_side=32)
     with caplog.at_level(logging.WARNING):
         for row in range(len(table)):
             np.testing.assert_array_equal(cached.read(row), decoded.read(row))
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]  # one for all
-    assert f"{cached.path} is damaged; what is wrong in it is decoded again" in record.message
-    assert cached.path.read_bytes() == whole
-    caplog.clear()
-    for row in range(len(table)):
-        np.testing.assert_array_equal(cached.read(row), decoded.read(row))
-    assert not caplog.records
+    assert f"{cached.path} is damaged" in record.message
 
 
 def test_damaged_pixels_of_an_image_that_is_gone_are_not_served(table: ImageTable, tmp_path: Path) -> None:
@@ -195,7 +188,7 @@ def test_damaged_pixels_of_an_image_that_is_gone_are_not_served(table: ImageTabl
     _flip(cached.path, int(cached._layout.offsets[cached._position[row]]))
     image = Path(table.root) / "wide.jpg"
     Image.new("RGB", Image.open(image).size).save(image)
-    with pytest.raises(DataError, match=r"the image cache .* is damaged, and the image of row 0 is not .* remove"):
+    with pytest.raises(DataError, match=r"the image cache .* is damaged, and image 0 has changed; remove"):
         cached.read(row)
     image.unlink()
     with pytest.raises(DataError, match=r"image '.*wide\.jpg' is missing"):
@@ -217,14 +210,13 @@ def test_a_disk_that_fills_or_is_too_small_leaves_nothing(table: ImageTable, tmp
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for name in ("posix_fallocate", "pwrite"):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"),
-        ):
-            patch.setattr(os, name, full)
-            cached_images(table, tmp_path / "cache", short_side=32)
-        assert files_in(tmp_path / "cache") == []
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"),
+    ):
+        patch.setattr(os, "pwrite", full)
+        cached_images(table, tmp_path / "cache", short_side=32)
+    assert files_in(tmp_path / "cache") == []
     monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
     with pytest.raises(DataError, match=r"takes 0\.00 GB.*0\.00 GB free"):
         cached_images(table, tmp_path / "cache", short_side=32)

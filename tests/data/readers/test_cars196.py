@@ -1,6 +1,5 @@
 """Cars196 in every layout."""
 
-import os
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image
 from scipy.io import loadmat, savemat
 
-import dmlbench.data.readers.cars196 as loader
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.readers.cars196 import NAMES, cars196
@@ -104,19 +102,6 @@ def test_every_layout_gives_the_same_labels_classes_and_halves(tmp_path: Path, p
         assert (file_sizes(table.root, table.paths, name="cars196") == 0).all()
 
 
-def test_each_image_of_the_devkit_gets_its_own_class(tmp_path: Path) -> None:
-    write_train_and_test(tmp_path)
-    table = cars196(tmp_path, check_counts=False)
-    class_of = dict(zip(table.paths.tolist(), (table.class_names[c] for c in table.labels), strict=True))
-    assert class_of["cars_train/00001.jpg"] == NAMES[97]
-    assert class_of["cars_test/00001.jpg"] == NAMES[98]
-
-
-def test_the_published_order_of_the_names_is_not_the_alphabetical_one() -> None:
-    assert len(set(NAMES)) == 196
-    assert sum(a != b for a, b in zip(NAMES, sorted(NAMES), strict=True)) == 143
-
-
 @pytest.mark.parametrize("has_boxes", [True, False])
 def test_without_classes_of_the_test_images_the_file_to_get_is_named(tmp_path: Path, has_boxes: bool) -> None:
     write_train_and_test(tmp_path, test_labels=None)
@@ -159,42 +144,6 @@ def test_faulty_annotations_are_named(tmp_path: Path, fields: dict[str, Any], na
     save_rows(tmp_path / "cars_annos.mat", fields or {"class": [1]}, class_names=cell(names))
     with pytest.raises(DataError, match=message):
         cars196(tmp_path, check_counts=False)
-
-
-@pytest.mark.parametrize("kept", [0, 300])
-def test_damaged_annotations_are_named(tmp_path: Path, kept: int) -> None:
-    write_car_ims(tmp_path)
-    file = tmp_path / "cars_annos.mat"
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"cannot read its annotations '.*cars_annos\.mat'.*put the original file"):
-        cars196(tmp_path)
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(DataError, match="is missing or not a file"):
-        cars196(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-def test_annotations_of_full_size_pass_and_one_row_less_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = [82 + (c < 18) for c in range(98)] + [82 + (c < 95) for c in range(98)]
-    classes = np.repeat(np.arange(1, 197), counts).tolist()
-    rows = {"relative_im_path": [f"car_ims/{i:06d}.jpg" for i in range(16_185)], "class": classes}
-    (tmp_path / "car_ims").mkdir()
-    save_rows(tmp_path / "cars_annos.mat", rows, class_names=cell(NAMES))
-    table = cars196(tmp_path)
-    assert (len(table), table.num_classes) == (16_185, 196)
-    assert set(table.labels[table.role == "train"]) == set(range(98))
-    rest = [values[1:] for values in loader._annotations(tmp_path / "cars_annos.mat", "relative_im_path")]
-    monkeypatch.setattr(loader, "_annotations", lambda file, field: rest)
-    message = (
-        r"has train 8,053 images of 98 classes, test 8,131 images of 98 classes; published are train 8,054 images of "
-        r"98 classes, test 8,131 images of 98 classes; .*check_counts=false"
-    )
-    with pytest.raises(DataError, match=message):
-        cars196(tmp_path)
 
 
 BOXES = [(11, 21, 40 + i, 50) for i in range(len(CLASSES))]  # pixels count from 1, the last one is inside

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.readers.cub200 import FOLDER, cub200
@@ -86,23 +85,6 @@ def test_boxes_belong_to_images_by_their_ids(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table.originals.boxes, expected)
 
 
-def test_images_cut_to_their_boxes_are_noted(tmp_path: Path) -> None:
-    write_lists(tmp_path)
-    (tmp_path / "bounding_boxes.txt").write_text("".join(f"{i} 5 5 {20 + i} 30\n" for i in (3, 4, 9, 10, 11, 30)))
-    for i, path in zip((3, 4, 9, 10, 11, 30), images(), strict=True):
-        Image.new("RGB", (20 + i, 30)).save(tmp_path / "images" / path)
-    table = cub200(tmp_path, check_counts=False)
-    assert table.notes == ("a subset: 6 of 11,788 images", "images cut to their boxes")
-
-
-def test_lists_and_bare_folders_have_one_fingerprint(tmp_path: Path) -> None:
-    write_lists(tmp_path / "one")
-    touch(tmp_path / "other", images())
-    one, other = (cub200(tmp_path / name, check_counts=False) for name in ("one", "other"))
-    assert one.fingerprint == other.fingerprint
-    assert one.paths.tolist() == other.paths.tolist()
-
-
 def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Path) -> None:
     write_lists(tmp_path)
     (tmp_path / "image_class_labels.txt").unlink()
@@ -136,14 +118,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content
         cub200(tmp_path, check_counts=False)
 
 
-def test_class_ids_above_200_are_an_error(tmp_path: Path) -> None:
-    write_lists(tmp_path)
-    (tmp_path / "classes.txt").write_text("201 201.New\n")
-    (tmp_path / "image_class_labels.txt").write_text("3 201\n")
-    with pytest.raises(DataError, match=r"line 1 of .* has the class 201, expected 1 to 200"):
-        cub200(tmp_path, check_counts=False)
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -162,33 +136,6 @@ def test_one_image_in_both_parts_of_a_split_is_an_error(tmp_path: Path) -> None:
     touch(tmp_path, ["train/001.Albatross/a.jpg", "test/001.Albatross/a.jpg"])
     with pytest.raises(DataError, match=r"'001\.Albatross/a\.jpg' is in several of train, test"):
         cub200(tmp_path, check_counts=False)
-
-
-def write_full_lists(root: Path, *, leave_out: int = 0) -> None:
-    """As many rows as published: 5,864 images of classes 1 to 100, 5,924 of 101 to 200."""
-    counts = [58 + (c < 64) for c in range(100)] + [59 + (c < 24) for c in range(100)]
-    classes = np.repeat(np.arange(1, 201), counts)[: -leave_out or None].tolist()
-    (root / "images").mkdir()
-    (root / "images.txt").write_text("".join(f"{i} {c:03d}.B/{i}.jpg\n" for i, c in enumerate(classes, 1)))
-    (root / "image_class_labels.txt").write_text("".join(f"{i} {c}\n" for i, c in enumerate(classes, 1)))
-    (root / "classes.txt").write_text("".join(f"{c} {c:03d}.B\n" for c in range(1, 201)))
-
-
-@pytest.mark.usefixtures("without_files")
-def test_lists_of_full_size_pass_and_one_row_less_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    write_full_lists(tmp_path / "whole")
-    table = cub200(tmp_path / "whole")
-    assert (len(table), table.num_classes) == (11_788, 200)
-    assert set(table.labels[table.role == "train"]) == set(range(100))
-    (tmp_path / "less").mkdir()
-    write_full_lists(tmp_path / "less", leave_out=1)
-    message = (
-        r"test 5,923 images of 100 classes; published are train 5,864 images of 100 classes, test 5,924 images of 100 "
-        r"classes; .*check_counts=false"
-    )
-    with pytest.raises(DataError, match=message):
-        cub200(tmp_path / "less")
 
 
 @pytest.mark.data

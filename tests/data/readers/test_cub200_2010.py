@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dmlbench.data.readers.cub200 import cub200, year_of
@@ -164,7 +163,3 @@ def test_every_published_name_of_2011_is_known_for_it(shared_dir: Path) -> None:
     names = [line.split()[1] for line in lists.read_text().splitlines()]
     assert len(names) == 11_788
     assert {year_of(name) for name in names} == {2011}
-
-
-def test_published_counts_are_those_of_the_halves() -> None:
-    assert np.sum(list(FOLDER.published.by_role.values()), axis=0).tolist() == [6_033, 200]

@@ -91,41 +91,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, row: tuple[str, st
         inshop(tmp_path, check_counts=False)
 
 
-def full_size_rows() -> list[tuple[str, str, str]]:
-    """As many as published: 25,882 of 3,997 items to train, 14,218 queries and 12,612 gallery images of 3,985."""
-    rows = []
-    for status, images, first, count in (
-        ("train", 25_882, 1, 3_997),
-        ("query", 14_218, 3_998, 3_985),
-        ("gallery", 12_612, 3_998, 3_985),
-    ):
-        for i in range(images):
-            item = f"id_{first + i % count:08d}"
-            rows.append((f"img/WOMEN/Tees/{item}/{status}_{i}.jpg", item, status))
-    return rows
-
-
-def test_a_list_of_full_size_passes_and_one_row_less_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
-    )
-    write(tmp_path)
-    rows = full_size_rows()
-    write_list(tmp_path / "Eval/list_eval_partition.txt", tuple(rows))
-    table = inshop(tmp_path)
-    assert (len(table), table.num_classes) == (52_712, 7_982)
-    assert [int((table.role == role).sum()) for role in ("train", "query", "gallery")] == [25_882, 14_218, 12_612]
-    write_list(tmp_path / "Eval/list_eval_partition.txt", tuple(rows[:-1]))
-    message = (
-        r"query 14,218 images of 3,985 classes, gallery 12,611 images of 3,985 classes; published are train 25,882 "
-        r"images of 3,997 classes, query 14,218 .*, gallery 12,612 images of 3,985 classes; .*check_counts=false"
-    )
-    with pytest.raises(DataError, match=message):
-        inshop(tmp_path)
-
-
 def test_cut_and_resized_images_are_noted(tmp_path: Path) -> None:
     write(tmp_path)
     for number, (path, _, _) in enumerate(ROWS):

@@ -1,14 +1,14 @@
 """Stanford Online Products in every layout."""
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import Published, file_sizes
+from dmlbench.data.readers import sop as reader
 from dmlbench.data.readers.sop import sop
 from dmlbench.types import DataError
 
@@ -71,7 +71,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
     ("lines", "message"),
     [
         (["1 1 1"], r"line 2 of '.*Ebay_train\.txt' has 3 columns, expected 4 \(image_id class_id super"),
-        (["1 1 0 x.JPG"], r"line 2 of '.*' has the super_class_id 0, but ids count from 1"),
+        (["1 1 0 x.JPG"], r"line 2 of '.*' has the super_class_id 0, but published ids count from 1"),
         ([TRAIN[0], "1 1 1 x.JPG"], r"line 3 of '.*' repeats the image_id 1 of line 2"),
         (["one 1 1 x.JPG"], r"line 2 of '.*' has the image_id 'one', expected a whole number"),
         (["1 1 1 fan_final/../../x.JPG"], r"lists images outside of .*: fan_final/\.\./\.\./x\.JPG"),
@@ -87,61 +87,6 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, lines: list[str], 
         sop(tmp_path, check_counts=False)
 
 
-def full_size_lines() -> Iterator[tuple[str, list[str]]]:
-    """As many rows as published: 59,551 of classes 1 to 11,318, 60,502 of 11,319 to 22,634."""
-    number = 0
-    for role, images, first, last in (("train", 59_551, 1, 11_318), ("test", 60_502, 11_319, 22_634)):
-        classes = np.sort(np.resize(np.arange(first, last + 1), images)).tolist()
-        lines = [f"{i} {c} {c % 12 + 1} {c % 12 + 1}_final/{i}.JPG" for i, c in enumerate(classes, number + 1)]
-        number += images
-        yield role, lines
-
-
-def check_full_size(root: Path) -> None:
-    table = sop(root)
-    assert (len(table), table.num_classes) == (120_053, 22_634)
-    assert table.super_labels is not None
-    assert len(np.unique(table.super_labels)) == 12
-    is_train = table.role == "train"
-    assert (int(is_train.sum()), int((~is_train).sum())) == (59_551, 60_502)
-    assert set(table.labels[is_train]) == set(range(11_318))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-def test_lists_of_full_size_pass_and_one_row_less_or_another_numbering_is_refused(tmp_path: Path) -> None:
-    lines = dict(full_size_lines())
-    write_lists(tmp_path, **lines)
-    check_full_size(tmp_path)
-    write_lists(tmp_path, train=lines["train"][:-1], test=lines["test"])
-    message = (
-        r"has train 59,550 images of 11,318 classes, test 60,502 images of 11,316 classes; published are train 59,551 "
-        r"images of 11,318 classes, test 60,502 images of 11,316 classes; .*check_counts=false"
-    )
-    with pytest.raises(DataError, match=message):
-        sop(tmp_path)
-    shifted = [line.replace(" 22634 ", " 22635 ") for line in lines["test"]]
-    write_lists(tmp_path, train=lines["train"], test=shifted)
-    with pytest.raises(DataError, match=r"name classes up to 22,635, published are 1 to 22,634"):
-        sop(tmp_path)
-
-
-@pytest.mark.slow
-def test_120_053_files_load_from_the_lists_of_full_size(tmp_path: Path) -> None:
-    lines = dict(full_size_lines())
-    root = tmp_path / "Stanford_Online_Products"
-    write_lists(root, **lines)
-    for role in lines:  # file systems allow some 65,000 names a file
-        (root / role).touch()
-        for path in (line.split()[3] for line in lines[role]):
-            (root / path).parent.mkdir(exist_ok=True)
-            os.link(root / role, root / path)
-    try:
-        check_full_size(tmp_path)
-    finally:
-        shutil.rmtree(root)
-
-
 @pytest.mark.data
 def test_real_lists_in_the_format_load_with_their_counts(shared_dir: Path, tmp_path: Path, without_files: None) -> None:
     (tmp_path / "Info_Files").symlink_to(shared_dir / "data/sop_format_lists/Info_Files")
@@ -150,4 +95,12 @@ def test_real_lists_in_the_format_load_with_their_counts(shared_dir: Path, tmp_p
     assert (int(is_train.sum()), int((~is_train).sum())) == (9_131, 9_091)
     assert (len(np.unique(table.labels[is_train])), table.num_classes) == (2_051, 2_051 + 2_050)
     with pytest.raises(DataError, match="train 9,131 images of 2,051 classes, test 9,091 images of 2,050 classes"):
+        sop(tmp_path)
+
+
+def test_classes_numbered_in_another_way_are_not_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_original(tmp_path)
+    published = Published({"train": (3, 2), "test": (3, 2)})
+    monkeypatch.setattr(reader, "FOLDER", replace(reader.FOLDER, published=published))
+    with pytest.raises(DataError, match=r"name classes up to 4, published are 1 to 22,634"):
         sop(tmp_path)

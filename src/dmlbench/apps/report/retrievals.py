@@ -81,8 +81,8 @@ def table_of(config: ConfigSummary) -> ImageTable:
         RunError: what is on disk is not the data of the config.
         DataError: there is nothing.
     """
-    config = load_config(first_run(config) / CONFIG)
-    table: ImageTable = component(config.dataset.table)
+    cfg = load_config(first_run(config) / CONFIG)
+    table: ImageTable = component(cfg.dataset.table)
     if table.fingerprint != config.summary["dataset_fingerprint"]:
         raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
     return table

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
 from dmlbench.data.images.sources import ImageSource
-from dmlbench.device_copies import ahead_of_computing, to_device, with_host_copy
+from dmlbench.device_copies import ahead_of_computing, to_device
 from dmlbench.runtime import available_cores, derive_seed
 from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
 
@@ -31,7 +31,16 @@ class TrainBatches:
 
     The randomness of an image comes from (seed, epoch, number of the batch in it, position in the batch), so the
     images are the same for any number of workers and after resuming, with second views or without. Images are uint8
-    [B, 3, H, W] RGB, on the device.
+    [B, 3, H, W] RGB, on the device. Nothing is read and no worker is started before the first batch is requested.
+
+    Args:
+        rows: [N] training rows of ``table``.
+        images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``) for
+            those that shift batches.
+        class_index: [table.num_classes] training class of each label, -1 for others; see ``protocols.class_index``.
+        sampler: draws positions into ``rows``; made from their labels.
+        num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
+        second_views: whether batches have each image once more, transformed by its own draws.
     """
 
     def __init__(
@@ -48,30 +57,10 @@ class TrainBatches:
         num_workers: int | None = 0,
         second_views: bool = False,
     ) -> None:
-        """Set up; nothing is read and no worker is started before the first batch is requested.
-
-        Args:
-            table: the data set.
-            rows: [N] training rows of it.
-            images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``)
-                for those that shift batches.
-            class_index: [table.num_classes] training class 0..C-1 of each label of the table, -1 for others
-                (``dmlbench.data.protocols.class_index`` makes it).
-            sampler: draws positions into ``rows``; it was made from their labels.
-            transform: of training images.
-            seed: of the transform's randomness.
-            device: where the batches are wanted, and mirrored.
-            num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
-            second_views: whether batches have each image once more, transformed by draws of its own.
-
-        Raises:
-            ConfigError: a negative number of workers, a sampler of other rows, or second views of a transform that is
-                not random.
-        """
         if second_views and not transform.is_random:
             raise ConfigError(
-                "second views are wanted, and the training transform is not random, so they would be the images again; "
-                "choose one that is, such as transform=mlrc, or leave the regularizer that wants them out"
+                "second views need a random training transform; choose one, such as transform=mlrc, or leave out the "
+                "regularizer that wants them"
             )
         self._rows = np.asarray(rows, dtype=np.int64)
         self._class_index = np.asarray(class_index, dtype=np.int64)
@@ -124,15 +113,11 @@ class TrainBatches:
         return _Request(np.tile(self._rows[index.rows], len(self._draws)), seeds, index)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state after the last batch that was returned, whatever was read ahead."""
+        """The sampler's state after the last returned batch, whatever was read ahead."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which ``state`` was taken; batches that were read ahead are dropped.
-
-        Raises:
-            RunError: the state is that of another sampler.
-        """
+        """Resume after the batch at which ``state`` was taken; drop batches that were read ahead."""
         self.close()
         self._sampler.load_state_dict(state)
         self._state = self._sampler.state_dict()
@@ -144,7 +129,10 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batches of images in row order, as often as iterated. Labels are the table's."""
+    """Batches of the images ``rows`` [N] in this order, as often as iterated. Labels are the table's.
+
+    The other arguments are those of ``TrainBatches``; the transform must not be random.
+    """
 
     def __init__(
         self,
@@ -157,25 +145,10 @@ class EvalBatches:
         device: torch.device | str = "cpu",
         num_workers: int | None = 0,
     ) -> None:
-        """
-        Args:
-            table: the data set.
-            rows: [N] rows of it, embedded in this order; the last batch may be smaller.
-            images: of the table, as for ``TrainBatches``.
-            transform: of evaluation images; not a random one.
-            batch_size: images of a batch.
-            device: where the batches are wanted.
-            num_workers: processes that read ahead; 0 reads in this one, None chooses.
-
-        Raises:
-            ConfigError: a batch size below 1, a negative number of workers or a random transform.
-        """
         if batch_size < 1:
             raise ConfigError(f"batch_size ({batch_size}) must be at least 1")
         if transform.is_random:
-            raise ConfigError(
-                "the evaluation transform is random; use one that is not, such as center_crop or identity"
-            )
+            raise ConfigError("the evaluation transform is random; use center_crop or identity")
         self._rows = np.asarray(rows, dtype=np.int64)
         self._labels = table.labels
         self._batch_size = batch_size
@@ -210,9 +183,8 @@ class _Request:
     index: IndexBatch | None = None
 
 
-# What a reader returns: the request with its images [B, 3, H, W] and which of them are still to be mirrored, or the
-# error instead of them. An error travels as a value because the loader would wrap one that is raised in a worker into a
-# message with that worker's traceback.
+# The request with its images [B, 3, H, W] and which of them to mirror, or an error: as a value, because the loader
+# would wrap one that a worker raises into a message with that worker's traceback.
 _Read = tuple[_Request, Tensor, Tensor] | DmlbenchError
 
 
@@ -249,7 +221,6 @@ def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tu
 
 
 def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torch.device) -> Batch:
-    """What was read, on the device, and mirrored there."""
     request, images, flip = read
     images = to_device(images, device)
     if bool(flip.any()):
@@ -257,7 +228,7 @@ def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torc
         images[chosen] = images[chosen].flip(-1)
     views = images.split(len(labels))  # the second half are second views, where there are some
     rows = request.rows[: len(labels)]
-    return Batch(views[0], *(with_host_copy(torch.from_numpy(x), device) for x in (labels, rows)), *views[1:])
+    return Batch(views[0], torch.from_numpy(labels), torch.from_numpy(rows), *views[1:])
 
 
 def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:
@@ -273,7 +244,6 @@ def _resolve_workers(num_workers: int | None, device: torch.device, images: Imag
 def _stream(
     reader: Dataset[_Read], requests: Iterable[_Request], num_workers: int, device: torch.device
 ) -> Iterator[_Read]:
-    """What the reader returns for each request, in order."""
     if num_workers == 0:
         return (reader[request] for request in requests)
     loader: DataLoader[_Read] = DataLoader(
@@ -282,7 +252,7 @@ def _stream(
         sampler=requests,
         num_workers=num_workers,
         worker_init_fn=_prepare_worker,
-        collate_fn=_as_is,
+        collate_fn=_identity,
         pin_memory=device.type == "cuda",
         # Without one of its own it would draw from the global generator, and numbers would depend on num_workers.
         generator=torch.Generator().manual_seed(0),
@@ -297,17 +267,13 @@ def _stream(
     return stream
 
 
-def _as_is(read: Any) -> Any:
-    # The default would turn the request's arrays into tensors.
-    return read
+def _identity(read: Any) -> Any:
+    return read  # the default would turn the request's arrays into tensors
 
 
 def _prepare_worker(worker: int) -> None:
-    """Leave signals to the main process.
-
-    Ctrl-C and a scheduler's SIGTERM reach the whole process group. A worker killed by one would make the main
-    process fail in the middle of saving; instead it runs until the main process ends it, or is gone.
-    """
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group. A worker killed by one would make the main process
+    # fail in the middle of saving.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -316,7 +282,7 @@ _open_streams: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _end(stream: Iterator[_Read] | None) -> None:
-    """End the stream's workers now rather than when the last reference is dropped."""
+    """End the stream's workers now, not when the last reference is dropped."""
     shut_down = getattr(stream, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()

@@ -1,21 +1,4 @@
-"""Which images make a batch: samplers of training rows, in an order that can be saved and resumed.
-
-They differ in what they draw without replacement:
-
-=================================  ==============================  ===============================================
-sampler                            classes of a batch              images of a class
-=================================  ==============================  ===============================================
-``ClassBalancedBatchSampler``      without, over the epoch         without, over the epoch
-``EqualClassBatchSampler``         each as often as the others     without, until all are used up; then again
-``SplitClassBatchSampler``         as many groups as images need   without, but for what fills the last group
-``RotatingClassBatchSampler``      without, within the batch       without, until too few are left; then again
-``IndependentClassBatchSampler``   without, within the batch       with
-``RepeatingClassBatchSampler``     with                            with
-``FullClassBatchSampler``          in fixed order, round by round  without, up to the size of the class
-``RandomClassBatchSampler``        a few; any number of images     with
-``RandomBatchSampler``             ignored                         without, over the epoch
-=================================  ==============================  ===============================================
-"""
+"""Samplers of training rows, whose order can be saved and resumed."""
 
 import hashlib
 import logging
@@ -24,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
 
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
@@ -34,13 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """Positions [B] into the training rows, and the batch's place in the sequence of batches.
-
-    Attributes:
-        rows: [B] positions.
-        epoch: number of the epoch, from 0.
-        index: number of the batch in its epoch, from 0.
-    """
+    """Positions ``rows`` [B] into the training rows, the epoch, and the batch's index in it; both count from 0."""
 
     rows: IntArray
     epoch: int
@@ -48,22 +24,15 @@ class IndexBatch:
 
 
 class BatchSampler:
-    """An endless iterator over batches; all batches of epoch e are planned at its start, from (seed, e) alone.
+    """An endless iterator over batches. All batches of an epoch are planned at its start, from (seed, epoch) alone.
 
-    The state is therefore an epoch and a batch number, and what the plan was made from. Subclasses set their sizes and
-    implement ``_plan_epoch``.
+    Args:
+        labels: [N] class of each training row; any integers.
+        seed: of every draw.
+        sizes: the arguments that describe a batch, by name; each at least 1.
     """
 
     def __init__(self, labels: IntArray, *, seed: int, sizes: dict[str, int]) -> None:
-        """
-        Args:
-            labels: [N] class of each training row; any integers.
-            seed: of every draw.
-            sizes: what describes a batch, by the name of the argument; each at least 1.
-
-        Raises:
-            ConfigError: a size below 1, or more classes in a batch than ``labels`` has.
-        """
         self.labels = np.ascontiguousarray(labels, dtype=np.int64)
         self.seed = seed
         self._sizes_of_batch = sizes
@@ -80,15 +49,18 @@ class BatchSampler:
         self._fingerprint = hashlib.sha256(self.labels.tobytes()).hexdigest()[:16]
         self._epoch = 0
         self._index = 0
-        self._plan = self._plan_epoch(0)
+        self._plan = self._planned(0)
         self._length = len(self._plan)
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
+    def _planned(self, epoch: int) -> IntArray:
+        return self._plan_epoch(generator(self.seed, "sampler", epoch))
+
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         """[batches, B] positions into the labels, at least one batch."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Batches of the first epoch: the nominal epoch for turning epochs into steps."""
+        """Batches of a nominal epoch."""
         return self._length
 
     def __iter__(self) -> Iterator[IndexBatch]:
@@ -97,7 +69,7 @@ class BatchSampler:
     def __next__(self) -> IndexBatch:
         if self._index >= len(self._plan):
             self._epoch, self._index = self._epoch + 1, 0
-            self._plan = self._plan_epoch(self._epoch)
+            self._plan = self._planned(self._epoch)
         batch = IndexBatch(self._plan[self._index], self._epoch, self._index)
         self._index += 1
         return batch
@@ -107,14 +79,14 @@ class BatchSampler:
         return self._state(self._epoch, self._index)
 
     def state_after(self, batch: IndexBatch) -> dict[str, Any]:
-        """The state as it was when ``batch`` had just been taken, however many batches were taken since."""
+        """The state right after ``batch``, however many batches were taken since."""
         return self._state(batch.epoch, batch.index + 1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Raises:
-            RunError: it was saved by another kind of sampler, or one of other labels, sizes or another seed.
+            RunError: the state is of another sampler, other labels or settings.
         """
         expected = self.state_dict()
         for name in ("kind", *self._sizes_of_batch, "seed", "fingerprint"):
@@ -124,8 +96,8 @@ class BatchSampler:
                     "continue with the settings and data that it was saved with, or start again"
                 )
         epoch, index = int(state["epoch"]), int(state["index"])
-        plan = self._plan if epoch == self._epoch else self._plan_epoch(epoch)
-        if epoch < 0 or not 0 <= index <= len(plan):
+        plan = self._plan if epoch == self._epoch else self._planned(epoch)
+        if not 0 <= index <= len(plan):
             raise RunError(f"the saved sampler stands at batch {index} of epoch {epoch}, which has {len(plan)} batches")
         self._epoch, self._index, self._plan = epoch, index, plan
 
@@ -150,16 +122,30 @@ class BatchSampler:
         shuffled, start = self._shuffled_by_class(random)
         return shuffled[start[owner] + random.integers(0, self._sizes[owner])]
 
+    def _without_replacement(
+        self, random: np.random.Generator, owner: IntArray, turn: IntArray, *, size: int = 1
+    ) -> IntArray:
+        """Groups [n, size] of the classes ``owner`` [n], each the class's group number ``turn`` [n] in the epoch.
+
+        A class's images are shuffled and cut into whole groups, and shuffled again when these are used up. A class with
+        fewer images than a group repeats them.
+        """
+        groups = np.maximum(self._sizes // size, 1)[owner]
+        rows = np.empty((len(owner), size), dtype=np.int64)
+        # One shuffle of everything serves every class's first round, the next one its second, and so on.
+        for round_number in range(int((turn // groups).max()) + 1):
+            shuffled, start = self._shuffled_by_class(random)
+            now = np.flatnonzero(turn // groups == round_number)
+            within = (turn[now] % groups[now])[:, None] * size + np.arange(size)
+            rows[now] = shuffled[start[owner[now]][:, None] + within % self._sizes[owner[now]][:, None]]
+        return rows
+
     def _draw_classes(self, random: np.random.Generator, batches: int, count: int) -> IntArray:
         """[batches, count] classes, distinct within each batch."""
         return np.stack([random.choice(len(self._sizes), count, replace=False) for _ in range(batches)])
 
     def _whole_batches(self, batch_size: int) -> int:
-        """How often ``batch_size`` goes into the images.
-
-        Raises:
-            ConfigError: not once.
-        """
+        """How often ``batch_size`` goes into the images, at least once."""
         if batch_size > len(self.labels):
             sizes = " x ".join(f"sampler.{name} ({value})" for name, value in self._sizes_of_batch.items())
             raise ConfigError(
@@ -175,18 +161,6 @@ class _BalancedSampler(BatchSampler):
     """Whether images repeat anyway, so that small classes need no warning."""
 
     def __init__(self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int) -> None:
-        """Plan batches.
-
-        Args:
-            labels: [N] class of each training row; any integers.
-            classes_per_batch: distinct classes of a batch, at least 1.
-            images_per_class: images of each, at least 1.
-            seed: of every draw.
-
-        Raises:
-            ConfigError: a number below 1, more classes than ``labels`` has, or, where each batch draws its own classes,
-                a batch larger than it.
-        """
         self.classes_per_batch = classes_per_batch
         self.images_per_class = images_per_class
         sizes = {"classes_per_batch": classes_per_batch, "images_per_class": images_per_class}
@@ -199,22 +173,27 @@ class _BalancedSampler(BatchSampler):
                 small, len(self._sizes), images_per_class, alone,
             )  # fmt: skip
 
+    def _batches_of(self, groups: IntArray) -> IntArray:
+        """[batches, B] from groups [G, images_per_class]; an incomplete last batch is left out."""
+        count = len(groups) // self.classes_per_batch
+        return groups[: count * self.classes_per_batch].reshape(count, -1)
+
 
 class ClassBalancedBatchSampler(_BalancedSampler):
-    """``classes_per_batch`` distinct classes x ``images_per_class`` images, both without replacement.
+    """Distinct classes and their images, both without replacement until they are used up.
 
-    In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``; leftover
-    images sit this epoch out. A class with fewer images gives one group, filled up by repeating its own images. Groups
-    are dealt in passes: each pass visits once every class that still has groups, those that the last pass left over
-    first, the others shuffled, and cuts the sequence into batches. The epoch ends when fewer than ``classes_per_batch``
-    classes have groups left. So both images and classes come without replacement until they are used up. With classes
-    of unequal size, epochs may differ by a few batches, since the shuffle decides which class is left over.
+    In an epoch the images of each class are shuffled and cut into groups of ``images_per_class``, without the
+    remainder. Groups are dealt in passes: each pass visits once every class that still has groups, those that the last
+    pass left over first, the others shuffled, and cuts the sequence into batches. The epoch ends when fewer than
+    ``classes_per_batch`` classes have groups left. With classes of unequal size, epochs may differ by a few batches.
     """
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
-        groups, first = self._cut_groups(random)
-        left = np.diff(first)  # [C] groups that each class still has
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
+        left = np.maximum(self._sizes // self.images_per_class, 1)  # [C] groups that each class still has
+        first = np.cumsum(left) - left
+        owner = np.repeat(np.arange(len(left)), left)  # [G] class of each group
+        turn = np.arange(len(owner)) - first[owner]
+        groups = self._without_replacement(random, owner, turn, size=self.images_per_class)
         used = np.zeros_like(left)
         passed_over = np.zeros(0, dtype=np.int64)
         order: list[IntArray] = []
@@ -228,46 +207,28 @@ class ClassBalancedBatchSampler(_BalancedSampler):
             dealt, passed_over = sequence[:whole], sequence[whole:]
             order.append(first[dealt] + used[dealt])
             used[dealt] += 1
-        return groups[np.concatenate(order)].reshape(-1, self.classes_per_batch * self.images_per_class)
-
-    def _cut_groups(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """Groups [G, images_per_class] of positions, class after class, and first [C + 1], where each class's begin."""
-        size = self.images_per_class
-        shuffled, start = self._shuffled_by_class(random)
-        first = np.concatenate([[0], np.cumsum(np.maximum(self._sizes // size, 1))])
-        owner = np.repeat(np.arange(len(self._sizes)), np.diff(first))  # [G] class of each group
-        number = np.arange(len(owner)) - first[owner]  # [G] number of the group in its class
-        within = number[:, None] * size + np.arange(size)  # [G, K]
-        # The remainder wraps around only in a class smaller than a group.
-        within %= self._sizes[owner][:, None]
-        return shuffled[start[owner][:, None] + within], first
+        return self._batches_of(groups[np.concatenate(order)])
 
 
 class EqualClassBatchSampler(_BalancedSampler):
-    """Each class as often as any other, whatever its size, of each the next images of its shuffled sequence (GSP).
+    """Each class as often as any other, with the next images of its own shuffled sequence (GSP).
 
-    With N images of C classes an epoch has R = ceil(N / C / images_per_class) rounds. Each round visits every class
-    once in random order; a class's sequence is shuffled anew when it is used up, within a group if need be. The rounds
-    are cut into batches one after the other, so a batch across two rounds may have a class twice. Groups that do not
-    fill a batch are left out (the public code begins its next epoch with them).
+    With N images of C classes an epoch has ceil(N / C / images_per_class) rounds. Each round visits every class once in
+    random order. The rounds are cut into batches one after the other, so a batch across two rounds may have a class
+    twice. Groups that do not fill a batch are left out (the public code begins its next epoch with them).
 
     Source: yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py, MPerClass.
     """
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         size, num_classes = self.images_per_class, len(self._sizes)
         rounds = -(-len(self.labels) // (num_classes * size))
-        images = np.empty((num_classes, rounds * size), dtype=np.int64)
-        position = np.arange(rounds * size)
-        for turn in range(int(-(-images.shape[1] // self._sizes.min()))):  # each with sequences shuffled anew
-            shuffled, start = self._shuffled_by_class(random)
-            owner, column = np.nonzero(position // self._sizes[:, None] == turn)
-            images[owner, column] = shuffled[start[owner] + column % self._sizes[owner]]
+        owner = np.repeat(np.arange(num_classes), rounds * size)
+        images = self._without_replacement(random, owner, np.tile(np.arange(rounds * size), num_classes))
         order = np.concatenate([random.permutation(num_classes) for _ in range(rounds)])
-        groups = images.reshape(num_classes, rounds, size)[order, np.repeat(np.arange(rounds), num_classes)]
-        batches = len(groups) // self.classes_per_batch
-        return groups[: batches * self.classes_per_batch].reshape(batches, -1)
+        return self._batches_of(
+            images.reshape(num_classes, rounds, size)[order, np.repeat(np.arange(rounds), num_classes)]
+        )
 
 
 class SplitClassBatchSampler(_BalancedSampler):
@@ -277,6 +238,10 @@ class SplitClassBatchSampler(_BalancedSampler):
     group; a class that fills its groups exactly gets one more of random images. A class with fewer images than a group
     is first filled up with random ones of its own. The groups of all classes are shuffled and cut into batches, the
     last of which is completed by random groups.
+
+    Args:
+        vary_classes: draw the number of groups in a batch anew for each epoch: a divisor of the batch size from 2 to
+            its half.
 
     Source: dvl-tum/intra_batch a1ae3de8, combine_sampler.py, CombineSampler and NumberSampler.
     """
@@ -290,19 +255,6 @@ class SplitClassBatchSampler(_BalancedSampler):
         seed: int,
         vary_classes: bool = False,
     ) -> None:
-        """Plan batches.
-
-        Args:
-            labels: [N] class of each training row; any integers.
-            classes_per_batch: groups of a batch, at least 1.
-            images_per_class: images of a group, at least 1.
-            seed: of every draw.
-            vary_classes: each epoch has another number of groups in its batches of the same size: a random divisor of
-                it from 2 to its half.
-
-        Raises:
-            ConfigError: a number below 1, or more classes than ``labels`` has.
-        """
         batch_size = classes_per_batch * images_per_class
         divisors = [n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0]
         self.shapes = [(n, batch_size // n) for n in (divisors if vary_classes else [classes_per_batch])]
@@ -311,8 +263,7 @@ class SplitClassBatchSampler(_BalancedSampler):
         lengths = [-(-n // count) for n, (count, _) in zip(groups, self.shapes, strict=True)]
         self._length = round(float(np.mean(lengths)))  # of the nominal epoch, whatever the first one has
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         count, size = self.shapes[random.integers(len(self.shapes))]
         shuffled, start = self._shuffled_by_class(random)
         groups = []
@@ -329,31 +280,21 @@ class SplitClassBatchSampler(_BalancedSampler):
 class RotatingClassBatchSampler(_BalancedSampler):
     """Each batch: newly drawn classes, of each the next images of its own shuffled sequence (ProxyNCA++, balanced).
 
-    A class's sequence is reshuffled when fewer than ``images_per_class`` images are left in it. A class with fewer
-    images than that repeats them (the public code returns a smaller batch).
+    A class with fewer than ``images_per_class`` images repeats them (the public code returns a smaller batch).
 
     Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020; public code euwern/proxynca_pp
         (``BalancedBatchSampler``), whose epoch has floor((N - 1) / B) batches.
     """
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
-        size = self.images_per_class
-        batch_size = self.classes_per_batch * size
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
+        batch_size = self.classes_per_batch * self.images_per_class
         self._whole_batches(batch_size)
         classes = self._draw_classes(random, max(1, (len(self.labels) - 1) // batch_size), self.classes_per_batch)
         drawn = classes.reshape(-1)
-        turn = pd.Series(drawn).groupby(drawn).cumcount().to_numpy()  # [draws] how often the class was drawn before
-        groups_of = np.maximum(self._sizes // size, 1)
-        rows = np.empty((len(drawn), size), dtype=np.int64)
-        # One shuffle of everything serves every class's first round, the next one its second, and so on.
-        for round_number in range(int((turn // groups_of[drawn]).max()) + 1):
-            shuffled, start = self._shuffled_by_class(random)
-            now = np.flatnonzero(turn // groups_of[drawn] == round_number)
-            owner = drawn[now]
-            within = (turn[now] % groups_of[owner])[:, None] * size + np.arange(size)
-            rows[now] = shuffled[start[owner][:, None] + within % self._sizes[owner][:, None]]
-        return rows.reshape(len(classes), batch_size)
+        order = np.argsort(drawn, kind="stable")
+        turn = np.empty_like(drawn)  # [draws] how often the class was drawn before
+        turn[order] = np.arange(len(drawn)) - np.searchsorted(drawn[order], drawn[order])
+        return self._batches_of(self._without_replacement(random, drawn, turn, size=self.images_per_class))
 
 
 class IndependentClassBatchSampler(_BalancedSampler):
@@ -365,12 +306,10 @@ class IndependentClassBatchSampler(_BalancedSampler):
 
     with_replacement: ClassVar[bool] = True
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
-        batch_size = self.classes_per_batch * self.images_per_class
-        classes = self._draw_classes(random, self._whole_batches(batch_size), self.classes_per_batch)
-        owner = classes.repeat(self.images_per_class, axis=1)  # [batches, B]
-        return self._with_replacement(random, owner)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
+        batches = self._whole_batches(self.classes_per_batch * self.images_per_class)
+        classes = self._draw_classes(random, batches, self.classes_per_batch)
+        return self._with_replacement(random, classes.repeat(self.images_per_class, axis=1))
 
 
 class RepeatingClassBatchSampler(_BalancedSampler):
@@ -384,8 +323,7 @@ class RepeatingClassBatchSampler(_BalancedSampler):
 
     with_replacement: ClassVar[bool] = True
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         batches = max(1, len(self.labels) // (self.classes_per_batch * self.images_per_class))
         classes = random.integers(0, len(self._sizes), (batches, self.classes_per_batch))
         return self._with_replacement(random, classes.repeat(self.images_per_class, axis=1))
@@ -403,17 +341,15 @@ class FullClassBatchSampler(_BalancedSampler):
 
     with_replacement: ClassVar[bool] = True
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         size, num_classes = self.images_per_class, len(self._sizes)
         rounds = max(1, int(self._sizes.max()) // size)
-        batches = rounds * num_classes // self.classes_per_batch
         shuffled, start = self._shuffled_by_class(random)
         drawn = np.empty((num_classes, rounds * size), dtype=np.int64)  # places within the class
         for label, members in enumerate(self._sizes):
             drawn[label] = random.choice(members, rounds * size, replace=bool(members < rounds * size))
-        groups = shuffled[start[:, None] + drawn].reshape(num_classes, rounds, size).swapaxes(0, 1).reshape(-1, size)
-        return groups[: batches * self.classes_per_batch].reshape(batches, self.classes_per_batch * size)
+        groups = shuffled[start[:, None] + drawn].reshape(num_classes, rounds, size).swapaxes(0, 1)
+        return self._batches_of(groups.reshape(-1, size))
 
 
 class RandomClassBatchSampler(BatchSampler):
@@ -424,47 +360,23 @@ class RandomClassBatchSampler(BatchSampler):
     """
 
     def __init__(self, labels: IntArray, *, classes_per_batch: int, batch_size: int, seed: int) -> None:
-        """Plan batches.
-
-        Args:
-            labels: [N] class of each training row; any integers.
-            classes_per_batch: classes that a batch is drawn from; not all of them need occur.
-            batch_size: images of a batch.
-            seed: of every draw.
-
-        Raises:
-            ConfigError: a number below 1, more classes than ``labels`` has, or a batch larger than it.
-        """
         self.classes_per_batch = classes_per_batch
         self.batch_size = batch_size
         super().__init__(labels, seed=seed, sizes={"classes_per_batch": classes_per_batch, "batch_size": batch_size})
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
-        random = generator(self.seed, "sampler", epoch)
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         classes = self._draw_classes(random, self._whole_batches(self.batch_size), self.classes_per_batch)
         which = random.integers(0, self.classes_per_batch, (len(classes), self.batch_size))
-        owner = np.take_along_axis(classes, which, axis=1)  # [batches, B]
-        return self._with_replacement(random, owner)
+        return self._with_replacement(random, np.take_along_axis(classes, which, axis=1))
 
 
 class RandomBatchSampler(BatchSampler):
     """Shuffled epochs cut into batches, whatever the classes; an incomplete last batch is left out (ProxyAnchor)."""
 
     def __init__(self, labels: IntArray, *, batch_size: int, seed: int) -> None:
-        """Plan batches.
-
-        Args:
-            labels: [N] class of each training row.
-            batch_size: images of a batch.
-            seed: of every shuffle.
-
-        Raises:
-            ConfigError: a batch below 1 image or larger than the training set.
-        """
         self.batch_size = batch_size
         super().__init__(labels, seed=seed, sizes={"batch_size": batch_size})
 
-    def _plan_epoch(self, epoch: int) -> IntArray:
+    def _plan_epoch(self, random: np.random.Generator) -> IntArray:
         batches = self._whole_batches(self.batch_size)
-        shuffled = generator(self.seed, "sampler", epoch).permutation(len(self.labels))
-        return shuffled[: batches * self.batch_size].reshape(batches, self.batch_size)
+        return random.permutation(len(self.labels))[: batches * self.batch_size].reshape(batches, self.batch_size)

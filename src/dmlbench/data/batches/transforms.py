@@ -1,8 +1,6 @@
-"""Cropping, shifting and flipping of images on their way into a batch.
+"""Crops, shifts and flips, each decided by the image's own seed, whichever process reads the image.
 
-Every random choice comes from the image's own seed, so it does not matter which process reads the image, or when. A
-transform either cuts images of any size one by one (``CropTransform``), or shifts a batch of images of equal size at
-once on the device (``ShiftTransform``). Both leave the flip, normalization and channel order to the device.
+``CropTransform`` cuts images of any size one by one; ``ShiftTransform`` shifts a batch of equal size on the device.
 """
 
 from collections.abc import Sequence
@@ -26,12 +24,7 @@ _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Cut:
-    """What to cut out of each of B images.
-
-    Attributes:
-        boxes: [B, 4] top, left, height, width in pixels of the resized image.
-        flip: [B] whether the result is mirrored; left to the code that has the batch on the device.
-    """
+    """Boxes [B, 4] (top, left, height, width in pixels of the resized images), and which results [B] to mirror."""
 
     boxes: IntArray
     flip: NDArray[np.bool_]
@@ -42,13 +35,12 @@ class CropTransform:
     """Short side to ``resize``, then a box of the image, resized to ``crop`` x ``crop``, then perhaps a mirror image.
 
     Attributes:
-        crop: side of the result in pixels.
-        resize: short side before cropping, or None for the image as it is.
+        resize: short side before cropping; None keeps the size.
         scale: range of the box's share of the image's area; None takes the middle ``crop`` x ``crop`` pixels.
         ratio: range of the box's width over height.
         flip: probability of mirroring.
-        kernel: what resizes, bilinear with antialiasing: "pillow" gives what torchvision gives for PIL images, to
-            the bit; "torch" is torchvision's for uint8 tensors, several times faster and at most one grey level away.
+        kernel: bilinear with antialiasing: "pillow" equals torchvision on PIL images to the bit; "torch" is
+            torchvision's for uint8 tensors, several times faster and at most one grey level away.
     """
 
     crop: int
@@ -94,12 +86,9 @@ class CropTransform:
 
 @dataclass(frozen=True)
 class ShiftTransform:
-    """Images of one size, shifted by up to ``padding`` pixels along both axes, then perhaps mirrored, all at once.
+    """Images of one size, shifted by up to ``padding`` pixels along both axes, then mirrored with probability ``flip``.
 
-    Attributes:
-        padding: pixels; 0 shifts nothing.
-        padding_mode: what fills the border: "reflect" the mirrored image, "edge" its border pixels, "constant" black.
-        flip: probability of mirroring.
+    ``padding_mode`` fills the border: "reflect" with the mirrored image, "edge" its border pixels, "constant" black.
     """
 
     padding: int = 0
@@ -119,11 +108,7 @@ class ShiftTransform:
         return self.padding > 0 or self.flip > 0
 
     def __call__(self, pixels: Tensor, rows: Tensor, seeds: Sequence[int]) -> Tensor:
-        """The images ``rows`` [B] of ``pixels`` [N, H, W] or [N, H, W, 3], moved: [B, 3, H, W], on the pixels' device.
-
-        Raises:
-            ConfigError: the padding is as large as the images.
-        """
+        """The images ``rows`` [B] of ``pixels`` [N, H, W] or [N, H, W, 3], moved: [B, 3, H, W] on their device."""
         height, width = pixels.shape[1:3]
         device = pixels.device
         rows = to_device(rows, device)
@@ -165,21 +150,12 @@ def random_resized_crop(
     flip: float = 0.5,
     kernel: Kernel = "pillow",
 ) -> CropTransform:
-    """Training images: short side to ``resize``, a box of random area and shape, resized to ``crop``, a random flip.
+    """Training images: a box as torchvision's ``RandomResizedCrop`` draws it, resized to ``crop``, a random flip.
 
-    The box is drawn as torchvision's ``RandomResizedCrop`` does (Szegedy et al., "Going Deeper with Convolutions",
-    CVPR 2015): area uniform, shape log-uniform, position uniform; after ten boxes that do not fit, the middle.
+    Area is uniform, shape log-uniform, position uniform; after ten boxes that do not fit, the middle (Szegedy et al.,
+    "Going Deeper with Convolutions", CVPR 2015).
 
-    Args:
-        crop: side of the result in pixels.
-        resize: pixels of the short side before cropping, or None to crop the image as it is.
-        scale: share of the image's area that the box covers.
-        ratio: width over height of the box.
-        flip: probability of a horizontal flip.
-        kernel: "pillow" or "torch", see ``CropTransform``.
-
-    Raises:
-        ConfigError: a value out of its range.
+    Arguments are those of ``CropTransform``.
     """
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
@@ -189,23 +165,14 @@ def random_resized_crop(
 
 
 def center_crop(*, crop: int, resize: int, kernel: Kernel = "pillow") -> CropTransform:
-    """Evaluation images: short side to ``resize``, the middle ``crop`` x ``crop`` pixels.
-
-    Raises:
-        ConfigError: sides below 1, or a crop larger than the resized image.
-    """
-    transform = CropTransform(crop, resize, kernel=kernel)
+    """Evaluation images: short side to ``resize``, the middle ``crop`` x ``crop`` pixels."""
     if crop > resize:
         raise ConfigError(f"crop ({crop}) exceeds resize ({resize}): the border would be black; lower crop")
-    return transform
+    return CropTransform(crop, resize, kernel=kernel)
 
 
 def random_shift(*, padding: int, padding_mode: PaddingMode = "reflect", flip: float = 0.0) -> ShiftTransform:
-    """Training images of equal size: shifted by up to ``padding`` pixels, perhaps mirrored.
-
-    Raises:
-        ConfigError: a negative padding, an unknown mode, or a flip outside of [0, 1].
-    """
+    """Training images of equal size: shifted by up to ``padding`` pixels, perhaps mirrored."""
     return ShiftTransform(padding, padding_mode, flip)
 
 
@@ -262,7 +229,6 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
 
 
 def _inside(at: Tensor, size: int, mode: PaddingMode) -> Tensor:
-    """The position that replaces one outside of [0, size)."""
     if mode == "reflect":
         at = at.abs()
         return torch.where(at >= size, 2 * (size - 1) - at, at)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """A file that a data set's folder is made of, with its MD5; ``is_archive``: it is unpacked, else copied."""
+    """A file to unpack (``is_archive``) or to copy into a data set's folder, with its MD5."""
 
     path: Path
     md5: str
@@ -46,16 +46,12 @@ def extract(
     check: Callable[[Path], None] = lambda folder: None,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Make the folder ``into`` from archives and single files.
+    """Make the folder ``into`` from archives and single files, by way of a hidden folder that is renamed when complete.
 
-    Everything goes into a hidden folder next to it, which gets its name when it is complete. The file
-    ``.prepared-by-dmlbench.json`` inside records what the folder was made of. The caller holds a lock.
+    The caller holds a lock.
 
     Args:
-        parts: archives and files, in order.
-        into: the folder; its parent exists.
-        password: of encrypted zip archives.
-        notes: further entries of the record.
+        notes: further entries of the record of parts (``MARKER``) in the folder.
         check: called with the complete folder before it gets its name.
         report: called with a line before each part.
     """
@@ -84,7 +80,7 @@ def extract(
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """What ``extract`` recorded about a folder, or None if it did not make it."""
+    """The record of ``extract`` in a folder, if there is one."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):

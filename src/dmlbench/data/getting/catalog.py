@@ -10,15 +10,7 @@ from dmlbench.types import DataError
 
 @dataclass(frozen=True)
 class Archive:
-    """One file that a data set is published as.
-
-    Attributes:
-        name: its published name.
-        md5: hexadecimal digest of the published file, or None where none is known.
-        urls: links to try in turn; empty where the file needs an agreement or its link is dead.
-        size: bytes, or None if not known for certain.
-        is_archive: whether it is unpacked; else it is copied as it is.
-    """
+    """One file that a data set is published as; a dead link or an agreement leaves no ``urls``."""
 
     name: str
     md5: str | None = None
@@ -29,21 +21,17 @@ class Archive:
 
 @dataclass(frozen=True)
 class Source:
-    """Everything about getting one data set.
+    """How to get one data set.
 
     Attributes:
         place: how its reader finds it, with its published counts.
-        title: the name that papers use.
-        home: page of its publisher.
         terms: permitted use, as far as the publisher states it.
-        citation: what to cite.
         alternatives: sets of files, each of which is the complete data set; the preferred one first.
         by_hand: how to get the files without this program.
-        is_read_packed: True when the archives are read as they are and never unpacked.
+        is_read_packed: whether the archives are read without unpacking.
     """
 
     place: DataFolder
-    title: str
     home: str
     terms: str
     citation: str
@@ -53,12 +41,14 @@ class Source:
 
     @property
     def name(self) -> str:
-        """As in the configuration; also the folder that is made."""
         return self.place.name
 
     @property
+    def title(self) -> str:
+        return self.place.title
+
+    @property
     def archives(self) -> tuple[Archive, ...]:
-        """Every file of every alternative."""
         return tuple(archive for files in self.alternatives for archive in files)
 
 
@@ -66,11 +56,9 @@ _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/pytho
 
 
 def _cifar(place: DataFolder, *, md5: str, size: int) -> Source:
-    """CIFAR-10 or CIFAR-100."""
     archive = f"{place.title.lower()}-python.tar.gz"
     return Source(
         place=place,
-        title=place.title,
         home="https://www.cs.toronto.edu/~kriz/cifar.html",
         terms="none stated; cite the report",
         citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
@@ -85,7 +73,6 @@ SOURCES: dict[str, Source] = {
     for source in (
         Source(
             place=cub200.FOLDER,
-            title="CUB-200-2011",
             home="https://www.vision.caltech.edu/datasets/cub_200_2011/",
             terms="non-commercial research and education",
             citation="C. Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, CNS-TR-2011-001, Caltech 2011",
@@ -103,7 +90,6 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             place=cub200_2010.FOLDER,
-            title="CUB-200-2010",
             home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
             terms="non-commercial research and education",
             citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
@@ -112,7 +98,6 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             place=cars196.FOLDER,
-            title="Cars196 (Stanford Cars)",
             home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
             terms="research",
             citation="J. Krause et al., 3D Object Representations for Fine-Grained Categorization, 3DRR 2013",
@@ -136,7 +121,6 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             place=sop.FOLDER,
-            title="Stanford Online Products",
             home="https://cvgl.stanford.edu/projects/lifted_struct/",
             terms="research; the images belong to the sellers who put them on eBay",
             citation="H. Oh Song et al., Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016",
@@ -156,7 +140,6 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             place=inshop.FOLDER,
-            title="In-shop Clothes Retrieval (DeepFashion)",
             home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
             terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",
             citation=(
@@ -173,7 +156,6 @@ SOURCES: dict[str, Source] = {
         _cifar(cifar.FOLDER_100, md5="eb9058c3a382ffc7106e4002c42a8d85", size=169_001_437),
         Source(
             place=omniglot.FOLDER,
-            title="Omniglot",
             home="https://github.com/brendenlake/omniglot",
             terms="MIT licence",
             citation=(
@@ -199,7 +181,6 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             place=tiny_imagenet.FOLDER,
-            title="Tiny ImageNet",
             home="http://cs231n.stanford.edu/",
             terms="ImageNet's terms: non-commercial research and education",
             citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, CS231N report, Stanford 2015",
@@ -220,7 +201,7 @@ SOURCES: dict[str, Source] = {
 
 
 def is_found(source: Source, root: str | Path) -> tuple[Path, Layout] | None:
-    """The data set's folder below ``root`` and its layout, or None if it is not found."""
+    """The data set's folder below ``root`` and its layout, if it is there."""
     try:
         return source.place.find(root)
     except DataError:

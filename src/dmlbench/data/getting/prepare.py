@@ -24,13 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A data set that its reader finds.
-
-    Attributes:
-        folder: its location.
-        layout: the layout found there, in words.
-        was_there: True when nothing had to be done.
-    """
+    """A data set that its reader finds; ``was_there``: nothing had to be done."""
 
     folder: Path
     layout: str
@@ -50,12 +44,10 @@ def prepare(
     """Extract the archives found in ``root``, or download them, so that the data set is found below ``root``.
 
     Args:
-        source: the data set.
-        root: the folder of all data sets, made when it is missing.
-        given: the archives, in any folder; archives of mirrors may have other names. If empty, looks for the
-            published names in ``root`` and its sub-folder of the data set.
+        root: the folder of all data sets.
+        given: the archives, in any folder and under any name. If empty, the published names are looked for in ``root``
+            and its sub-folder of the data set.
         password: of encrypted archives.
-        download: whether to download what is missing.
         accept_other_checksum: take archives that differ from the published ones; the folder's marker file records it.
         report: called with a line before each piece of work.
     """
@@ -93,7 +85,6 @@ def prepare(
 
 
 def _is_partial(source: Source, folder: Path) -> bool:
-    """Whether some but not all of a packed data set's preferred archives are there."""
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]
@@ -133,7 +124,7 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
 
 
 def _download(source: Source, archive: Archive, folder: Path) -> Path:
-    """Download an archive from the first of its links that works; its checksum is verified before it gets its name."""
+    """Download and verify an archive from the first of its links that works."""
     for url in archive.urls:
         downloader = pooch.HTTPDownloader if url.startswith("http") else pooch.FTPDownloader
         files = pooch.create(
@@ -198,7 +189,6 @@ def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
 
 
 def _copy(path: Path, to: Path, report: Callable[[str], None]) -> None:
-    """Copy a file completely or not at all."""
     if path == to or (to.exists() and to.samefile(path)):
         return
     if to.exists():

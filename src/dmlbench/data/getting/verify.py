@@ -1,4 +1,4 @@
-"""Inspects every image of a data set: which are unreadable, odd, duplicated, or not listed."""
+"""Inspects every image of a data set for unreadable, odd, duplicated and unlisted ones."""
 
 import hashlib
 import os
@@ -8,31 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ImageFile
 
 from dmlbench.data.image_table import file_sizes
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
-from dmlbench.data.originals import Header, deviations
+from dmlbench.data.originals import Header, deviations, read_header
 from dmlbench.data.readers.layouts import is_image
 from dmlbench.runtime import file_sha256
 from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
 
-Watch = Callable[[int], None]
-"""Called with the number of images that were just looked at."""
+Watch = Callable[[int], None]  # called with the number of images that were just read
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of images with the same bytes.
-
-    Attributes:
-        groups: paths of each group, in table order.
-        across_classes: number of groups with images of several classes.
-        across_halves: number of groups with images both to train and to test on.
-    """
+    """Paths of each group of images with the same bytes, and how many groups span several classes, or both halves."""
 
     groups: tuple[tuple[str, ...], ...] = ()
     across_classes: int = 0
@@ -40,7 +33,6 @@ class Duplicates:
 
     @property
     def images(self) -> int:
-        """Number of images that have a duplicate."""
         return sum(len(group) for group in self.groups)
 
 
@@ -49,15 +41,14 @@ class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images decoded or, in an array, compared; 0 when only counts were requested.
-        broken: (path, reason) of each image that cannot be read, in table order.
-        modes: how many files hold other pixels than 8-bit RGB, by Pillow's name of the mode.
+        looked_at: number of images read.
+        broken: (path, reason) of each image that cannot be read.
+        modes: number of files that are not 8-bit RGB, by Pillow's mode.
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
-        duplicates: images that occur more than once.
         deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
-        unlisted: image files in the data set's folders that no list names, relative to its root.
+        unlisted: image files in the data set's folders that no list names.
     """
 
     looked_at: int = 0
@@ -72,30 +63,18 @@ class Report:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every image can be read."""
         return not self.broken
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One image file."""
-
     reason: str = ""
-    mode: str = "RGB"
-    is_rotated: bool = False
-    is_tiny: bool = False
     digest: str = ""
     header: Header | None = None
 
 
 def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
-    """Decode all images of a data set, or compare the pixels of one that is held as an array.
-
-    Args:
-        table: the data set.
-        num_threads: threads that decode; Pillow releases the GIL while it does.
-        watch: receives progress, in the calling thread.
-    """
+    """Decode all images of a data set, or compare the pixels of one that is held as an array."""
     if table.pixels is not None:
         return _verify_pixels(table, watch)
     sizes = file_sizes(table.root, table.paths, name=table.name)
@@ -113,25 +92,27 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
     paths = table.paths.tolist()
+    headers = [one.header for one in seen]
+    readable = [header for header in headers if header is not None]
+    originals = table.originals
     return Report(
         looked_at=len(names),
         broken=tuple((path, one.reason) for path, one in zip(paths, seen, strict=True) if one.reason),
-        modes=dict(sorted(Counter(one.mode for one in seen if not one.reason and one.mode != "RGB").items())),
-        rotated=sum(one.is_rotated for one in seen),
-        tiny=tuple(path for path, one in zip(paths, seen, strict=True) if one.is_tiny),
+        modes=dict(sorted(Counter(header.mode for header in readable if header.mode != "RGB").items())),
+        rotated=sum(header.orientation in range(2, 9) for header in readable),
+        tiny=tuple(
+            path
+            for path, header in zip(paths, headers, strict=True)
+            if header is not None and min(header.width, header.height) < TINY_SIDE
+        ),
         duplicates=_duplicates(table, (one.digest for one in seen)),
-        deviations=()
-        if table.originals is None
-        else deviations([one.header for one in seen], table.originals, np.arange(len(seen))),
+        deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
         unlisted=tuple(unlisted(table)),
     )
 
 
 def unlisted(table: ImageTable) -> list[str]:
-    """Image files that no list names, sorted, relative to the root.
-
-    Looks into the folders right below the root that hold listed images, so that other data sets are left alone.
-    """
+    """Image files that no list names, in the folders right below the root that hold listed images."""
     if table.pixels is not None:
         return []
     listed = set(table.paths.tolist())
@@ -150,14 +131,11 @@ def _look(name: str, *, with_digest: bool) -> _Seen:
     try:
         read_image(name)
         digest = file_sha256(name) if with_digest else ""
-        with Image.open(name) as image:  # for what the conversion hides; reads the header only
-            mode, size, orientation = image.mode, image.size, image.getexif().get(ExifTags.Base.Orientation)
-            header = Header(*size, image.format or "")
     except DataError as error:
         return _Seen(reason=_reason(error, name), digest=digest)
     except OSError as error:
         return _Seen(reason=str(error.strerror or error), digest=digest)
-    return _Seen("", mode, orientation in range(2, 9), min(size) < TINY_SIDE, digest, header)
+    return _Seen("", digest, read_header(name))
 
 
 def _reason(error: DataError, name: str) -> str:

@@ -1,10 +1,9 @@
-"""Arrays that are expensive to compute: stored once, completely or not at all, and verified when read."""
+"""Cache of arrays that are expensive to compute, verified when read."""
 
 import hashlib
 import io
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,50 +37,36 @@ def cached_array(
 ) -> CachedArray:
     """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
-    The file is a plain ``.npy`` followed by the sha256 of all that precedes it (``numpy.load`` ignores the tail), so a
-    truncated or damaged file is recognized, reported in the log and made again. Several processes may do this at once:
-    each writes its own file and then renames it.
+    The file is a plain ``.npy`` followed by its sha256 (``numpy.load`` ignores the tail); a damaged file is made again.
 
     Args:
-        cache_dir: folder, made when it is missing.
         name: first part of the file's name.
         key: everything that the array depends on, including a version of the code that makes it; JSON values only.
-        build: makes the array.
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
     path = Path(cache_dir) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npy"
-    digest = _verified_digest(path)
-    if digest is None:
-        remedy = "free some space or choose another cache_dir"
-        try:  # before the work, so that a wrong folder is known at once
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"cannot make the cache folder '{path.parent}' ({error.strerror}); {remedy}") from error
-        if not os.access(path.parent, os.W_OK):
-            raise DataError(f"cannot write to the cache folder '{path.parent}'; {remedy}")
-        array = np.ascontiguousarray(build())
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        buffer.write(bytes.fromhex(digest))
-        try:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = _verified_digest(path)
+        if digest is None:
+            buffer = io.BytesIO()
+            np.save(buffer, np.ascontiguousarray(build()), allow_pickle=False)
+            digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+            buffer.write(bytes.fromhex(digest))
             atomic_write(path, buffer.getvalue())
-        except OSError as error:
-            size = buffer.getbuffer().nbytes
-            raise DataError(f"cannot write the cache '{path}' ({size} bytes: {error.strerror}); {remedy}") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot use the cache '{path}' ({error.strerror or error}); free some space or choose another cache_dir"
+        ) from error
     return CachedArray(array=np.load(path, mmap_mode="r", allow_pickle=False), digest=digest)
 
 
 def _verified_digest(path: Path) -> str | None:
-    """The digest at the end of the file if the file's contents have it; None where the file is missing or damaged."""
+    """The digest at the end of the file; None if the file is missing or damaged."""
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise DataError(
-            f"cannot read the cache '{path}' ({error.strerror or error}); choose another cache_dir"
-        ) from error
     digest = hashlib.sha256(content[:-_DIGEST_BYTES])
     if content[-_DIGEST_BYTES:] == digest.digest():
         return digest.hexdigest()

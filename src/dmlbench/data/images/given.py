@@ -1,4 +1,4 @@
-"""Images that somebody hands over: files, Pillow images, arrays and tensors, one or many."""
+"""Images passed from Python: files, Pillow images, arrays and tensors, one or many."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,22 +16,17 @@ Given = str | Path | Image.Image | NDArray[np.uint8] | torch.Tensor
 
 
 class GivenImages:
-    """An ``ImageSource`` of what was handed over, each read and resized on request.
+    """An ``ImageSource`` of one image or many, each read and resized on request.
 
-    Attributes:
-        names: [N] what messages call each image: its path, or its number.
+    Args:
+        images: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8, or one array
+            [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
+        short_side: pixels to resize to; None keeps the sizes.
     """
 
     def __init__(
         self, images: Given | Iterable[Given], *, short_side: int | None = None, kernel: Kernel = "pillow"
     ) -> None:
-        """
-        Args:
-            images: one image or many: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8,
-                or one array [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
-            short_side: pixels to resize to, or None for the images as they are.
-            kernel: what resizes.
-        """
         self._images = _listed(images)
         self._short_side, self._kernel = short_side, kernel
         self.names = [str(x) if isinstance(x, str | Path) else f"number {i}" for i, x in enumerate(self._images)]

@@ -1,20 +1,11 @@
 """The image cache: every image of a data set, decoded and resized once, in one file that all processes map.
 
-Training would wait for the decoding of JPEGs. Transforms begin by resizing the short side; this step is the same in
-every epoch and every run, so it is done once. The cached images equal the decoded ones to the bit.
-
-The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, checksums
-[N] of the images' pixels as uint32, the checksum of these three, then the pixels of one image after the other as
-[H, W, 3] uint8. Images are in the order of their sorted names. Checksums are CRC-32.
-
-A process checks an image when it first reads it: 0.6 to 1.3 s for 6,033 images of 224 x 224 (908 MB, in the page cache;
-one thread of a busy Intel Xeon), a fifth of a millisecond each, and opening takes 1 ms. Checking the whole file when it
-is opened would take 1.2 to 2.0 s by CRC-32 and 4.8 to 7.0 s by BLAKE2b, at every start, however few images it reads.
-What is damaged is decoded again; a file of a former version, which has no checksums, is built again.
+The file: magic, header length (8 bytes, little endian), a JSON header, heights [N] and widths [N] as int32, CRC-32s [N]
+of the images' pixels as uint32, the CRC-32 of these three, then each image's pixels [H, W, 3] uint8 in the order of the
+sorted names. A process checks an image when it first reads it (0.2 ms), and decodes damaged ones again.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -61,7 +52,7 @@ class _Layout:
     def after(
         cls, head: int, heights: NDArray[np.int32], widths: NDArray[np.int32], checksums: NDArray[np.uint32]
     ) -> "_Layout":
-        """The images of a file whose magic and JSON header take ``head`` bytes."""
+        """The layout after ``head`` bytes of magic and JSON header."""
         start = head + _per_image(len(heights))
         sizes = heights.astype(np.int64) * widths * 3
         offsets = start + -start % _ALIGNMENT + np.concatenate([[0], np.cumsum(sizes)])
@@ -79,18 +70,11 @@ def _per_image(count: int) -> int:
 
 
 class CachedImages:
-    """Images of a table from its cache file, which is memory-mapped."""
+    """Images of a table from its memory-mapped cache file; row r is image ``position[r]``, decoded by ``decode``."""
 
     def __init__(
         self, path: Path, layout: _Layout, position: IntArray, decode: Callable[[int], NDArray[np.uint8]]
     ) -> None:
-        """
-        Args:
-            path: the cache file.
-            layout: of that file.
-            position: [N] place in the file of each row of the table.
-            decode: makes the image of a row again.
-        """
         self.path = path
         self._layout = layout
         self._position = position
@@ -101,14 +85,10 @@ class CachedImages:
         self._is_damaged = False
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] as a read-only view into the file.
-
-        Pixels that are not those that were stored are decoded again and put back into the file; the log says so.
-        """
+        """[H, W, 3] as a read-only view into the file; damaged images are decoded again."""
         if self._map is None:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._status = os.fstat(file.fileno())
         k = self._position[row]
         height, width = int(self._layout.heights[k]), int(self._layout.widths[k])
         size = 3 * height * width
@@ -120,27 +100,19 @@ class CachedImages:
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=int(self._layout.offsets[k]))
         if not self._checked[k]:
             if zlib.crc32(pixels.data) != self._layout.checksums[k]:
-                return self._repaired(row, k)
+                return self._decoded(row, k)
             self._checked[k] = True
         return pixels.reshape(height, width, 3)
 
-    def _repaired(self, row: int, k: int) -> NDArray[np.uint8]:
-        """Image ``k``, decoded again and put back into the file, where all that map it see it; its next read checks."""
+    def _decoded(self, row: int, k: int) -> NDArray[np.uint8]:
         if not self._is_damaged:
-            logger.warning("the image cache %s is damaged; what is wrong in it is decoded again", self.path)
+            logger.warning(
+                "%s is damaged; remove it to build it again. Damaged images are decoded meanwhile", self.path
+            )
         self._is_damaged = True
         image = np.ascontiguousarray(self._decode(row))
         if zlib.crc32(image.data) != self._layout.checksums[k]:
-            raise DataError(
-                f"the image cache '{self.path}' is damaged, and the image of row {row} is not the one that was stored; "
-                "remove the cache, and it is made again"
-            )
-        try:
-            with open(self.path, "r+b") as file:
-                if os.path.samestat(os.fstat(file.fileno()), self._status):  # else another process has made a new one
-                    _write_all(file.fileno(), image, int(self._layout.offsets[k]))
-        except OSError as error:
-            logger.warning("%s cannot be repaired (%s)", self.path, error.strerror)
+            raise DataError(f"the image cache '{self.path}' is damaged, and image {row} has changed; remove the cache")
         image.flags.writeable = False
         return image
 
@@ -159,18 +131,14 @@ def cached_images(
     progress: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> CachedImages:
-    """The cache of a data set at one size; builds it if it is missing, damaged, outdated or of other data.
+    """The cache of a data set at one size; built if it is missing, damaged, outdated or of other data.
 
-    Any number of processes may call this at once: one builds, the others wait. The file appears complete or not at all.
+    If several processes call this at once, one builds and the others wait.
 
     Args:
-        table: a data set of image files, with a fingerprint.
-        cache_dir: folder of the cache, made when it is missing.
         short_side: pixels of the images' short side; None keeps their sizes.
-        kernel: what resizes.
-        num_threads: threads that decode; None takes all cores available to this process.
-        progress: whether to show a bar.
-        check: called regularly while building; what it raises ends the build.
+        num_threads: threads that decode; None takes all available cores.
+        check: called regularly while building; its exceptions end the build.
     """
     stamp = _stamp(table)
     size = "whole" if short_side is None else f"short{short_side}"
@@ -212,9 +180,7 @@ def _stamp(table: ImageTable) -> str:
         try:
             digest.update(f"{name}\t{os.stat(folder + name).st_mtime_ns}\n".encode())
         except OSError as error:
-            raise DataError(
-                f"image '{folder + name}' is gone ({error.strerror}); put it back, or start again without it"
-            ) from error
+            raise DataError(f"image '{folder + name}' cannot be found ({error.strerror}); put it back") from error
     return digest.hexdigest()
 
 
@@ -224,7 +190,7 @@ def _encode(header: dict[str, Any]) -> bytes:
 
 
 def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
-    """The layout of a complete cache file with this header; None if there is no such file."""
+    """The layout of a complete cache file with this header, if there is one."""
     try:
         with open(path, "rb") as file:
             expected = _encode(header)
@@ -243,7 +209,6 @@ def _read_layout(path: Path, header: dict[str, Any]) -> _Layout | None:
 
 @contextlib.contextmanager
 def _locked(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the exclusive right to build ``path``; the system releases it however the process ends."""
     lock = FileLock(path.with_suffix(".lock"))
     announced = False
     while not lock.is_locked:
@@ -294,7 +259,6 @@ def _build(
             f"{free / 1e9:.2f} GB free; {_REMEDY}"
         )
     with whole_file(path) as file:
-        _reserve(file.fileno(), total)
 
         def store(k: int) -> None:
             image = np.ascontiguousarray(short_side_resized(read_image(names[k]), short_side, kernel))
@@ -325,18 +289,6 @@ def _size_on_disk(name: str, short_side: int | None) -> tuple[int, int]:
         width, height = height, width
     width, height = resized_size(width, height, short_side)
     return height, width
-
-
-def _reserve(handle: int, size: int) -> None:
-    """Allocate the disk space now: a disk that fills up later must not break writers or readers."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-            return
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    os.ftruncate(handle, size)
 
 
 def _write_all(handle: int, data: Any, offset: int) -> None:

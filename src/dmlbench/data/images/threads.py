@@ -14,14 +14,11 @@ def for_each(
     watch: Callable[[int], object],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """``work`` for 0 to count - 1 in threads, in slices, so that an error, ``check`` or Ctrl-C stops it soon.
+    """Call ``work(0)`` to ``work(count - 1)`` in threads; an error, ``check`` or Ctrl-C stops them soon.
 
     Args:
-        work: releases the GIL for most of its time, as Pillow does.
-        count: of calls.
-        num_threads: at least 1.
         watch: called in this thread with the number of calls that just finished.
-        check: called in this thread regularly; what it raises stops the work.
+        check: called in this thread regularly; its exceptions stop the work.
     """
 
     def run(start: int) -> int:

@@ -45,16 +45,14 @@ _TEST_LABELS = _in_devkit("cars_test_annos_withlabels*.mat")  # browsers add " (
 _TEST_BOXES = _in_devkit("cars_test_annos.mat")
 _META = _in_devkit("cars_meta.mat")
 
-
+# Scipy raises these on damaged files; missing fields lead to some of them.
 _MATLAB = (OSError, EOFError, LookupError, TypeError, ValueError, NotImplementedError, MatReadError, zlib.error)
-"""What scipy raises on damaged files, and what missing fields lead to."""
 
 
 def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Car models as classes; the first 98 of 196 train, the others test (Oh Song et al. 2016).
 
-    The ``test`` field of the annotations and the folders ``train`` and ``test`` are the split for classification: the
-    former is ignored, the latter are merged.
+    The split for classification is ignored (``test`` of the annotations) or merged (folders ``train`` and ``test``).
 
     ``root`` and ``check_counts``: see ``DataFolder.table``.
 
@@ -65,7 +63,6 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
 
 def _listing(root: Path, paths: Sequence[str], published: IntArray, originals: Originals) -> Listing:
-    """Of paths below ``root`` and their published classes, which count from 1."""
     return Listing(root=root, paths=paths, labels=published - 1, class_names=NAMES, originals=originals)
 
 
@@ -151,7 +148,7 @@ def _annotations(file: Path, path_field: str) -> tuple[list[str], IntArray, NDAr
 
 
 def _check_names(file: Path) -> None:
-    """Refuse class names that are not the published ones: the class ids would mean something else."""
+    """Raise if class names are not the published ones: the class ids would mean something else."""
     if tuple(map(str, _read(file, "class_names"))) != NAMES:
         raise DataError(f"'{file}' does not name the {len(NAMES)} published classes in their order; get the original")
 

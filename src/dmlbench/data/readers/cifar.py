@@ -1,8 +1,6 @@
 """CIFAR-10 and CIFAR-100: 60,000 images of 32 x 32, from the "python version" or from folders of images."""
 
-import hashlib
 import logging
-import re
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -15,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, check_published, differing_counts, halved_roles, make_table
+from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.lists import read_file
 from dmlbench.data.readers.safe_pickle import read_pickle
-from dmlbench.data.readers.stored_images import StoredImage, decoded, file_stamp, stored_images
+from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
 from dmlbench.types import DataError, ImageTable
 
 SIDE = 32
@@ -40,12 +38,8 @@ logger = logging.getLogger(__name__)
 class Cifar(DataFolder):
     """One of the two data sets; its layouts read to the path of the python version, or to images by path.
 
-    Attributes:
-        classes: names in published order.
-        folder: of the python version.
-        batches: files of the python version, in published order.
-        meta: its file with the names of the classes.
-        names, labels, super_labels: keys of these in the files.
+    ``folder``, ``batches`` and ``meta`` are files of the python version; ``names``, ``labels`` and ``super_labels`` are
+    keys in these.
     """
 
     classes: tuple[str, ...]
@@ -57,7 +51,7 @@ class Cifar(DataFolder):
     super_labels: str | None
 
     def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer images than published, by the names and sizes of files; archives are not opened."""
+        """Whether there are fewer images than published, by names and sizes of files; archives are not opened."""
         folder, layout = self.find(root)
         found: Path | dict[str, StoredImage] = layout.read(folder)
         if isinstance(found, dict):
@@ -76,8 +70,7 @@ def _cifar(name: str, title: str, *, classes: tuple[str, ...], folder: str, **ke
     tree = f"train/{classes[0]}", f"test/{classes[0]}"
 
     def images(place: Path) -> dict[str, StoredImage]:
-        pattern = re.compile(rf"(?:^|/)((?:train|test)/(?:{'|'.join(classes)})/[^/]+)$")
-        found = {match[1]: image for image in stored_images(place) if (match := pattern.search(image.member))}
+        found = images_by_path(place, rf"(?:train|test)/(?:{'|'.join(classes)})/[^/]+")
         if not found:
             raise DataError(f"'{place}' has no images in train/<class> and test/<class> of {title}; put them there")
         return dict(sorted(found.items()))
@@ -128,15 +121,8 @@ FOLDER_100 = _cifar(
 def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
-    The published training and test parts are merged: they are the split for classification.
-
-    Args:
-        root: folder of the data set, or one that holds it.
-        cache_dir: folder that keeps the pixels as one array.
-        check_counts: insist on 60,000 images, 6,000 a class. False takes a subset.
-
-    Returns:
-        a table with ``pixels`` [N, 32, 32, 3].
+    The published training and test parts are merged: they are the split for classification. The table has ``pixels``
+    [N, 32, 32, 3], kept in ``cache_dir``. ``root`` and ``check_counts``: see ``DataFolder.table``.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -144,10 +130,9 @@ def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tru
 
 
 def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = True) -> ImageTable:
-    """A hundred classes in twenty super-classes; metric learning trains on the first fifty and tests on the others.
+    """A hundred classes in twenty super-classes; the first fifty train, the others test. Otherwise as ``cifar10``.
 
-    Arguments, result and errors as for ``cifar10``; ``super_labels`` are the coarse labels (the python version has
-    them, folders of images do not).
+    ``super_labels`` are the coarse labels (the python version has them, folders of images do not).
     """
     return _table(FOLDER_100, root, cache_dir, check_counts)
 
@@ -169,31 +154,26 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
     numbered += [f"test/{row:05d}" for row in range(len(rows) - num_train)]
     labels = rows[:, _WIDTH].astype(np.int64)
     coarse = rows[:, _WIDTH + 1].astype(np.int64)
-    role = halved_roles(labels, len(data.classes))
-    if check_counts:
-        check_published(data.title, folder, labels, role, data.published)
-        per_class = np.bincount(labels)
-        if len(set(per_class.tolist())) > 1:
-            fewest = int(per_class.argmin())
-            raise DataError(
-                f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
-                f"{len(labels) // len(data.classes):,} of each class; get the original"
-            )
-    present, compact = np.unique(labels, return_inverse=True)
-    return make_table(
-        data.name,
-        "",
+    listing = Listing(
+        root="",
         paths=list(found) if isinstance(found, dict) else numbered,
-        labels=compact.astype(np.int64),
-        class_names=[data.classes[c] for c in present],
-        role=role,
-        content=cached.digest,
+        labels=labels,
+        class_names=data.classes,
         super_labels=None if (coarse == _NO_SUPER_CLASS).any() else coarse,
-        pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
+        name=data.name,
         layout=f"{layout.description}; its parts train and test, a split for classification, are merged",
-        notes=differing_counts(labels, role, data.published),
-        published_queries=data.published.num_queries,
+        pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
+        digest=cached.digest,
     )
+    table = table_of(listing, published=data.published, check_counts=check_counts, place=folder)
+    per_class = np.bincount(labels)
+    if check_counts and len(set(per_class.tolist())) > 1:
+        fewest = int(per_class.argmin())
+        raise DataError(
+            f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
+            f"{len(labels) // len(data.classes):,} of each class; get the original"
+        )
+    return table
 
 
 _Source = tuple[dict[str, Any], Callable[[], NDArray[np.uint8]]]
@@ -201,7 +181,6 @@ _Source = tuple[dict[str, Any], Callable[[], NDArray[np.uint8]]]
 
 
 def _of_batches(data: Cifar, place: Path) -> _Source:
-    """The python version, from its folder or straight from its archive."""
     files = [place / name for name in (*data.batches, data.meta)] if place.is_dir() else [place]
     key = {"files": [[file.name, file_stamp(file)] for file in files]}
 
@@ -246,10 +225,8 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
             f"'{name}' has data {pixels.shape} of {pixels.dtype} and {len(labels)} labels, expected [N, {_WIDTH}] "
             "of uint8 and N labels; get the original"
         )
-    if len(labels) == 0:
-        raise DataError(f"'{name}' has no images; get the original")
     for what, values, limit in ((data.labels, labels, len(data.classes)), (data.super_labels, coarse, 256)):
-        if not np.issubdtype(values.dtype, np.integer) or values.min() < 0 or values.max() >= limit:
+        if not np.issubdtype(values.dtype, np.integer) or values.min(initial=0) < 0 or values.max(initial=0) >= limit:
             raise DataError(f"'{name}' has {what} outside of [0, {limit}); get the original")
     planes = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1).reshape(len(pixels), -1)  # [N, HWC]
     return np.concatenate([planes, labels[:, None].astype(np.uint8), coarse[:, None].astype(np.uint8)], axis=1)
@@ -257,7 +234,6 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
 
 def _of_images(data: Cifar, images: dict[str, StoredImage]) -> _Source:
     """Images in ``train/<class>`` and ``test/<class>``, in a folder or in a zip."""
-    text = "".join(f"{path}\t{image.stamp}\n" for path, image in images.items())
 
     def rgb(image: Image.Image) -> NDArray[np.uint8]:
         if image.size != (SIDE, SIDE):
@@ -266,7 +242,7 @@ def _of_images(data: Cifar, images: dict[str, StoredImage]) -> _Source:
 
     def build() -> NDArray[np.uint8]:
         labels = np.array([data.classes.index(path.split("/")[1]) for path in images], dtype=np.uint8)[:, None]
-        pixels = decoded(list(images.values()), (_WIDTH,), rgb)
+        pixels = decoded(images.values(), (_WIDTH,), rgb)
         return np.concatenate([pixels, labels, np.full_like(labels, _NO_SUPER_CLASS)], axis=1)
 
-    return {"images": hashlib.sha256(text.encode()).hexdigest()}, build
+    return {"images": content_digest(images)}, build

@@ -41,23 +41,19 @@ def cifar100_collage(
 ) -> ImageTable:
     """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study.
 
-    Labels are super-classes of a part: the classes of CIFAR-100 that a super-class consists of in training, in
-    validation and in test are others, and so are the classes of the background (``BACKGROUND``), whose images fill
-    three quadrants. Each image of CIFAR-100, whichever part of its split for classification it is of, is the target of
-    one collage, which stays the same; its quadrant and its background are drawn by a random stream of its own. Labels
-    of ``layout="paper"`` train in their first half and validate in their second (``protocol=held_out``).
+    A label is a super-class in a part. Training, validation and test have different classes of CIFAR-100, both as
+    targets and as background (``BACKGROUND``, three quadrants). Each image of CIFAR-100 is the target of one fixed
+    collage; its own random stream draws quadrant and background. Labels of ``layout="paper"`` train in their first half
+    and validate in their second (``protocol=held_out``).
 
     Args:
-        root: folder of CIFAR-100, or one that holds it; complete, with super-classes (the python version).
-        cache_dir: folder that keeps the pixels as one array.
-        layout: of the five classes of a super-class, three train and two test (the public code), or two train, one
-            validates and two test (the paper); in published order, which neither of them names.
-        collage: False takes the targets alone, as they are: the bound that the study calls distilled.
-        images_per_class: the first so many images of each of CIFAR-100's classes as targets; None: all 600.
+        root: folder of the complete python version of CIFAR-100, or one that holds it.
+        cache_dir: folder that keeps the ``pixels`` [N, 64, 64, 3].
+        layout: of the five classes of a super-class in published order, "public" (code) takes three to train and two to
+            test, "paper" two to train, one to validate and two to test.
+        collage: False takes the targets alone, [N, 32, 32, 3]: the bound that the study calls distilled.
+        images_per_class: targets of each class of CIFAR-100; None: all 600.
         seed: of quadrants and backgrounds.
-
-    Returns:
-        a table with ``pixels`` [N, 64, 64, 3], or [N, 32, 32, 3] without ``collage``.
 
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.
@@ -109,11 +105,9 @@ def cifar100_collage(
 
 
 def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout: Layout = "public") -> ImageTable:
-    """The classes of CIFAR-100 that the collages of ``layout`` train on, targets and background: what a backbone may be
-    pretrained on without having seen a class of the test. The public code's had seen all hundred.
+    """The classes of CIFAR-100 that the collages train on, targets and background, to pretrain a backbone on.
 
-    Arguments and errors are those of ``cifar100_collage``; images have their names in the split for classification, and
-    all classes are for training (``protocol=same_classes``).
+    Such a backbone has seen no class of the test; the public code's has. All classes train (``protocol=same_classes``).
     """
     source, classes_of = classes_of_parts(root, cache_dir, layout)
     assert source.super_labels is not None and source.pixels is not None
@@ -136,7 +130,7 @@ def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout
 def classes_of_parts(
     root: str | Path, cache_dir: str | Path, layout: Layout
 ) -> tuple[ImageTable, dict[str, dict[str, IntArray]]]:
-    """CIFAR-100, and by part and super-class which of its classes belong there."""
+    """CIFAR-100, and its classes by part and super-class."""
     if layout not in PARTS:
         raise ConfigError(f"layout ('{layout}') of collages must be one of {', '.join(get_args(Layout))}")
     source = cifar100(root, cache_dir=cache_dir)

@@ -1,8 +1,7 @@
-"""CUB-200-2011 and, for ``cub200_2010``, the CUB-200 of 2010: birds, as lists and images or as bare class folders.
+"""CUB-200-2011 and CUB-200 of 2010 (birds), as lists and images or as bare class folders.
 
-The classes of both have the same names; their images are distinguished by their file names. Both call an image
-``<Species>_<number>_<id>.jpg``. Ids of 2010 are Flickr's, of seven digits or more (``xxx`` where unknown); 2011
-renumbers its images with at most six digits. No image file has the same name in both.
+Both have the same class names and call an image ``<Species>_<number>_<id>.jpg``. Ids of 2010 are Flickr's, of seven
+digits or more (``xxx`` where unknown); 2011 renumbers its images with at most six digits.
 """
 
 import re
@@ -28,16 +27,11 @@ _LONGEST_ID_OF_2011 = 6  # digits
 
 @dataclass(frozen=True)
 class Edition(DataFolder):
-    """The folder of one of the two editions, never confused with the other's.
-
-    Attributes:
-        year: of publication.
-    """
+    """The folder of one of the two editions, never confused with the other's."""
 
     year: int
 
     def find(self, root: str | Path) -> tuple[Path, Layout]:
-        """The folder and its layout, as for any data set."""
         try:
             return super().find(root)
         except DataError as error:
@@ -47,8 +41,8 @@ class Edition(DataFolder):
                 raise error from None
         raise self._confused(folder)
 
-    def checked(self, listing: Listing, layout: Layout) -> Listing:
-        """The listing, with a note where nothing shows which edition it is of."""
+    def table_of(self, listing: Listing, layout: Layout, *, check_counts: bool) -> ImageTable:
+        """The table, with a note where nothing shows which edition it is of."""
         years = Counter(map(year_of, listing.paths))
         own, others, total = years[self.year], years[self._other.year], len(listing.paths)
         if own and others:
@@ -58,15 +52,15 @@ class Edition(DataFolder):
             )
         if others or (not own and total == self._other.published.num_images):
             raise self._confused(listing.root)
-        if own or total == self.published.num_images or layout.read is _of_lists:
-            return listing
-        return replace(listing, notes=("of unknown edition, 2010 or 2011",))
+        if not own and total != self.published.num_images and layout.read is not _of_lists:
+            listing = replace(listing, notes=("of unknown edition, 2010 or 2011",))
+        return super().table_of(listing, layout, check_counts=check_counts)
 
     @property
     def _other(self) -> "Edition":
         return OF_2011 if self is OF_2010 else OF_2010
 
-    def _confused(self, folder: Path) -> DataError:
+    def _confused(self, folder: str | Path) -> DataError:
         found = self._other
         return DataError(
             f"'{folder}' holds {found.title} ({found.published.num_images:,} images), not {self.title} "
@@ -78,8 +72,7 @@ class Edition(DataFolder):
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Bird species as classes; the first 100 of 200 train, the others test (Oh Song et al. 2016).
 
-    ``train_test_split.txt`` and folders ``train`` and ``test`` are the split for classification: the former is
-    ignored, the latter are merged.
+    The split for classification is ignored (``train_test_split.txt``) or merged (folders ``train`` and ``test``).
 
     ``root`` and ``check_counts``: see ``DataFolder.table``.
 
@@ -90,7 +83,7 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
 
 def year_of(path: str) -> int | None:
-    """The edition that an image's name belongs to, or None if it is neither."""
+    """The edition that an image's name belongs to, if any."""
     match = _ID.search(path)
     if match is None:
         return None
@@ -141,15 +134,10 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
     def class_of(place: Path) -> int:
         match = re.fullmatch(r"(\d{3})\..+", place.name, re.ASCII)
         if match is None or not 1 <= int(match[1]) <= _NUM_CLASSES:
-            raise DataError(
-                f"'{place}' holds images but is no class of {title}, 001.Black_footed_Albatross to 200; rename it as "
-                "the original or move it away"
-            )
+            raise DataError(f"'{place}' holds images but is no class of {title}, 001 to 200; rename it or move it away")
         if names.setdefault(int(match[1]), place.name) != place.name:
-            raise DataError(
-                f"class {int(match[1])} of {title} has the folders '{names[int(match[1])]}' and '{place.name}' in "
-                f"'{root}'; keep the one of the original"
-            )
+            both = f"'{names[int(match[1])]}' and '{place.name}'"
+            raise DataError(f"class {int(match[1])} of {title} has the folders {both} in '{root}'; keep one")
         return int(match[1])
 
     paths, classes = images_of_classes(root, class_of, parts=parts)
@@ -166,7 +154,7 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
 
 
 def _is_meant(folder: Path, *, base: str, parts: Sequence[str], year: int) -> bool:
-    """Whether class folders may be those of an edition: not where its lists are incomplete, nor the other's images."""
+    """Whether class folders may be an edition's: neither incomplete lists nor the other edition's images."""
     if any((folder / name).is_file() for name in _LISTS):
         return False
     files = (file.name for part in parts for file in (folder / base / part).glob(f"{_CLASS_FOLDER}/*"))
@@ -175,8 +163,6 @@ def _is_meant(folder: Path, *, base: str, parts: Sequence[str], year: int) -> bo
 
 
 def _folder_layouts(year: int, title: str) -> tuple[Layout, ...]:
-    """The layouts without lists."""
-
     def layout(description: str, base: str, parts: Sequence[str]) -> Layout:
         markers = tuple("/".join(filter(None, (base, part, _CLASS_FOLDER))) for part in parts[:2])
         read = partial(_of_folders, base=base, parts=parts, title=title)

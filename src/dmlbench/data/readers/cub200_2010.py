@@ -11,8 +11,7 @@ FOLDER = OF_2010
 def cub200_2010(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Bird species as classes, 20 to 39 images each; the first 100 of 200 train, the others test.
 
-    The classes are those of ``cub200``, the edition of 2011, and so is the split by classes; the images differ. The
-    lists of the archive are for classification and ignored.
+    Classes and halves are those of ``cub200``; the images differ. The archive's lists, for classification, are ignored.
 
     ``root`` and ``check_counts``: see ``DataFolder.table``.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dmlbench.data.image_table import Listing, shorten, table_of_files
+from dmlbench.data.image_table import Listing, shorten, table_of
 from dmlbench.data.readers.layouts import images_below, subfolders
 from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
@@ -44,18 +44,12 @@ def folder(
     - a CSV with the columns ``path,label`` and, optionally, ``role`` (train, test, query or gallery; without it the
       halves are as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may separate columns.
 
-    Classes are sorted, as numbers where all are whole numbers. Lists of classes set the halves, and with them the
-    order in which protocols cut: those of ``train_classes`` come first, each list in its own order. With only one
-    list, all other classes form the other half. With both, classes in neither are left out. Folders such as ``train``,
-    ``val`` and ``test`` are then merged: they split each class for classification.
+    Classes are sorted, as numbers where all are whole numbers. Lists of classes (one name a line, ``#`` begins a
+    comment) set the halves and the order in which protocols cut: those of ``train_classes`` come first, each list in
+    its own order. With only one list, all other classes form the other half. With both, classes in neither are left
+    out. Folders such as ``train``, ``val`` and ``test`` are then merged.
 
-    Args:
-        root: folder of the images.
-        csv: the list's file; relative to ``root`` unless absolute.
-        train_classes: a text file with the name of one class a line; ``#`` at its beginning or after a blank begins
-            a comment. Relative to ``root`` unless absolute.
-        test_classes: as ``train_classes``.
-        name: name of the data set in results.
+    Files are relative to ``root`` unless absolute; ``name`` is the data set's in results.
     """
     root = Path(root)
     if not root.is_dir():
@@ -67,15 +61,10 @@ def folder(
     if has_lists:
         if "role" in images:
             raise ConfigError(
-                f"data set '{name}' gets the roles of its images from {layout}, so it takes no train_classes and "
-                "test_classes; remove one or the other"
+                f"data set '{name}' has roles from {layout}; remove these, or train_classes and test_classes"
             )
-        class_names, num_train = _listed_classes(
-            class_names,
-            None if train_classes is None else root / train_classes,
-            None if test_classes is None else root / test_classes,
-            name=name,
-        )
+        lists = (None if file is None else root / file for file in (train_classes, test_classes))
+        class_names, num_train = _listed_classes(class_names, *lists, name=name)
         images = images[images["label"].isin(class_names)]
 
     def numbered(column: str, names: Sequence[str]) -> IntArray:
@@ -94,37 +83,31 @@ def folder(
         super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
         remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
     )
-    return table_of_files(listing, published=None)
+    return table_of(listing, published=None)
 
 
 def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str]:
-    """Path and label of images in class folders, and their role where these lie in folders by role; and the layout.
-
-    ``merge`` takes parts (train, val, test, ...) together, whose images then have no role.
-    """
+    """Path and label of images in class folders, their role unless folders by role are merged; and the layout."""
     below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
     parts = [top for top in tops if top.casefold() in PART_FOLDERS]
     if not tops:
-        raise DataError(
-            f"data set '{name}' finds no images in sub-folders of '{root}'; expected root/<class>/<image>, such as "
-            "root/cat/1.jpg"
-        )
+        raise DataError(f"data set '{name}' finds no images in sub-folders of '{root}', expected <class>/<image>")
     nested = [top for top in parts if any("/" in image for image in tops[top])]
     if nested and len(parts) < len(tops):
         others = shorten([top for top in tops if top not in parts])
         raise DataError(
-            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}': are these "
-            "classes or parts? Move one kind away, or list the images in a csv"
+            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}', expected "
+            "classes or parts; move one kind away, or list the images in a csv"
         )
     if len(parts) < len(tops):
         if len(tops) == 1:
             (only,) = tops
             raise DataError(
-                f"data set '{name}' finds one class, '{only}', in '{root}', expected two or more; if "
-                f"its sub-folders are the classes, point root at '{root / only}'"
+                f"data set '{name}' finds one class, '{only}', expected two or more; point root at '{root / only}' if "
+                "its sub-folders are the classes"
             )
         listed = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
         return pd.DataFrame(listed, columns=["path", "label"], dtype=object), "class folders"
@@ -132,8 +115,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
         raise DataError(
             f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
-            "test, or train, query and gallery; name the classes of each half with train_classes and test_classes, list"
-            f" the images in a csv, or point root at one of them (such as '{root / sorted(tops)[0]}')"
+            "test, or train, query and gallery; set train_classes and test_classes, or point root at one of them"
         )
     rows = []
     for top, images in tops.items():
@@ -146,7 +128,6 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
 
 
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
-    """Path, label and whatever else the list has, by column; and the layout."""
     rows: list[dict[str, str]] = []
     for number, row in _csv_rows(file):
         if row.get("role", "train") not in ROLES:
@@ -170,8 +151,8 @@ def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
         header = [column.strip() for column in reader.fieldnames or []]
         if not _NEEDED <= set(header) <= set(_COLUMNS) or len(set(header)) < len(header):
             raise DataError(
-                f"line 1 of '{file}' has the columns {', '.join(header)}; expected path and label, and of role and "
-                "super_label what you have"
+                f"line 1 of '{file}' has the columns {', '.join(header)}, expected path and label; optional are role "
+                "and super_label"
             )
         reader.fieldnames = header
         for row in reader:
@@ -186,24 +167,20 @@ def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
 def _listed_classes(
     classes: Sequence[str], train_list: Path | None, test_list: Path | None, *, name: str
 ) -> tuple[list[str], int]:
-    """The classes in the order of the lists, those to train on first, and how many these are."""
+    """The classes in the order of the lists, and how many of them train; these come first."""
     known = set(classes)
     train = None if train_list is None else _read_classes(train_list, known)
     test = None if test_list is None else _read_classes(test_list, known)
     if train is not None and test is not None and (both := [c for c in test if c in train]):
         raise DataError(
-            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', which line {train[both[0]]} of '{train_list}' "
-            "names too; give each class one half"
+            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', as does line {train[both[0]]} of '{train_list}'"
         )
     if train is None:
         train = {c: 0 for c in classes if c not in (test or {})}
     if test is None:
         test = {c: 0 for c in classes if c not in train}
     if not train or not test:
-        raise DataError(
-            f"data set '{name}' has no class to {'test' if train else 'train'} on after its lists; name some of its "
-            f"{len(classes)} classes in each half"
-        )
+        raise DataError(f"data set '{name}' has no class to {'test' if train else 'train'} on; name some in each half")
     if left_out := [c for c in classes if c not in train and c not in test]:
         logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
     return [*train, *test], len(train)
@@ -220,8 +197,7 @@ def _read_classes(file: Path, known: set[str]) -> dict[str, int]:
         class_name = written.get(unicodedata.normalize("NFC", class_name), class_name)
         if class_name not in known:
             raise DataError(
-                f"line {number} of '{file}' names '{class_name}', which no image has as its class; "
-                f"{closest(class_name, sorted(known))}"
+                f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, sorted(known))}"
             )
         if (first := line_of.setdefault(class_name, number)) != number:
             raise DataError(f"line {number} of '{file}' names '{class_name}' of line {first} again; remove one")

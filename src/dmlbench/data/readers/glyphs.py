@@ -1,7 +1,6 @@
-"""Two data sets that need no files and no network: ``glyphs`` (letters in twelve faces) and ``glyphs_collage``.
+"""Two data sets that need no files: ``glyphs`` (letters in twelve faces) and ``glyphs_collage``.
 
-Pixels are computed in integers from fonts that matplotlib ships, so equal library versions give equal pixels on every
-machine. Each image has a random stream of its own, seeded by (seed, data set, class, image).
+Pixels are computed in integers, so equal library versions give equal pixels on every machine.
 """
 
 import dataclasses
@@ -42,10 +41,10 @@ class GlyphStyle:
     Attributes:
         size_range: em size as a share of the side of the character's cell.
         rotation_degrees: largest rotation, in either direction.
-        shift: largest shift along either axis and in either direction, as a share of the cell's side.
+        shift: largest shift along either axis, as a share of the cell's side.
         background_range: grey level of the background, as a share of white.
-        contrast_range: grey level of the ink minus that of the background, as a share of white.
-        noise_range: standard deviation of the pixel noise, as a share of white; drawn for each image.
+        contrast_range: grey level of the ink minus the background's, as a share of white.
+        noise_range: standard deviation of an image's pixel noise, as a share of white.
     """
 
     size_range: Range
@@ -84,18 +83,8 @@ def glyphs(
 ) -> ImageTable:
     """Letters as classes: the first ``num_classes`` by code point that twelve DejaVu faces share and distinguish.
 
-    An image does not depend on the number of classes or images.
-
-    Args:
-        cache_dir: folder that keeps the rendered pixels.
-        num_classes: the first half of them trains, the second half tests.
-        images_per_class: images of each.
-        image_size: side of an image in pixels.
-        seed: of all randomness.
-        size_range, rotation_degrees, shift, background_range, contrast_range, noise_range: see ``GlyphStyle``.
-
-    Returns:
-        a table with grey ``pixels`` [num_classes * images_per_class, image_size, image_size], ink lighter than ground.
+    The first half of the classes trains, the second half tests. An image does not depend on the number of classes or
+    images. Pixels are grey, ink lighter than ground. See ``GlyphStyle`` for the ranges.
     """
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
     return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir)
@@ -117,11 +106,8 @@ def glyphs_collage(
 ) -> ImageTable:
     """The letters of ``glyphs``, each in one quadrant of the image, with a nuisance symbol in each of the other three.
 
-    The quadrant is random. The symbols of train classes and those of test classes have none in common. Weighting the
-    places of an image helps here, since three quarters of each say nothing about its class.
-
-    Args, Returns and Raises are those of ``glyphs``; sizes and shifts are shares of a quadrant's side, and
-    ``image_size`` must be even. An image depends on ``num_classes`` only through the half that its class falls in.
+    Train and test classes share no symbols. Sizes and shifts are shares of a quadrant's side. An image depends on
+    ``num_classes`` only through the half that its class falls in.
     """
     if image_size % 2:
         raise ConfigError(f"image_size ({image_size}) of glyphs_collage must be even: it is made of four quadrants")
@@ -142,7 +128,7 @@ def glyphs_collage(
 
 
 def nuisance_pools() -> tuple[str, str]:
-    """Symbols next to train classes and symbols next to test classes: every other one, so that both are of one kind."""
+    """Symbols next to train classes and next to test classes: every other one, so that both are alike."""
     return NUISANCE_SYMBOLS[0::2], NUISANCE_SYMBOLS[1::2]
 
 
@@ -159,10 +145,9 @@ def _table(
     symbols: tuple[int, ...] = (),
     grid: int = 1,
 ) -> ImageTable:
-    """The table of images that consist of ``grid`` x ``grid`` cells with one character each.
+    """The table of images of ``grid`` x ``grid`` cells with one character each.
 
-    ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes and, after them,
-    ``symbols``.
+    ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes, then ``symbols``.
     """
     if images_per_class < 1:
         raise ConfigError(f"images_per_class ({images_per_class}) must be at least 1")

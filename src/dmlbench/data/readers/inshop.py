@@ -55,7 +55,7 @@ def _of_list(folder: Path) -> Listing:
 
 
 def _originals(folder: Path, paths: list[str]) -> Originals:
-    """Those of img.zip, and their boxes if the list is there; only the check of the images needs them."""
+    """Those of img.zip, with boxes if their list is there."""
     file = next((folder / place for place in _BOXES if (folder / place).is_file()), None)
     if file is None:
         return Originals(size=_SIZE)
@@ -72,9 +72,7 @@ def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:
     for row, path in enumerate(rows["image_name"]):
         parts = path.split("/")
         if len(parts) < 4 or parts[0] != "img":
-            raise rows.fault(
-                row, f"names the image '{path}', expected img/<gender>/<category>/...; put the original list there"
-            )
+            raise rows.fault(row, f"names the image '{path}', expected img/<gender>/<category>/...")
         paths.append("/".join(parts[1:]))
         categories.append(f"{parts[1]}/{parts[2]}")
     return paths, np.unique(categories, return_inverse=True)[1].astype(np.int64)

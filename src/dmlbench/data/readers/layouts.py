@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dmlbench.data.image_table import Listing, Published, table_of_files
+from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.types import DataError, ImageTable
 
 # Folders that mirrors' archives wrap a data set in.
@@ -23,11 +23,11 @@ class Layout:
     """One way to arrange a data set on disk.
 
     Attributes:
-        description: as messages print it.
-        markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards (``*``,
-            ``?``, ``[0-9]``) and several alternatives separated by ``|``, one of which is enough.
+        description: for messages.
+        markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards and several
+            alternatives separated by ``|``.
         read: what a folder of this layout lists; a ``Listing`` where images are files.
-        recognizes: a further test of the folder, for what markers cannot express.
+        recognizes: a further test of the folder.
     """
 
     description: str
@@ -38,14 +38,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A published data set on disk: the usual names of its folder, and its possible layouts.
+    """A published data set on disk.
 
     Attributes:
-        name: the data set's name in the configuration.
-        title: its name in messages.
-        usual_names: names of the folder; case, blanks and punctuation do not matter.
-        layouts: the possible layouts, the preferred one first.
-        remedy: how to get the data; ends the message if they are not found.
+        name: in the configuration.
+        title: in messages.
+        usual_names: of its folder; case, blanks and punctuation do not matter.
+        layouts: the preferred one first.
+        remedy: how to get the data.
         published: the counts that identify the benchmark.
     """
 
@@ -58,20 +58,19 @@ class DataFolder:
 
     @property
     def expected(self) -> str:
-        """All layouts, for messages."""
         return "; or ".join(layout.description for layout in self.layouts)
 
     def find(self, root: str | Path) -> tuple[Path, Layout]:
         """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
 
         Raises:
-            DataError: no layout is complete; names the folders searched, and what the nearest one lacks.
+            DataError: no layout is complete.
         """
         root = Path(root)
         if not root.is_dir():
             raise DataError(
-                f"{self.title} is looked for in '{root}', which is not a folder; set DMLBENCH_DATA (or paths.data_dir) "
-                f"to the folder that holds your data sets; {self.remedy}"
+                f"{self.title} cannot be found: '{root}' is not a folder; set DMLBENCH_DATA (or paths.data_dir) to the "
+                f"folder of your data sets; {self.remedy}"
             )
         folders = list(_candidates(root, {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}))
         nearest: tuple[int, str] = (0, "")
@@ -88,24 +87,22 @@ class DataFolder:
         raise DataError(f"{self.title} is not in {searched}{nearest[1]}; expected {self.expected}; {self.remedy}")
 
     def table(self, root: str | Path, *, check_counts: bool) -> ImageTable:
-        """The table of the image files of the data set.
+        """The data set as a table.
 
         Args:
             root: folder of the data set, or one that holds it under a usual name.
-            check_counts: insist on the published numbers of images and classes. False takes a subset: classes without
-                images are left out, and each other one keeps its half.
+            check_counts: require the published numbers of images and classes. False takes a subset.
         """
         folder, layout = self.find(root)
-        listing = self.checked(layout.read(folder), layout)
-        listing = replace(listing, name=self.name, layout=listing.layout or layout.description)
-        return table_of_files(listing, published=self.published, check_counts=check_counts)
+        return self.table_of(layout.read(folder), layout, check_counts=check_counts)
 
-    def checked(self, listing: Listing, layout: Layout) -> Listing:
-        """The listing, where it is this data set's; a hook for those that others may be mistaken for."""
-        return listing
+    def table_of(self, listing: Listing, layout: Layout, *, check_counts: bool) -> ImageTable:
+        """The table of what a layout lists."""
+        listing = replace(listing, name=self.name, layout=listing.layout or layout.description)
+        return table_of(listing, published=self.published, check_counts=check_counts)
 
     def notes(self, root: str | Path) -> tuple[str, ...]:
-        """How what lies below ``root`` differs from the published data, as far as can be told without decoding it."""
+        """How the data below ``root`` differ from the published ones, as far as is known without decoding them."""
         return self.table(root, check_counts=False).notes
 
 
@@ -124,10 +121,9 @@ def first_match(folder: Path, marker: str) -> Path | None:
 def images_of_classes(
     root: Path, class_of: Callable[[Path], int], *, parts: Sequence[str] = ("",)
 ) -> tuple[list[str], list[int]]:
-    """Paths of the images in class folders and their classes.
+    """Paths of the images in class folders, relative to ``root``, and their classes.
 
     Args:
-        root: folder that paths are relative to.
         class_of: the class of a folder that holds images; raises DataError where it is none.
         parts: folders of ``root`` whose class folders are merged; those that do not exist are skipped.
     """
@@ -168,7 +164,7 @@ def images_in(folder: Path) -> list[str]:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name is that of an image and not hidden."""
+    """Whether a file name is an image's and not hidden."""
     return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
@@ -185,7 +181,7 @@ def plain_name(name: str) -> str:
 
 
 def read_names(data_set: str) -> tuple[str, ...]:
-    """The published class names of a data set in published order, from the list next to this module."""
+    """The class names of a data set in published order, from the list next to this module."""
     return tuple(Path(__file__).with_name(f"{data_set}_names.txt").read_text(encoding="utf-8").splitlines())
 
 

@@ -1,7 +1,4 @@
-"""The letters and symbols that the built-in ``glyphs`` data sets are drawn from, and their shapes.
-
-They come from the twelve DejaVu text faces that matplotlib ships, so nothing has to be downloaded.
-"""
+"""Letters and symbols of the ``glyphs`` data sets, from the twelve DejaVu text faces that matplotlib ships."""
 
 import functools
 import unicodedata
@@ -14,7 +11,7 @@ from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
 from PIL import ImageFont, features
 
-from dmlbench.types import ConfigError, DataError
+from dmlbench.types import ConfigError
 
 FACE_NAMES = (
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -34,12 +31,7 @@ _COMPARED_PIXELS = 96  # em size at which two letters are compared; a unit of th
 
 def face_files() -> tuple[Path, ...]:
     """Files of the twelve faces, in the order of ``FACE_NAMES``."""
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    files = tuple(folder / f"{name}.ttf" for name in FACE_NAMES)
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"matplotlib {matplotlib.__version__} lacks the font '{file}'; reinstall matplotlib")
-    return files
+    return tuple(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf" for name in FACE_NAMES)
 
 
 @functools.cache
@@ -51,11 +43,10 @@ def common_characters() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8)
 def distinct_letters(count: int) -> tuple[int, ...]:
-    """The first ``count`` letters by code point that all faces have and that can be distinguished.
+    """The first ``count`` letters (Unicode categories L*) by code point that all faces have and distinguish.
 
-    A letter is a character of a Unicode category L*. Of letters whose ink is the same in every face (the Latin, Greek
-    and Cyrillic A, say) only the first stays. Compared is the ink cut to its bounding box: images place a letter at
-    random, so its height above the baseline carries no information.
+    Of letters whose ink, cut to its bounding box, is the same in every face (the Latin, Greek and Cyrillic A, say) only
+    the first stays.
     """
     if count < 2:
         raise ConfigError(f"num_classes ({count}) is below 2; ask for at least one class to train and one to test on")
@@ -82,11 +73,7 @@ def letter_name(code: int) -> str:
 
 
 def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
-    """Every character in every face, the source of all rotated and scaled ones: ink 255 on 0.
-
-    Args:
-        codes: code points.
-        pixels: em size in pixels.
+    """Every character in every face at an em size of ``pixels``: ink 255 on 0.
 
     Returns:
         [len(codes), 12, S, S] uint8, each ink's bounding box in the middle, with a border of at least two empty pixels.
@@ -103,7 +90,7 @@ def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
 
 
 def renderer_version() -> str:
-    """What the pixels of a glyph depend on besides the parameters: the fonts' and the rasterizer's versions."""
+    """The versions of the fonts and the rasterizer, on which the pixels depend too."""
     return f"matplotlib {matplotlib.__version__}, pillow {PIL.__version__}, freetype {features.version('freetype2')}"
 
 

@@ -1,4 +1,4 @@
-"""Reading the text lists of benchmarks: columns separated by blanks, every fault named by file and line."""
+"""Text lists of benchmarks: columns separated by blanks; errors name file and line."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,7 @@ _REMEDY = "correct it or put the original file there"
 
 @dataclass(frozen=True)
 class TextList:
-    """The rows of a list.
-
-    Attributes:
-        file: its file.
-        columns: name -> [N] values.
-        lines: [N] number of each row's line in the file, from 1.
-    """
+    """A list: ``columns`` by name [N], and the number of each row's line in the file [N], from 1."""
 
     file: Path
     columns: dict[str, list[str]]
@@ -31,7 +25,6 @@ class TextList:
         return len(self.lines)
 
     def __getitem__(self, column: str) -> list[str]:
-        """[N] values of a column."""
         return self.columns[column]
 
     def fault(self, row: int, text: str) -> DataError:
@@ -43,15 +36,10 @@ class TextList:
         numbers = self._converted(column, int, "a whole number").astype(np.int64)
         if len(numbers) and numbers.min() < 1:
             row = int(np.argmax(numbers < 1))
-            raise self.fault(
-                row,
-                f"has the {column} {numbers[row]}, but ids count from 1 in the published list; this one seems to be "
-                f"renumbered from 0: {_REMEDY}",
-            )
+            raise self.fault(row, f"has the {column} {numbers[row]}, but published ids count from 1; {_REMEDY}")
         return numbers
 
     def decimals(self, column: str) -> NDArray[np.float64]:
-        """[N] values of a column of decimal numbers."""
         return self._converted(column, float, "a number").astype(np.float64)
 
     def _converted(self, column: str, convert: Callable[[str], Any], expected: str) -> NDArray[Any]:
@@ -66,25 +54,17 @@ class TextList:
         return np.array(values)
 
     def check_once(self, column: str) -> None:
-        """Refuse a column that names something twice."""
+        """Raise if a column names something twice."""
         first: dict[str, int] = {}
         for row, (line, value) in enumerate(zip(self.lines, self[column], strict=True)):
             if first.setdefault(value, line) != line:
                 raise self.fault(row, f"repeats the {column} {value} of line {first[value]}; {_REMEDY}")
 
     def check_known(self, column: str, known: Container[str], where: str) -> None:
-        """Refuse a column with values that another list does not have.
-
-        Args:
-            column: of this list.
-            known: the values of the other list.
-            where: its file's name, for the message.
-        """
+        """Raise if a column has values that are not among the ``known`` ones in ``where``."""
         for row, value in enumerate(self[column]):
             if value not in known:
-                raise self.fault(
-                    row, f"has the {column} {value}, which is not in {where}; put the original lists there"
-                )
+                raise self.fault(row, f"has the {column} {value}, which is not in {where}; {_REMEDY}")
 
     def boxes(self, name: str, edges: Sequence[NDArray[np.float64]], names: Iterable[str]) -> NDArray[np.float64]:
         """Boxes [N, 4] of ``names``, NaN where the list has none, from four ``edges`` [M] of its rows."""
@@ -104,8 +84,6 @@ def read_list(
     """A list in UTF-8; byte order marks, line ends, padding and blank lines do not matter.
 
     Args:
-        file: the list.
-        columns: names of the columns; the header, if any, must match them.
         has_count: whether the first line is the number of rows.
         has_header: whether the next line names the columns.
         separator: of the columns; None for any blanks.
@@ -115,9 +93,7 @@ def read_list(
     def pop(is_right: Callable[[str], bool], expected: str) -> str:
         number, line = lines.pop(0) if lines else (1, "")
         if not is_right(line):
-            raise DataError(
-                f"line {number} of '{file}' is '{line[:80]}', expected {expected}; put the original file there"
-            )
+            raise DataError(f"line {number} of '{file}' is '{line[:80]}', expected {expected}; {_REMEDY}")
         return line
 
     count = int(pop(str.isdecimal, "the number of rows")) if has_count else None
@@ -128,15 +104,10 @@ def read_list(
     rows = [[value.strip() for value in line.split(separator)] for _, line in lines]
     for (number, _), row in zip(lines, rows, strict=True):
         if len(row) != len(columns):
-            raise DataError(
-                f"line {number} of '{file}' has {len(row)} columns, expected {len(columns)} ({' '.join(columns)}); "
-                f"{_REMEDY}"
-            )
+            wanted = f"{len(columns)} ({' '.join(columns)})"
+            raise DataError(f"line {number} of '{file}' has {len(row)} columns, expected {wanted}; {_REMEDY}")
     if count is not None and count != len(rows):
-        raise DataError(
-            f"'{file}' says in line 1 that it has {count:,} rows, but has {len(rows):,}; put the original file there, "
-            "or correct line 1 if a subset is meant"
-        )
+        raise DataError(f"'{file}' has {len(rows):,} rows, expected the {count:,} of its line 1; {_REMEDY}")
     by_column = {column: list(values) for column, values in zip(columns, zip(*rows, strict=True), strict=True)}
     return TextList(file, by_column, [number for number, _ in lines])
 
@@ -152,7 +123,6 @@ def read_text(file: Path, *, remedy: str = "put the original file there") -> str
 
 
 def read_file(file: Path, *, remedy: str = "put the original file there") -> bytes:
-    """The content of a file."""
     if not file.is_file():  # opening a pipe would wait without end
         raise DataError(f"'{file}' is missing or not a file; {remedy}")
     try:

@@ -1,10 +1,8 @@
 """Omniglot: handwritten characters of 50 alphabets, read from the published archives, unpacked or not."""
 
-import hashlib
 import logging
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Published, differing_counts, halved_roles, make_table, shorten
+from dmlbench.data.image_table import Listing, Published, halved_roles, shorten, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import DataFolder, Layout
-from dmlbench.data.readers.stored_images import StoredImage, decoded, stored_images
+from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, images_by_path
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 ARCHIVES = (
@@ -32,22 +30,8 @@ _COUNTS = {
     "images_evaluation": _PUBLISHED.by_role["test"],
 }
 _VERSION = 1  # increment it whenever the pixels change
-_PATH = re.compile(r"(?:^|/)([^/]+/character\d+)/[^/]+$")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """One image: its character ("Alphabet/character01"), and its path, which begins with it."""
-
-    image: StoredImage
-    character: str
-    path: str
-
-    @property
-    def is_evaluation(self) -> bool:
-        return "evaluation" in self.image.place.name
 
 
 def omniglot(
@@ -65,16 +49,11 @@ def omniglot(
     the notes name an alphabet that this cuts.
 
     Args:
-        root: folder that holds the archives or what was unpacked from them, or one that holds that folder under a
-            usual name.
-        cache_dir: folder that keeps the resized pixels.
+        root: folder that holds the archives or what was unpacked from them, or one that holds that folder.
+        cache_dir: folder that keeps the ``pixels`` [N, image_size, image_size].
         archives: names among ``ARCHIVES``; None takes all that are there, the small background sets only if the
             full one is missing (they are parts of it).
-        image_size: side in pixels; the originals are 105 x 105.
-        check_counts: insist on the published numbers of drawings and characters of each archive. False takes a subset.
-
-    Returns:
-        a table with grey ``pixels`` [N, image_size, image_size].
+        check_counts: require the published numbers of drawings and characters of each archive. False takes a subset.
 
     Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
         induction", Science 350 (2015).
@@ -82,44 +61,35 @@ def omniglot(
     if not 8 <= image_size <= 105:
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
     folder, layout = FOLDER.find(root)
-    drawings = _list_drawings(_find_places(folder, archives), check_counts=check_counts)
-    key = {
-        "version": _VERSION,
-        "image_size": image_size,
-        "drawings": hashlib.sha256("".join(f"{d.path}\t{d.image.stamp}\n" for d in drawings).encode()).hexdigest(),
-    }
+    drawings = _find_drawings(_find_places(folder, archives), check_counts=check_counts)
+    key = {"version": _VERSION, "image_size": image_size, "drawings": content_digest(drawings)}
     cached = cached_array(cache_dir, "omniglot", key=key, build=lambda: _read_drawings(drawings, image_size))
-    characters = list(dict.fromkeys(d.character for d in drawings))
+    characters = list(dict.fromkeys(map(_character, drawings)))
     class_of = {character: number for number, character in enumerate(characters)}
-    labels = np.array([class_of[d.character] for d in drawings], dtype=np.int64)
-    alphabets, alphabet = np.unique([d.character.split("/")[0] for d in drawings], return_inverse=True)
-    evaluation = np.array([d.is_evaluation for d in drawings])
+    labels = np.array([class_of[_character(path)] for path in drawings], dtype=np.int64)
+    alphabets, alphabet = np.unique([path.split("/")[0] for path in drawings], return_inverse=True)
+    evaluation = np.array([_is_evaluation(drawing) for drawing in drawings.values()])
     both = bool(evaluation.any() and not evaluation.all())
     role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
-    return make_table(
-        "omniglot",
-        "",
-        paths=[d.path for d in drawings],
+    cut = alphabets[np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])]  # none of the published halves
+    listing = Listing(
+        root="",
+        paths=list(drawings),
         labels=labels,
         class_names=characters,
         role=role,
-        content=cached.digest,
         super_labels=alphabet,
-        pixels=cached.array,
+        notes=(f"train and test half share {shorten(cut)}: the split cuts an alphabet",) if len(cut) else (),
+        name="omniglot",
         layout=layout.description,
-        notes=(*differing_counts(labels, role, _PUBLISHED), *_cut_alphabets(alphabets[alphabet], role)),
-        published_queries=_PUBLISHED.num_queries,
+        pixels=cached.array,
+        digest=cached.digest,
     )
-
-
-def _cut_alphabets(alphabet: NDArray[np.str_], role: NDArray[np.str_]) -> tuple[str, ...]:
-    """A note on alphabets [N] of which some characters train and others test; published halves share none."""
-    shared = np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])
-    return (f"train and test half share {shorten(shared)}: the split cuts an alphabet",) if len(shared) else ()
+    return table_of(listing, published=_PUBLISHED, check_counts=False)
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """The archives to read, or the folders that they were unpacked to."""
+    """The archives to read, or their unpacked folders."""
     present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
     if archives is None:
         if "images_background.zip" in present:
@@ -143,41 +113,44 @@ def _place(folder: Path, archive: str) -> Path | None:
     return inner if inner.is_dir() else unpacked if unpacked.is_dir() else None
 
 
-def _list_drawings(places: Sequence[Path], *, check_counts: bool) -> list[_Drawing]:
-    """Every drawing once, background before evaluation, sorted by character and file within each."""
-    drawings: dict[str, _Drawing] = {}
+def _find_drawings(places: Sequence[Path], *, check_counts: bool) -> dict[str, StoredImage]:
+    """Every drawing once by its path, background before evaluation, sorted within each."""
+    drawings: dict[str, StoredImage] = {}
     for place in places:
-        found = [
-            _Drawing(image, match[1], match[0].removeprefix("/"))
-            for image in stored_images(place)
-            if (match := _PATH.search(image.member))
-        ]
+        found = images_by_path(place, r"[^/]+/character\d+/[^/]+")
         if not found:
             raise DataError(f"'{place}' holds no drawings (Alphabet/characterNN/*.png); download the archive again")
         if check_counts:
             _check_counts(place, found)
-        drawings = {drawing.path: drawing for drawing in found} | drawings
-    return sorted(drawings.values(), key=lambda d: (d.is_evaluation, d.character, d.path))
+        drawings = found | drawings
+    return dict(sorted(drawings.items(), key=lambda drawing: (_is_evaluation(drawing[1]), drawing[0])))
 
 
-def _check_counts(place: Path, drawings: Sequence[_Drawing]) -> None:
-    characters = Counter(drawing.character for drawing in drawings)
-    counts = len(drawings), len(characters)
+def _is_evaluation(drawing: StoredImage) -> bool:
+    return "evaluation" in drawing.place.name
+
+
+def _character(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _check_counts(place: Path, drawings: Iterable[str]) -> None:
+    characters = Counter(map(_character, drawings))
+    counts = characters.total(), len(characters)
     if expected := _COUNTS.get(place.name.removesuffix(".zip")):
         is_whole, wanted = counts == expected, f"{expected[0]:,} of {expected[1]:,}"
     else:
         num_alphabets = len({character.split("/")[0] for character in characters})
         is_whole = num_alphabets == 5 and set(characters.values()) == {20}
         wanted = "20 of each character of 5 alphabets"
-    if is_whole:
-        return
-    raise DataError(
-        f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
-        "download it again, or accept a subset with dataset.table.check_counts=false"
-    )
+    if not is_whole:
+        raise DataError(
+            f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
+            "download it again, or accept a subset with dataset.table.check_counts=false"
+        )
 
 
-def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.uint8]:
+def _read_drawings(drawings: Mapping[str, StoredImage], image_size: int) -> NDArray[np.uint8]:
     """[N, image_size, image_size] uint8, ink 255 on 0."""
     logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
 
@@ -185,15 +158,15 @@ def _read_drawings(drawings: Sequence[_Drawing], image_size: int) -> NDArray[np.
         grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
         return 255 - np.asarray(grey)  # the originals have black ink on white
 
-    return decoded([drawing.image for drawing in drawings], (image_size, image_size), inverted)
+    return decoded(drawings.values(), (image_size, image_size), inverted)
 
 
 @dataclass(frozen=True)
 class _Omniglot(DataFolder):
     def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer drawings than published; none is read."""
+        """Whether there are fewer drawings than published."""
         folder, _ = self.find(root)
-        return self.published.subset_note(len(_list_drawings(_find_places(folder, None), check_counts=False)))
+        return self.published.subset_note(len(_find_drawings(_find_places(folder, None), check_counts=False)))
 
 
 FOLDER = _Omniglot(

@@ -1,9 +1,11 @@
 """Small images of a whole data set, in folders or in zip archives, read as one array."""
 
+import hashlib
 import io
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,7 @@ _DAMAGED = (OSError, EOFError, SyntaxError, ValueError, zipfile.BadZipFile, zlib
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image file.
-
-    Attributes:
-        place: the folder or zip archive.
-        member: its name in there.
-        stamp: changes with its content: size and time of a file, the checksum in an archive.
-    """
+    """The image file ``member`` of a folder or zip archive; ``stamp`` changes with its content."""
 
     place: Path
     member: str
@@ -46,11 +42,19 @@ def stored_images(place: Path) -> list[StoredImage]:
     members = [member for member in members if is_image(member.filename.rsplit("/", 1)[-1])]
     for member in members:
         if member.file_size > _MOST_BYTES:
-            raise DataError(
-                f"'{member.filename}' in '{place}' claims {member.file_size:,} bytes for one small image; get the "
-                "original"
-            )
+            raise DataError(f"'{member.filename}' in '{place}' has {member.file_size:,} bytes, expected a small image")
     return [StoredImage(place, member.filename, str(member.CRC)) for member in members]
+
+
+def images_by_path(place: Path, pattern: str) -> dict[str, StoredImage]:
+    """The images below a folder or in a zip archive whose names end in ``pattern``, by that part of the name."""
+    ending = re.compile(f"(?:^|/)({pattern})$")
+    return {match[1]: image for image in stored_images(place) if (match := ending.search(image.member))}
+
+
+def content_digest(images: Mapping[str, StoredImage]) -> str:
+    """A digest of paths and stamps, for the key of a cache."""
+    return hashlib.sha256("".join(f"{path}\t{image.stamp}\n" for path, image in images.items()).encode()).hexdigest()
 
 
 def file_stamp(file: Path) -> str:
@@ -62,9 +66,10 @@ def file_stamp(file: Path) -> str:
 
 
 def decoded(
-    images: Sequence[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
+    images: Iterable[StoredImage], shape: tuple[int, ...], convert: Callable[[Image.Image], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """[N, *shape] uint8: what ``convert`` makes of each image."""
+    """[N, *shape] uint8: each image, converted."""
+    images = list(images)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
     with ExitStack() as stack:
         places = {image.place for image in images}

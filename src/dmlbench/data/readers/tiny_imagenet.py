@@ -22,14 +22,11 @@ _PUBLISHED_OF_PARTS = {
 def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_counts: bool = True) -> ImageTable:
     """Nouns as classes; the first half of those in ``wnids.txt`` trains, the others test.
 
-    The archive's split is one for classification: the requested parts are merged. The halves are this project's own, as
-    no paper defines them.
+    The requested parts, a split for classification, are merged. No paper defines the halves; they are this project's.
 
     Args:
-        root: folder of the data set, or one that holds it under a usual name.
+        root: see ``DataFolder.table``, as for ``check_counts``.
         parts: of "train" (500 images a class) and "val" (50 a class); the archive's test images have no classes.
-        check_counts: insist on the published 200 classes with all images of each. False takes a subset, of which the
-            first half of the listed classes trains.
 
     Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
     """
@@ -65,19 +62,15 @@ def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
 
 
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
-    """wnid -> paths of its images, of one part of the archive."""
+    """wnid -> paths of its images in one part of the archive."""
     if not (folder / part).is_dir():
-        raise DataError(
-            f"Tiny-ImageNet in '{folder}' lacks the folder {part}; complete it or correct dataset.table.parts"
-        )
+        raise DataError(f"Tiny-ImageNet in '{folder}' lacks {part}; complete it or correct dataset.table.parts")
     if part == "val" and (folder / "val" / "images").is_dir():
         return _images_of_val_list(folder, number_of)
     found = {}
     for wnid in subfolders(folder / part):
         if wnid not in number_of:
-            raise DataError(
-                f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; complete the list or move it away"
-            )
+            raise DataError(f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; move it away")
         inner = "images" if (folder / part / wnid / "images").is_dir() else ""
         prefix = "/".join(filter(None, (part, wnid, inner)))
         found[wnid] = [f"{prefix}/{name}" for name in images_in(folder / prefix)]
@@ -85,7 +78,6 @@ def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> di
 
 
 def _images_of_val_list(folder: Path, number_of: Mapping[str, int]) -> dict[str, list[str]]:
-    """The validation images lie in one folder; a list has their classes (and boxes, which are not needed)."""
     rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
     rows.check_known("wnid", number_of, "wnids.txt")
     found: dict[str, list[str]] = {}

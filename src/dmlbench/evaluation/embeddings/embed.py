@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.device_copies import on_host, to_device
+from dmlbench.device_copies import to_device
 from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.runtime import atomic_write
 from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
@@ -84,8 +84,8 @@ def embed(
             elif end > len(rows):
                 rows = torch.cat([rows, torch.empty(max(end, 2 * len(rows)) - len(rows), rows.shape[1])])
             rows[done:end] = part
-            labels.append(on_host(batch.labels).to(torch.int64))
-            ids.append(on_host(batch.ids).to(torch.int64))
+            labels.append(batch.labels.to(torch.int64))
+            ids.append(batch.ids.to(torch.int64))
             done = end
     if rows is None:
         raise RunError(f"{describe}: there is no image to embed")

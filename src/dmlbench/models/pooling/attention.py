@@ -1,4 +1,4 @@
-"""Learned attention over pixels and channels: DeLF and CBAM."""
+"""DeLF and CBAM: learned attention over pixels and channels."""
 
 from typing import ClassVar
 
@@ -41,13 +41,9 @@ class Delf(Pooling):
     ) -> None:
         """
         Args:
-            num_channels: C of the map.
+            num_channels: C.
             num_filters: width of the hidden layer (paper: 512).
             conv_size: odd side of the first convolution's window (paper: 1).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: a size that is not positive, an even ``conv_size`` or an unknown variant.
         """
         super().__init__()
         check_positive("delf", num_channels=num_channels, num_filters=num_filters)
@@ -76,7 +72,7 @@ class Cbam(Pooling):
         c = sigmoid(M(max_j x_j) + M(mean_j x_j)),   M(u) = V relu(U u)
         s = sigmoid(conv([max over channels of y, mean over channels of y]))
 
-    All in float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+    In float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
 
     Source: Woo et al., CBAM: Convolutional Block Attention Module, ECCV 2018, equations 1 to 3; followed by average
     pooling as in yetigurbuz/generalized-sum-pooling (tensorflow), which has no biases either.
@@ -87,12 +83,9 @@ class Cbam(Pooling):
     def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
         """
         Args:
-            num_channels: C of the map.
+            num_channels: C.
             channel_reduction: C divided by the hidden width of M (paper: 16; the GSP study's configuration: 1).
             conv_size: odd side of the spatial convolution's window (paper: 7; the GSP study: 3).
-
-        Raises:
-            ConfigError: sizes that are not positive, an even ``conv_size``, or a reduction that leaves no channel.
         """
         super().__init__()
         check_odd("cbam", conv_size=conv_size)

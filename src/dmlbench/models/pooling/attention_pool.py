@@ -1,4 +1,4 @@
-"""Multi-head attention to the pixels of a map, and the pooling by learned queries that it gives."""
+"""Attention pooling: multi-head attention of learned queries to the pixels."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_channels, check_positive
+from dmlbench.models.pooling.spatial import check_channels, check_positive, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_choice
 
@@ -17,14 +17,8 @@ LAYER_NORM_EPSILON = 1e-6  # of vision transformers (public code of Dosovitskiy 
 
 
 def check_heads(width: int, num_heads: int, *, owner: str) -> None:
-    """
-    Raises:
-        ConfigError: ``width`` features cannot be split among ``num_heads`` heads.
-    """
     if width < 1 or num_heads < 1 or width % num_heads:
-        raise ConfigError(
-            f"{owner} cannot split {width} features among {num_heads} heads; set num_heads to a divisor of {width}"
-        )
+        raise ConfigError(f"num_heads of {owner}: got {num_heads}, expected a divisor of the width ({width}).")
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -34,10 +28,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> 
         queries: [B, Q, W], or [1, Q, W] for the same in every image; W = num_heads d.
         keys: [B, N, W].
         values: [B, N, V], V a multiple of ``num_heads``.
-        num_heads: number of parts that queries, keys and values are split into.
 
     Returns:
-        [B, Q, V], the heads side by side, and log a [B, num_heads, Q, N].
+        [B, Q, V], the concatenated heads, and log a [B, num_heads, Q, N].
 
     Source: Vaswani et al., Attention Is All You Need, 2017, equation 1 and section 3.2.2.
     """
@@ -47,10 +40,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> 
 
 
 def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
-    """Attention [B, heads, Q, >= HW], logarithms, to what heads and queries give each pixel on average: [B, H, W].
+    """Mean attention [B, H, W] of heads and queries to the last HW of N tokens, from log a [B, heads, Q, N].
 
-    What they give to other tokens, in front of the pixels, is left out and the rest scaled to sum 1; in logarithms, so
-    that nothing is divided by 0 where all attention goes to the others.
+    Rows sum to 1. Logarithms stay finite where nearly all attention goes to the tokens before the pixels.
     """
     pixels = log_weights[..., -height * width :].flatten(1, 2)  # [B, heads Q, HW]
     return pixels.logsumexp(dim=1).softmax(dim=1).view(-1, height, width)
@@ -60,13 +52,12 @@ class AttentionPool(Pooling):
     """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
 
     Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
-    are parameters, the same for all images, so no linear layer precedes them; nor does the usual output layer follow,
-    which would only be multiplied into the projection.
+    are parameters without a linear layer, and the projection is the output layer.
 
-    ``concatenate``: every query is projected to D / num_queries dimensions by the same projection and the parts stand
-    side by side, query after query. ``mean``: the mean over queries is projected to D.
+    ``concatenate``: every query is projected to D / num_queries dimensions by the same projection, and the results are
+    concatenated. ``mean``: the mean over queries is projected to D.
 
-    All in float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and
+    In float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and
     queries; rows sum to 1.
 
     Source: Lee et al., Set Transformer, 2019, section 3.2 (learned seeds; without their residual and feed-forward
@@ -78,13 +69,8 @@ class AttentionPool(Pooling):
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
         """
         Args:
-            num_channels: C, the backbone's width.
-            num_queries: number of learned queries, at least 1.
+            num_channels: C.
             num_heads: a divisor of C.
-            merge: ``concatenate`` or ``mean`` over queries.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         check_heads(num_channels, num_heads, owner="attention_pool")
@@ -99,9 +85,7 @@ class AttentionPool(Pooling):
         self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
         self.key = nn.Linear(num_channels, num_channels)
         self.value = nn.Linear(num_channels, num_channels)
-        for layer in (self.key, self.value):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         check_channels(x, self.num_channels, pooling="attention_pool")
@@ -116,16 +100,12 @@ class AttentionPool(Pooling):
         return Pooled(parts.view(x.shape[0], -1), {"weights": weights})
 
     def input_width(self, embedding_size: int) -> int:
-        """
-        Raises:
-            ConfigError: queries to be concatenated do not divide the embedding.
-        """
         if self.merge == "mean":
             return embedding_size
         if embedding_size % self.num_queries:
             raise ConfigError(
-                f"an embedding of {embedding_size} dimensions is no concatenation of {self.num_queries} queries; set "
-                f"num_queries to a divisor of {embedding_size}, or merge to mean"
+                f"num_queries of attention_pool: got {self.num_queries}, expected a divisor of the embedding's "
+                f"{embedding_size} dimensions. Change it, or set merge=mean."
             )
         return embedding_size // self.num_queries
 

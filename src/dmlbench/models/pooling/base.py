@@ -1,4 +1,4 @@
-"""What a pooling is: the contract that every module of this folder fulfils."""
+"""The interface of poolings."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from dmlbench.models.projection import Projection
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a pooling returns: embedding [B, D], not normalized, and named side outputs (see ``types.ModelOutput``)."""
+    """Embedding [B, D], not normalized, and named side outputs (see ``types.ModelOutput``)."""
 
     embedding: Tensor
     side: dict[str, Tensor] = field(default_factory=dict)
@@ -19,51 +19,36 @@ class Pooled:
 class Pooling(nn.Module):
     """Map [B, C, H, W] to embedding [B, D]; subclasses implement ``forward``.
 
-    The projection C to D is passed in, because some poolings project first and pool then, others pool first.
-    ``forward`` changes no state: what has to change between training steps changes in ``observe``, which the training
-    loop calls after the model's forward and before the loss. Whatever affects a later step is a parameter or a buffer,
-    so that a run continues exactly from its ``state_dict``.
+    The projection C to D is an argument, because poolings project before or after they pool. ``forward`` changes no
+    state; ``observe`` does, which training calls between the forward pass and the loss. State is kept in parameters and
+    buffers, so that runs resume from a ``state_dict``.
 
     Attributes:
-        provides: names of the side outputs that ``forward`` gives once the pooling has started; regularizers that
-            require a name can be checked against it before a run.
-        needs: "map", or "native" for a pooling that takes what the backbone's own pooling returns, as a 1 x 1 map.
+        provides: names of the side outputs that ``forward`` gives once the pooling has started.
+        needs: "native" for a pooling of the backbone's own vector, given as a 1 x 1 map.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[Literal["map", "native"]] = "map"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        """Pool a map.
-
-        Args:
-            x: [B, C, H, W], of any memory format and floating-point type.
-            project: takes [B, C] as well as [B, C, H, W].
-        """
+        """Pool x [B, C, H, W], of any memory format and floating-point type."""
         raise NotImplementedError
 
     def observe(self, pooled: Pooled, *, step: int) -> None:
-        """Take note of a training batch; most poolings have nothing to note.
-
-        Args:
-            pooled: what ``forward`` returned for the batch.
-            step: number of the training step under way, counted from 1.
-        """
+        """Update state by the output for a training batch; ``step`` counts from 1."""
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor | None:
-        """How much each location counts in the embedding, to look at: [B, H, W], rows sum to 1; None where unknown.
-
-        Args as for ``forward``. By default the side output "weights".
-        """
+        """Share of each location in the embedding, [B, H, W], rows sum to 1; None where unknown."""
         return self(x, project).side.get("weights")
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Index of the prototype that dominates at each location, [B, H, W]; None for poolings without prototypes."""
+        """Index of the prototype that dominates at each location, [B, H, W]; None before the start or without any."""
         return None
 
     @property
     def started(self) -> bool:
-        """False as long as the pooling works in a provisional way and its side outputs may be missing."""
+        """False while the pooling works provisionally, maybe without its side outputs."""
         return True
 
     def input_width(self, embedding_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Average pooling with a histogram over prototypes: what cross-batch metric learning (XML) regularizes."""
+"""Average pooling with a histogram over prototypes, for cross-batch metric learning (XML)."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, check_width
+from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 
@@ -21,7 +21,7 @@ class GapHistogram(Pooling):
     g_j = f_j in the variant ``paper``. The embedding is y alone; the prototypes learn through the regularizer.
 
     Side outputs: "pooled" [B, D] (the embedding), "histogram" [B, m] (rows sum to 1) and "reconstruction" [B, D]
-    (sum_i z_i nu_i, what the prototypes make of the histogram; equation 2.3).
+    (sum_i z_i nu_i; equation 2.3).
 
     Source: Gürbüz & Alatan, Cross-batch Metric Learning (XML), equation 2.4; the variant ``official`` as in
     yetigurbuz/generalized-sum-pooling (MetaGlobalPooling), which also starts the prototypes Glorot uniform.
@@ -34,13 +34,9 @@ class GapHistogram(Pooling):
     ) -> None:
         """
         Args:
-            embedding_size: D, the width of the projection.
+            embedding_size: D.
             num_prototypes: m (paper: 64; 128 for SOP and In-shop).
             smoothing: epsilon > 0, sharpness of the assignment (paper: 10).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         sizes = {"embedding_size": embedding_size, "num_prototypes": num_prototypes}
@@ -53,9 +49,7 @@ class GapHistogram(Pooling):
         nn.init.xavier_uniform_(self.prototypes)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size, pooling="gap_histogram")
-        rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
+        rows = project_pixels(x, project, self.embedding_size, pooling="gap_histogram")  # [B, HW, D]
         pooled = rows.mean(dim=1)
         with torch.autocast(x.device.type, enabled=False):
             points = clip_norm(rows) if self.variant == "official" else rows
@@ -68,7 +62,6 @@ class GapHistogram(Pooling):
         return uniform_shares(x)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
-        """The prototype of the largest share at each location."""
         rows = project(x).flatten(2).transpose(1, 2)
         points = clip_norm(rows) if self.variant == "official" else rows
         return (points @ self.prototypes.T).argmax(dim=2).view(x.shape[0], *x.shape[2:])

@@ -1,4 +1,4 @@
-"""Generalized-mean pooling (GeM): between average (power 1) and maximum (power to infinity), the power learned."""
+"""Generalized-mean pooling (GeM): between average (power 1) and maximum (power to infinity), with a learned power."""
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from dmlbench.types import ConfigError
 def generalized_mean(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
     """(mean_j max(x_j, epsilon)^power)^(1 / power) per channel: x [B, C, H, W] to [B, C]; power [1 or C, 1, 1].
 
-    Taken of the ratios to a channel's largest value, which changes nothing but the range: a large power of a small
-    value would be 0, and the root's slope there infinite.
+    Computed from ratios to a channel's largest value: large powers of small values would be 0, where the root's slope
+    is infinite.
     """
     x = x.clamp(min=epsilon)
     largest = x.detach().amax(dim=(2, 3), keepdim=True)  # [B, C, 1, 1]
@@ -22,7 +22,7 @@ def generalized_mean(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
 
 
 def power_shares(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
-    """[B, H, W]: the share of each location in a channel's sum of powers, on average over the channels."""
+    """Share [B, H, W] of each location in a channel's sum of powers, on average over the channels."""
     x = x.clamp(min=epsilon)
     powers = (x / x.amax(dim=(2, 3), keepdim=True)).pow(power)  # [B, C, H, W]
     return (powers / powers.sum(dim=(2, 3), keepdim=True)).mean(dim=1)
@@ -46,18 +46,14 @@ class Gem(Pooling):
         """
         Args:
             num_channels: C, needed with ``per_channel`` only.
-            power: where the power starts, above 0.
-            learn_power: train it.
-            per_channel: one power for each of the C channels instead of one for all.
-            epsilon: smallest value that a feature is taken for.
-
-        Raises:
-            ConfigError: a power or epsilon that is not positive, or ``per_channel`` without ``num_channels``.
+            power: initial power, above 0.
+            per_channel: one power for each channel instead of one for all.
+            epsilon: lower bound of the features, above 0.
         """
         super().__init__()
         check_positive("gem", power=power, epsilon=epsilon)
         if per_channel and (num_channels is None or num_channels < 1):
-            raise ConfigError(f"gem with per_channel=true needs num_channels (is {num_channels}), the backbone's width")
+            raise ConfigError(f"num_channels of gem: got {num_channels}, expected C with per_channel=true.")
         self.epsilon = epsilon
         size = num_channels if per_channel and num_channels is not None else 1
         self.power = nn.Parameter(torch.full((size, 1, 1), float(power)), requires_grad=learn_power)

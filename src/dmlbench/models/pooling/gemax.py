@@ -1,4 +1,4 @@
-"""Generalized max pooling (GeMax): the vector whose products with all features are as near to 1 as a ridge allows."""
+"""Generalized max pooling (GeMax): the vector whose products with all features are nearly 1."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ class Gemax(Pooling):
     """project(X'a), a = (X X' + lambda I)^-1 1 for the rows X [H W, C] of a map.
 
     X'a is argmin_v |X v - 1|^2 + lambda |v|^2: frequent features count no more than rare ones. Solved in float64 by
-    Cholesky's decomposition, because the norms of features (1e4 and more, squared) against lambda leave float32 few
-    digits; the public code inverts in float32. The weights a of the pixels may be negative, so none are given.
+    Cholesky's decomposition: squared norms of features (1e4 and more) leave float32 few digits of lambda. The public
+    code inverts in float32. The weights a may be negative, hence no "weights".
 
     Source: Murray et al., Interferences in Match Kernels, TPAMI 2017 (generalized max
     pooling, dual form); yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -23,9 +23,6 @@ class Gemax(Pooling):
         """
         Args:
             regression_lambda: lambda, above 0 (the GSP study: 1); a large one tends to sum pooling.
-
-        Raises:
-            ConfigError: a lambda that is not positive.
         """
         super().__init__()
         check_positive("gemax", regression_lambda=regression_lambda)
@@ -36,7 +33,7 @@ class Gemax(Pooling):
             rows = x.flatten(2).double()  # X', [B, C, n]
             gram = torch.bmm(rows.transpose(1, 2), rows)  # [B, n, n]
             gram = gram + self.regression_lambda * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-            # Positive definite by the ridge: no need to wait for the device to say so.
+            # cholesky_ex does not wait for the device to check definiteness, which the ridge ensures
             factor = torch.linalg.cholesky_ex(gram).L
             ones = rows.new_ones(rows.shape[0], rows.shape[2], 1)
             pooled = torch.bmm(rows, torch.cholesky_solve(ones, factor))[:, :, 0]  # [B, C]

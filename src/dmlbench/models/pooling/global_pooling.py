@@ -1,4 +1,4 @@
-"""Global average pooling, global max pooling and their sum: the poolings that every other one is compared with."""
+"""Global average pooling (GAP), global max pooling (GMP) and their sum."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from dmlbench.models.projection import Projection
 
 
 def _average(x: Tensor) -> Tensor:
-    """[B, C, H, W] to [B, C], summed in float32 at least."""
     return x.mean(dim=(2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -19,7 +18,7 @@ def uniform_shares(x: Tensor) -> Tensor:
 
 
 def share_of_largest(x: Tensor, k: int) -> Tensor:
-    """[B, H, W]: how many of the channels' k largest values lie at each location, as a share; rows sum to 1."""
+    """Shares [B, H, W] of the channels' k largest values that lie at each location; rows sum to 1."""
     batch, channels, height, width = x.shape
     chosen = x.flatten(2).topk(k, dim=2).indices  # [B, C, k]
     counts = torch.zeros(batch, height * width, device=x.device)
@@ -30,8 +29,8 @@ def share_of_largest(x: Tensor, k: int) -> Tensor:
 class Gap(Pooling):
     """Global average pooling: project(mean_j x_j).
 
-    Public code projects every pixel and averages then; the projection is linear, so the cheap order gives the same.
-    (With the projection's layer norm the order counts, and pooling comes first, as in ProxyNCA++.)
+    The projection is linear, so that averaging first is equal to averaging projected pixels, and cheaper. With the
+    projection's layer norm the order counts: ProxyNCA++ also averages first.
     """
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
@@ -52,7 +51,7 @@ class Gmp(Pooling):
 
 
 class GapGmp(Pooling):
-    """The sum of both: project(mean_j x_j + max_j x_j), per channel.
+    """GAP + GMP: project(mean_j x_j + max_j x_j), per channel.
 
     Source: GSP supplement, conventional setting.
     """

@@ -9,7 +9,7 @@ from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gem import generalized_mean, power_shares
 from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import check_positive, check_width
+from dmlbench.models.pooling.spatial import check_positive, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
 from dmlbench.types import ConfigError, check_choice
@@ -21,20 +21,20 @@ Combination = Literal["gmp", "weighted_gmp", "gem"]
 class Gsp(PrototypePooling):
     """sum_j p_j project(x)_j, with the transport's weights p over the pixels (see ``models.transport``).
 
-    Until its prototypes have started (see ``PrototypePooling``) it pools as GAP, and gives no "histogram".
+    Until its prototypes have started (see ``PrototypePooling``) it pools as GAP, without "histogram".
 
-    ``weighting: residual`` takes the prototypes for the background: the pixels are weighted by the mass that stays
-    where it is, rho_j / (1 - mu) = (1/n - mu p_j) / (1 - mu), instead of the mass that is moved.
+    ``weighting: residual`` treats the prototypes as background: pixels are weighted by the mass that is not moved,
+    rho_j / (1 - mu) = (1/n - mu p_j) / (1 - mu).
 
-    ``combine`` joins it with another pooling, p the weights (n p_j has mean 1):
+    ``combine`` adds another pooling; n p_j has mean 1:
 
         gmp:           sum_j p_j project(x)_j + project(max_j x_j)
         weighted_gmp:  project(max_j n p_j x_j); project(max_j x_j) until the start
         gem:           project((mean_j max(n p_j x_j, epsilon)^power)^(1 / power)), power learned; GAP until the start
 
     Side outputs: "pooled" [B, D] (the embedding without ``gmp``'s maximum; the average until the start), "weights"
-    [B, H, W] (rows sum to 1), "histogram" [B, m] (the share of every prototype in the moved mass; rows sum to 1) and
-    "reconstruction" [B, D] (sum of the prototypes, as they are stored, with these shares).
+    [B, H, W] (rows sum to 1), "histogram" z [B, m] (shares of the prototypes in the moved mass; rows sum to 1) and
+    "reconstruction" [B, D] (sum_i z_i prototype_i).
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
     appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
@@ -62,21 +62,16 @@ class Gsp(PrototypePooling):
     ) -> None:
         """
         Args:
-            embedding_size: D, the width of the projection.
+            embedding_size: D.
             num_prototypes: m (paper: 64; 128 for SOP and In-shop).
             transport_ratio: mu in (0, 1] (paper: 0.3); 1 is average pooling.
             smoothing: epsilon > 0 (paper: 5 or 0.5).
-            solver: ``exact``, or ``fixed_point`` as in the paper.
             iterations: of ``fixed_point`` (paper: 100).
             memory_rows: embeddings that the prototypes are chosen from (paper's code: 1,024), at least 2 m.
             start_step: training steps before the memory begins to fill (warm-up of proxy losses).
-            weighting: ``transported``, or ``residual`` for prototypes of the background (transport_ratio below 1).
-            combine: None, ``gmp``, ``weighted_gmp`` or ``gem``.
-            power: where the power of ``gem`` starts, above 0 (code: 3).
-            epsilon: smallest value that ``gem`` takes a weighted feature for, above 0 (code: 1e-6).
-
-        Raises:
-            ConfigError: an argument outside its range.
+            weighting: ``residual`` needs a transport_ratio below 1.
+            power: initial power of ``gem``, above 0 (code: 3).
+            epsilon: lower bound of weighted features in ``gem``, above 0 (code: 1e-6).
         """
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
         check_positive(
@@ -84,9 +79,7 @@ class Gsp(PrototypePooling):
         )
         check_choice("weighting", weighting, get_args(Weighting))
         if weighting == "residual" and transport_ratio == 1:
-            raise ConfigError(
-                f"weighting=residual needs a transport_ratio below 1 (is {transport_ratio}): nothing would remain"
-            )
+            raise ConfigError(f"transport_ratio: got {transport_ratio}, expected below 1 with weighting=residual.")
         if combine is not None:
             check_choice("combine", combine, get_args(Combination))
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
@@ -102,10 +95,8 @@ class Gsp(PrototypePooling):
             self.power = nn.Parameter(torch.full((1, 1, 1), float(power)))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size, pooling="gsp")
-        batch, _, height, width = features.shape
-        rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
+        rows = project_pixels(x, project, self.embedding_size, pooling="gsp")  # [B, HW, D]
+        batch, _, height, width = x.shape
         side: dict[str, Tensor] = {}
         if self._started:
             plan = transport_weights(
@@ -153,7 +144,7 @@ class Gsp(PrototypePooling):
         return weights
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
-        """The prototype that takes the largest part of each location's mass: the nearest one. None before the start."""
+        """The nearest prototype, which takes most of a location's mass."""
         if not self._started:
             return None
         rows = project(x).flatten(2).transpose(1, 2)
@@ -161,6 +152,6 @@ class Gsp(PrototypePooling):
 
 
 def _weighted(x: Tensor, weights: Tensor) -> Tensor:
-    """The features [B, C, H, W] times their weights [B, H, W] or [B, HW], which are scaled to a mean of 1."""
+    """The features [B, C, H, W] times their weights [B, H, W] or [B, HW], scaled to a mean of 1."""
     relative = weights.view(x.shape[0], 1, *x.shape[2:]) * x[0, 0].numel()
     return x.to(relative.dtype) * relative

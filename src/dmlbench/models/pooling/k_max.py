@@ -10,16 +10,9 @@ from dmlbench.types import ConfigError
 
 
 class KMax(Pooling):
-    """project((1 / k) sum of the k largest x_j), per channel: k = 1 is max pooling, k = H W average pooling."""
+    """project((1 / k) sum of the k largest x_j), per channel: 1 <= k <= H W."""
 
     def __init__(self, k: int) -> None:
-        """
-        Args:
-            k: number of values to average, 1 to H W.
-
-        Raises:
-            ConfigError: k below 1 (above H W is found at the first map).
-        """
         super().__init__()
         if k < 1:
             raise ConfigError(f"k ({k}) of k_max must be at least 1")

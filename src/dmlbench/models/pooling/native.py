@@ -10,7 +10,7 @@ from dmlbench.types import ConfigError
 
 
 class Native(Pooling):
-    """project(v) of the vector v that the backbone's own pooling makes of the image (see ``Backbone.native``).
+    """project(v) of the vector v of the backbone's own pooling (see ``Backbone.native``).
 
     ViT, DINOv2 and CLIP of timm: the class token after the final norm (SigLIP: its attention pooling); convolutional
     networks: mostly the average, and the layers, if any, between it and the classifier.
@@ -19,14 +19,6 @@ class Native(Pooling):
     needs: ClassVar[Literal["map", "native"]] = "native"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        """
-        Args:
-            x: [B, C, 1, 1], the vector as a map of one pixel.
-            project: C to D.
-
-        Raises:
-            ConfigError: a larger map.
-        """
         if x.shape[2:] != (1, 1):
             raise ConfigError(
                 f"the native pooling takes the backbone's own vector, [B, C, 1, 1], but was given {tuple(x.shape)}; "

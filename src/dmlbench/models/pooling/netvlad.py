@@ -1,4 +1,4 @@
-"""NetVLAD: residuals of the pixels to learned centers, summed by soft assignment, one vector per center."""
+"""NetVLAD: residuals of the pixels to learned centers, summed by soft assignment."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, check_width
+from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, project_pixels
 from dmlbench.models.projection import Projection
 
 
@@ -21,9 +21,9 @@ class NetVlad(Pooling):
         a_jk = softmax_k(w_k' f_j + b_k)        v_k = unit(sum_j a_jk (f_j - c_k))
 
     The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
-    Neither starts from a clustering, as the paper does: centers and w start Glorot uniform, b at 0.
+    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0.
 
-    It wants a projection of width d, whatever the head's ``out_features``, and returns K d dimensions.
+    It takes a projection to d dimensions, whatever the head's ``out_features``, and returns K d dimensions.
 
     Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
     """
@@ -33,10 +33,6 @@ class NetVlad(Pooling):
         Args:
             num_centers: K (GSP supplement: 8, or 64 for the large one).
             feature_size: d (GSP supplement: 16, or 128 for the large one).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         check_positive("netvlad", num_centers=num_centers, feature_size=feature_size)
@@ -57,12 +53,10 @@ class NetVlad(Pooling):
         return self.num_centers * self.feature_size
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)  # [B, d, H, W]
-        check_width(features, self.feature_size, pooling="netvlad", argument="feature_size")
-        rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
+        rows = project_pixels(x, project, self.feature_size, pooling="netvlad", argument="feature_size")  # [B, HW, d]
         with torch.autocast(x.device.type, enabled=False):
             assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]
-            # sum_j a_jk (f_j - c_k) without the [B, HW, K, d] differences.
+            # without the [B, HW, K, d] differences f_j - c_k
             residual = assignment.transpose(1, 2) @ rows - assignment.sum(dim=1)[:, :, None] * self.centers
             embedding = _unit(residual).flatten(1)  # [B, K d]
             if self.variant == "paper":
@@ -70,11 +64,9 @@ class NetVlad(Pooling):
         return Pooled(embedding)
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """Every pixel is assigned in full, so each counts the same."""
         return uniform_shares(x)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
-        """The center that each location is assigned to most."""
         rows = project(x).flatten(2).transpose(1, 2)
         assignment = F.linear(rows, self.assignment_weight, self.assignment_bias)
         return assignment.argmax(dim=2).view(x.shape[0], *x.shape[2:])

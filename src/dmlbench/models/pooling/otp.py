@@ -1,4 +1,4 @@
-"""Optimal transport pooling (OTP): one transported average of the pixels per prototype, side by side."""
+"""Optimal transport pooling (OTP): one transported average of the pixels per prototype."""
 
 import math
 
@@ -8,25 +8,17 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import check_positive, check_width
+from dmlbench.models.pooling.spatial import check_positive, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import prototype_cost
 from dmlbench.types import ConfigError
 
 
 def balanced_plan(cost: Tensor, *, smoothing: float, iterations: int) -> Tensor:
-    """Entropic transport plan pi_ij = exp(f_i + g_j - smoothing c_ij) between two uniform distributions.
+    """Entropic transport plan pi_ij = exp(f_i + g_j - smoothing c_ij) [B, m, n] between uniform distributions.
 
-    Sinkhorn's iteration in the log domain from f = 0: g makes the columns sum to 1/n, f the rows to 1/m, and g is
-    computed once more at the end, so that the columns are exact and the rows near.
-
-    Args:
-        cost: [B, m, n].
-        smoothing: above 0.
-        iterations: at least 1.
-
-    Returns:
-        [B, m, n].
+    Sinkhorn's iteration in the log domain from f = 0: g makes the columns sum to 1/n, f the rows to 1/m, and a last g
+    makes the columns exact.
     """
     scores = -smoothing * cost
     log_row, log_column = -math.log(cost.shape[1]), -math.log(cost.shape[2])
@@ -42,10 +34,10 @@ class Otp(PrototypePooling):
     """sqrt(m) [sum_j pi_1j f_j | ... | sum_j pi_mj f_j] over the projected pixels f = project(x) with d dimensions.
 
     pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (see
-    ``models.transport.prototype_cost``). Until its prototypes have started (see ``PrototypePooling``) the embedding is
+    ``models.transport.prototype_cost``). Until the prototypes have started (see ``PrototypePooling``) the embedding is
     the average of the pixels followed by zeros.
 
-    It wants a projection of width d, whatever the head's ``out_features``, and returns m d dimensions.
+    It takes a projection to d dimensions, whatever the head's ``out_features``, and returns m d dimensions.
 
     Source: Mialon et al., A Trainable Optimal Transport Embedding for Feature Aggregation, ICLR 2021, in the form of
     GSP's appendix B.1; smoothing, iterations and start as in yetigurbuz/generalized-sum-pooling.
@@ -69,15 +61,12 @@ class Otp(PrototypePooling):
             iterations: of Sinkhorn's algorithm, at least 1 (code: 10).
             memory_rows: embeddings that the prototypes are chosen from (code: 1,024), at least 2 m.
             start_step: training steps before the memory begins to fill.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         check_positive("otp", num_prototypes=num_prototypes, feature_size=feature_size)
         if not (smoothing > 0 and math.isfinite(smoothing)) or iterations < 1:
             raise ConfigError(
-                f"otp needs a positive, finite smoothing ({smoothing}) and at least one of iterations ({iterations}); "
-                "the public code has 2.0 and 10"
+                f"otp: got smoothing ({smoothing}) and iterations ({iterations}), expected a finite smoothing above 0 "
+                "and at least 1 iteration."
             )
         super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.feature_size = feature_size
@@ -91,9 +80,7 @@ class Otp(PrototypePooling):
         return self.num_prototypes * self.feature_size
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)  # [B, d, H, W]
-        check_width(features, self.feature_size, pooling="otp", argument="feature_size")
-        rows = features.flatten(2).transpose(1, 2)  # [B, HW, d]
+        rows = project_pixels(x, project, self.feature_size, pooling="otp", argument="feature_size")  # [B, HW, d]
         if not self._started:
             average = rows.mean(dim=1)
             rest = average.new_zeros(average.shape[0], (self.num_prototypes - 1) * self.feature_size)
@@ -105,11 +92,10 @@ class Otp(PrototypePooling):
         return Pooled(math.sqrt(self.num_prototypes) * sets.flatten(1))
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """All mass is transported, 1/n from each of the n pixels."""
         return uniform_shares(x)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
-        """The prototype that takes most of each location's mass; None before the start."""
+        """The prototype that takes most of each location's mass."""
         if not self._started:
             return None
         cost = prototype_cost(project(x).flatten(2).transpose(1, 2), self.prototypes)

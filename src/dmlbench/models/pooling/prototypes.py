@@ -1,4 +1,4 @@
-"""Prototypes that start from the training's first embeddings: the state that transport poolings share."""
+"""Prototypes initialized from the first training embeddings, for transport poolings."""
 
 import logging
 from typing import Any
@@ -14,17 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def greedy_k_center(initial: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Pick the candidate that is farthest from everything initial or picked, ``count`` times.
+    """Pick the candidate [N, D] farthest from everything initial [I, D] or picked, ``count`` times: [count, D].
 
-    Ties go to the smaller row. Nothing waits for the device.
-
-    Args:
-        initial: [I, D] points that are covered from the start and not returned.
-        candidates: [N, D].
-        count: number of picks; beyond the distinct candidates they repeat.
-
-    Returns:
-        [count, D] in the order of the picks.
+    Ties go to the smaller row; beyond the distinct candidates picks repeat. Nothing waits for the device.
     """
     nearest = torch.cdist(candidates, initial, compute_mode="donot_use_mm_for_euclid_dist").amin(dim=1)  # [N]
     picks = []
@@ -40,9 +32,9 @@ class PrototypePooling(Pooling):
 
     The prototypes start from the average-pooled embeddings of the first training batches after ``start_step``:
     ``observe`` copies them, u / max(1, |u|), into a memory; with the batch that fills it the prototypes are set, in
-    place, by greedy k-center from the memory's first m rows as initial set over its other rows as candidates. The batch
-    that fills the memory takes its last rows, over older ones if need be. What is copied is the side output "pooled",
-    or the embedding where there is none.
+    place, by greedy k-center from the memory's first m rows as initial set over its other rows as candidates. The last
+    batch takes the memory's last rows, over older ones if need be. The side output "pooled" is copied, or the embedding
+    where there is none.
 
     Source: the authors' TensorFlow code of GSP (yetigurbuz/generalized-sum-pooling).
     """
@@ -58,27 +50,24 @@ class PrototypePooling(Pooling):
             num_prototypes: m.
             memory_rows: embeddings that the prototypes are chosen from, at least 2 m.
             start_step: training steps before the memory begins to fill.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         if memory_rows < 2 * num_prototypes:
             raise ConfigError(
-                f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}): as many rows "
-                "begin the choice as are chosen; raise memory_rows or lower num_prototypes"
+                f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}); raise "
+                "memory_rows or lower num_prototypes"
             )
         if start_step < 0:
             raise ConfigError(f"start_step ({start_step}) must not be negative")
         self.num_prototypes = num_prototypes
         self.start_step = start_step
-        # Never replaced by another tensor: the optimizer was built with this one.
+        # Changed in place only: the optimizer holds this tensor.
         self.prototypes = nn.Parameter(torch.empty(num_prototypes, width))
         nn.init.kaiming_normal_(self.prototypes)
         self.register_buffer("memory", torch.zeros(memory_rows, width))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.register_buffer("prototypes_started", torch.zeros((), dtype=torch.bool))
-        # The same two facts as Python values: reading a buffer on a GPU in every step would wait for it.
+        # Copies on the host: reading a buffer on a GPU in every step would wait for it.
         self._filled = 0
         self._started = False
 

@@ -1,4 +1,4 @@
-"""Weights without a learned network, from the magnitude of the features: CroW and T-SMK."""
+"""CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
 from typing import ClassVar
 
@@ -28,10 +28,10 @@ class Crow(Pooling):
 
     q_k is, in the variant ``paper``, the share of pixels where y_k is not 0, which has no gradient. ``official``, the
     code of the GSP study, takes mean_j sigmoid(y_jk) instead, and the mean over the pixels instead of the sum. The
-    paper's whitening of the sums, which is not learned, is left to the projection.
+    paper's whitening of the sums, which is not learned, is omitted: the projection follows.
 
-    Where S_j is 0 so are y_j and the gradient through a_j (the limit: y_jk / sqrt(S_j) goes to 0 with y); the public
-    code gives NaN there. All in float32. Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
+    Where S_j is 0, y_j and the gradient through a_j are 0 (the limit; NaN in the public code). In float32.
+    Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
 
     Source: Kalantidis et al., Cross-Dimensional Weighting for Aggregated Deep Convolutional Features, 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -42,11 +42,7 @@ class Crow(Pooling):
     def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
         """
         Args:
-            epsilon: keeps the logarithm finite for channels that are 0 everywhere, above 0.
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: an epsilon that is not positive or an unknown variant.
+            epsilon: above 0; keeps the logarithm finite for channels that are 0 everywhere.
         """
         super().__init__()
         check_positive("crow", epsilon=epsilon)
@@ -81,14 +77,12 @@ class Crow(Pooling):
 class Tsmk(Pooling):
     """mean_j |x_j| (W s_j + b), s the map smoothed by a moving average; W is the projection (T-SMK of the GSP study).
 
-    Attention is the norm of the features before smoothing; windows at the border average over the pixels that they
-    have. The smoothing is moved from the features to the weights, which gives the same sum: the embedding is
-    project(mean_i w_i x_i) + b mean_j |x_j| with w = A'|x| for the moving average A.
+    Attention is the norm of the features before smoothing; windows at the border average over their own pixels. It is
+    computed as project(mean_i w_i x_i) + b mean_j |x_j| with w = A'|x| for the moving average A.
 
     In the variant ``paper`` the attention takes part in the gradient, as in the authors' code (gtolias/how);
-    ``official``, the code of the GSP study, stops it there. The paper's whitening W, b is found by PCA and then frozen;
-    the study learns both, and so does this layer. All in float32. The kernel over binary codes of single features,
-    which the paper searches by, is no pooling and not here.
+    ``official``, the code of the GSP study, stops it there. W and b are learned as in the study (paper: whitening by
+    PCA, frozen). In float32. The paper's kernel over binary codes of single features is not part of a pooling.
 
     Side outputs: "weights" [B, H, W], w_i / sum_i w_i.
 
@@ -101,13 +95,8 @@ class Tsmk(Pooling):
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
         """
         Args:
-            embedding_size: D, the width of the projection.
+            embedding_size: D.
             pool_size: odd side of the moving average's window (paper: 3).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: a size that is not positive, an even ``pool_size`` or an unknown variant; at the first map a
-                projection of another width.
         """
         super().__init__()
         check_positive("tsmk", embedding_size=embedding_size)

@@ -23,17 +23,14 @@ from dmlbench.models.pooling.spatial import (
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
-# Of Keras, which the GSP study's code leaves at its defaults.
+# Keras' defaults, which the GSP study's code keeps.
 _BATCH_NORM_EPSILON = 1e-3
-_BATCH_NORM_MOMENTUM = 0.01  # Keras' 0.99 counts the old value
+_BATCH_NORM_MOMENTUM = 0.01  # 0.99 in Keras, which weighs the old value
 _ROW_FILTERS = 4  # outputs per row of a covariance matrix (GSoP)
 
 
 class _BatchNorm(nn.BatchNorm2d):
-    """Batch norm that also takes a single value per channel in training, where torch refuses.
-
-    That value is its own mean, so the limit is the bias; there is no variance to note, and the running statistics stay.
-    """
+    """Batch norm that gives the bias, its limit, for a single value per channel in training, where torch raises."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features, eps=_BATCH_NORM_EPSILON, momentum=_BATCH_NORM_MOMENTUM)
@@ -68,12 +65,11 @@ class Gsop(Pooling):
     second moments: c from Z Z' [A, A] between channels, s from Z'Z [n, n] between the n = H W pixels.
 
     ``official``, the code of the GSP study, neither centers nor averages: it divides by n^2 and D^2. ``paper`` uses
-    covariances, centered and divided by n and A, has no relu before the one between pixels, and averages maps of
-    another size to ``map_size`` (and the attention back), where ``official`` is bound to its map. Like the study, both
-    end in average pooling, without the residual connection of a block that more blocks follow.
+    covariances, centered and divided by n and A, has no relu before the one between pixels, and resizes maps to
+    ``map_size`` (and the attention back). Like the study, both end in average pooling, without a residual connection.
 
-    In training the batch norms normalize by the batch and change their running statistics in ``forward``, as those of
-    the backbone do. All in float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+    ``forward`` changes the batch norms' running statistics in training. In float32. Side outputs: "weights"
+    [B, H, W], s_j / sum_j s_j.
 
     Source: Gao et al., Global Second-order Pooling Convolutional Networks, CVPR 2019 (fusion by maximum);
     ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -86,14 +82,9 @@ class Gsop(Pooling):
     ) -> None:
         """
         Args:
-            embedding_size: D, the width of the projection.
+            embedding_size: D.
             map_size: height and width of the map.
-            attention_dim: A, channels that are left for the covariances (paper: 128).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: a size that is not positive or an unknown variant; at the first map another width of the
-                projection, or another size of the map with ``official``.
+            attention_dim: A, channels of the covariances (paper: 128).
         """
         super().__init__()
         height, width = map_size
@@ -150,12 +141,12 @@ class Gsop(Pooling):
 
 
 def _resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Average over cells, or repeat where the map grows; left alone if it fits (its gradient is slow on a GPU)."""
+    """Adaptive average pooling, skipped if the size fits, as its gradient is slow on a GPU."""
     return x if tuple(x.shape[-2:]) == size else F.adaptive_avg_pool2d(x, size)
 
 
 def _covariance(rows: Tensor) -> Tensor:
-    """[B, n, k] to the covariances [B, n, n] of the n rows over their k values."""
+    """Covariances [B, n, n] of n rows [B, n, k]."""
     centered = rows - rows.mean(dim=2, keepdim=True)
     return torch.bmm(centered, centered.transpose(1, 2)) / rows.shape[2]
 
@@ -166,13 +157,13 @@ class Solar(Pooling):
         A = softmax over i of q_j'k_i / sqrt(C / channel_reduction),   q, k = relu(batch norm(convolution of x))
 
     v and T are 1 x 1 convolutions. The variant ``paper`` starts T at 0 (so that it starts as GeM) and the others
-    He-normal, as the authors' code does (tonyngjichun/SOLAR); ``official``, the code of the GSP study, starts all by
-    Glorot's rule. The function is the same. The paper's second-order loss is not part of a pooling.
+    He-normal, as the authors' code does (tonyngjichun/SOLAR); ``official``, the code of the GSP study, starts all
+    Glorot uniform. The paper's second-order loss is not part of a pooling.
 
-    Convolutions follow autocast; norms, softmax and sums are float32. In training the batch norms normalize by the
-    batch and change their running statistics in ``forward``, as those of the backbone do.
+    Convolutions follow autocast; norms, softmax and sums are float32. ``forward`` changes the batch norms' running
+    statistics in training.
 
-    Side outputs: "weights" [B, H, W], mean_j A_ji: how much the pixels look at pixel i.
+    Side outputs: "weights" [B, H, W], mean_j A_ji: the attention to pixel i.
 
     Source: Ng et al., SOLAR: Second-Order Loss and Attention for Image Retrieval, ECCV 2020;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -191,15 +182,9 @@ class Solar(Pooling):
     ) -> None:
         """
         Args:
-            num_channels: C of the map.
-            channel_reduction: C divided by the width of queries, keys and values (the authors' code: 2; the GSP
-                study: 1).
-            power: where GeM's power starts, above 0.
-            learn_power: train it.
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: a size that is not positive, a reduction that leaves no channel, or an unknown variant.
+            num_channels: C.
+            channel_reduction: C divided by the width of queries, keys and values (authors' code: 2; GSP study: 1).
+            power: initial power of GeM, above 0.
         """
         super().__init__()
         check_variant(variant, pooling="solar")
@@ -223,11 +208,10 @@ class Solar(Pooling):
         return Pooled(self.gem(enhanced, project).embedding, {"weights": weights})
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:
-        """The shares that GeM gives to the places of the enhanced map."""
         return self.gem.contributions(self._attend(x)[0], project)
 
     def _attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The enhanced map [B, C, H, W] and how much is looked at each place [B, H, W]."""
+        """The enhanced map [B, C, H, W] and the attention to each pixel [B, H, W]."""
         check_channels(x, self.num_channels, pooling="solar")
         batch, _, height, width = x.shape
         query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)

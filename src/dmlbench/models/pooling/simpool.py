@@ -1,4 +1,4 @@
-"""SimPool: the average of an image asks its pixels, and their answer is a generalized mean."""
+"""SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
 from typing import ClassVar
 
@@ -16,14 +16,13 @@ class SimPool(Pooling):
 
     y_j = norm(x_j) is the affine layer norm of a pixel over its channels, and
     a = softmax_j((W_q mean_i x_i) . (W_k y_j) / sqrt(C)) with a single head; the query is the average of the features
-    before the norm, and the values y have no layer of their own. The minimum makes the powers real. Without a power,
-    u = sum_j a_j y_j.
+    before the norm. The minimum makes the powers real. Without a power, u = sum_j a_j y_j.
 
     The variants differ in min y, one number for all channels. ``paper``: of each image. ``official``, as in the public
-    code: of the whole batch, so that an embedding depends on the images that it shares a batch with, in training and in
-    evaluation. The code's epsilon, which keeps the root's gradient finite at 0, is in both.
+    code: of the whole batch, so that an embedding depends on the other images of its batch, also in evaluation.
+    Epsilon, which keeps the root's gradient finite at 0, is the code's.
 
-    All in float32, also under autocast. Side output: "weights" [B, H, W], the attention a; rows sum to 1.
+    In float32, also under autocast. Side output: "weights" [B, H, W], the attention a; rows sum to 1.
 
     Source: Psomas et al., Keep It SimPool: Who Said Supervised Transformers Suffer from Attention Deficit?, ICCV 2023,
     equations 12 to 17, with power for the paper's gamma = (1 - alpha) / 2; public code billpsomas/simpool, sp.py.
@@ -36,14 +35,10 @@ class SimPool(Pooling):
     ) -> None:
         """
         Args:
-            num_channels: C, the backbone's width.
+            num_channels: C.
             power: of the generalized mean, above 0 (authors: 2 for convolutional networks, 1.25 for transformers);
                 None: the plain average.
             epsilon: added to the values, above 0 (public code: 1e-6).
-            variant: ``paper`` or ``official``.
-
-        Raises:
-            ConfigError: an argument outside its range.
         """
         super().__init__()
         check_positive("simpool", num_channels=num_channels, epsilon=epsilon)

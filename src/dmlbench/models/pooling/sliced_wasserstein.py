@@ -1,11 +1,11 @@
-"""Pooling by sliced Wasserstein embedding: how far reference points move, slice by slice, to become the pixels."""
+"""Sliced Wasserstein embedding: in every slice, how far reference points move to become the pixels."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_positive, check_width
+from dmlbench.models.pooling.spatial import check_positive, project_pixels
 from dmlbench.models.projection import Projection
 
 
@@ -28,12 +28,9 @@ class SlicedWasserstein(Pooling):
     def __init__(self, embedding_size: int, *, num_references: int = 8, num_slices: int = 16) -> None:
         """
         Args:
-            embedding_size: D, the width of the projection.
-            num_references: m, points of the reference set.
-            num_slices: s, directions that the pixels are projected to.
-
-        Raises:
-            ConfigError: an argument outside its range.
+            embedding_size: D.
+            num_references: m.
+            num_slices: s.
         """
         super().__init__()
         check_positive(
@@ -47,9 +44,7 @@ class SlicedWasserstein(Pooling):
         return self.references.numel()
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size, pooling="sliced_wasserstein")
-        rows = features.flatten(2).transpose(1, 2)  # [B, HW, D]
+        rows = project_pixels(x, project, self.embedding_size, pooling="sliced_wasserstein")  # [B, HW, D]
         with torch.autocast(x.device.type, enabled=False):
             values = (rows @ F.normalize(self.slices).T).transpose(1, 2)  # [B, s, HW]
             ordered = values.sort(dim=2).values
@@ -60,6 +55,6 @@ class SlicedWasserstein(Pooling):
             above = (below + 1).clamp(max=pixels - 1)
             low, high = (ordered.gather(2, at.expand(x.shape[0], -1, -1)) for at in (below, above))  # [B, s, m]
             quantiles = low + (position - below) * (high - low)
-            # NaN sorts last, where no quantile may look: pass it on, so that it is noticed.
+            # NaN sorts last, where no quantile may look: pass it on
             quantiles = quantiles + 0.0 * values.sum(dim=2, keepdim=True)
         return Pooled((quantiles - self.references).flatten(1))

@@ -1,37 +1,33 @@
-"""What poolings share: checks of arguments and maps, sums under weights, weights to draw, the start of layers."""
+"""Parts that poolings share: checks, projected pixels, weighted sums, initialization."""
 
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from dmlbench.types import ConfigError
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError, check_choice
 
 Variant = Literal["official", "paper"]
 
 
 def check_variant(variant: Variant, *, pooling: str) -> None:
-    """Raise ``ConfigError`` for an unknown variant."""
-    if variant not in get_args(Variant):
-        raise ConfigError(f"{pooling} has no variant '{variant}'; choose one of {', '.join(get_args(Variant))}")
+    check_choice(f"{pooling} variant", variant, get_args(Variant))
 
 
 def check_positive(pooling: str, **values: float) -> None:
-    """Raise ``ConfigError`` for the first value that is not above 0."""
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(f"{name} ({value}) of {pooling} must be above 0")
 
 
 def check_odd(pooling: str, **sizes: int) -> None:
-    """Raise ``ConfigError`` for the first window that has no center."""
     for name, size in sizes.items():
         if size < 1 or size % 2 == 0:
-            raise ConfigError(f"{name} ({size}) of {pooling} must be odd and positive, so that a window has a center")
+            raise ConfigError(f"{name} ({size}) of {pooling} must be odd and positive")
 
 
 def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
-    """Raise ``ConfigError`` if x [B, C, H, W] has another C than the pooling was built for."""
     if x.shape[1] != expected:
         raise ConfigError(
             f"{pooling} was built for {expected} channels, but the map has {x.shape[1]}; "
@@ -40,31 +36,39 @@ def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
 
 
 def check_width(features: Tensor, expected: int, *, pooling: str, argument: str = "embedding_size") -> None:
-    """Raise ``ConfigError`` if projected features [B, D, ...] have another D than ``argument`` of the pooling says."""
+    """Check D of projected features [B, D, ...] against an argument of the pooling."""
     if features.shape[1] != expected:
         raise ConfigError(
             f"{pooling} has {argument} {expected}, but the projection gives {features.shape[1]}; set both to the same"
         )
 
 
+def project_pixels(
+    x: Tensor, project: Projection, width: int, *, pooling: str, argument: str = "embedding_size"
+) -> Tensor:
+    """Projected pixels [B, HW, D] of a map [B, C, H, W]; D must be ``width``."""
+    features = project(x)  # [B, D, H, W]
+    check_width(features, width, pooling=pooling, argument=argument)
+    rows: Tensor = features.flatten(2).transpose(1, 2)
+    return rows
+
+
 def reduced_width(num_channels: int, channel_reduction: int, *, pooling: str) -> int:
-    """num_channels / channel_reduction; raise ``ConfigError`` for numbers not above 0 or where nothing is left."""
     check_positive(pooling, num_channels=num_channels, channel_reduction=channel_reduction)
     if channel_reduction > num_channels:
         raise ConfigError(
-            f"channel_reduction ({channel_reduction}) of {pooling} exceeds the {num_channels} channels of the map; "
-            "lower it"
+            f"channel_reduction ({channel_reduction}) of {pooling} exceeds the {num_channels} channels of the map"
         )
     return num_channels // channel_reduction
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x itself or its float32 copy: half precision is for products, not for sums."""
+    """x, or its float32 copy if it is half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """layer(x) in autocast's type if that is on, else in the layer's own, whatever type x has."""
+    """layer(x) in autocast's type if that is on, else in the layer's own type."""
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(layer.weight.dtype)
     convolved: Tensor = layer(x)
@@ -79,7 +83,7 @@ def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def shares(weights: Tensor) -> Tensor:
-    """weights [B, H, W], not negative, divided by their sum; equal shares for an image whose weights are all 0."""
+    """Weights [B, H, W] >= 0 divided by their sum; equal shares where all are 0."""
     total = weights.sum(dim=(1, 2), keepdim=True)
     some = total > 0
     uniform = 1.0 / (weights.shape[1] * weights.shape[2])
@@ -87,7 +91,7 @@ def shares(weights: Tensor) -> Tensor:
 
 
 def start_glorot(module: nn.Module) -> None:
-    """Glorot uniform weights and zero biases, as Keras starts its layers: for every convolution and linear layer."""
+    """Initialize convolutions and linear layers as Keras does: Glorot uniform weights and zero biases."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(layer.weight)

@@ -1,4 +1,4 @@
-"""A transformer encoder as pooling: a class token that attends to the pixels in every layer."""
+"""Transformer pooling: a class token that attends to the pixels in every encoder layer."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_heads, mean_weights
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_width
+from dmlbench.models.pooling.spatial import project_pixels, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_choice
 
@@ -18,18 +18,15 @@ _WAVELENGTHS = 10_000.0  # Vaswani et al. 2017, section 3.5
 
 
 def sine_positions(height: int, width: int, features: int, *, device: torch.device | None = None) -> Tensor:
-    """[height width, features]: sine and cosine of the row in the first half of the features, of the column next.
+    """Sine and cosine positions [height width, features]: the row in the first half of the features, then the column.
 
     Pixel i has sin(i w_k) in the first quarter and cos(i w_k) in the second, w_k = 10000^(-k / (features / 4)).
 
-    Source: Vaswani et al. 2017, section 3.5, for two axes as in the baselines of vision transformers (Beyer et al.,
-    Better plain ViT baselines for ImageNet-1k, 2022).
-
-    Raises:
-        ConfigError: ``features`` is not a multiple of 4.
+    Source: Vaswani et al. 2017, section 3.5, for two axes as in Beyer et al., Better plain ViT baselines for
+    ImageNet-1k, 2022.
     """
     if features % 4:
-        raise ConfigError(f"sine positions need a width that is a multiple of 4, but it is {features}")
+        raise ConfigError(f"width of sine positions: got {features}, expected a multiple of 4.")
     steps = torch.arange(features // 4, dtype=torch.float64, device=device)
     frequencies = _WAVELENGTHS ** (-4.0 * steps / features)
     halves = []
@@ -59,19 +56,10 @@ class EncoderLayer(nn.Module):
         self.norm_mlp = nn.LayerNorm(width, eps=LAYER_NORM_EPSILON)
         self.expand = nn.Linear(width, hidden)
         self.contract = nn.Linear(hidden, width)
-        for layer in (self.query, self.key, self.value, self.out, self.expand, self.contract):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        start_glorot(self)
 
     def forward(self, tokens: Tensor, *, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            tokens: [B, N, width].
-            first: number of tokens, from the front, that are updated; the others are only attended to. None: all.
-
-        Returns:
-            [B, first, width], and the logarithms of the attention [B, num_heads, first, N].
-        """
+        """Update the first of the tokens [B, N, width], which attend to all; also returns log attention."""
         normed = self.norm_attention(tokens)
         query, key, value = self.query(normed[:, :first]), self.key(normed), self.value(normed)
         attended, log_weights = attend(query, key, value, num_heads=self.num_heads)
@@ -82,15 +70,13 @@ class EncoderLayer(nn.Module):
 class Transformer(Pooling):
     """norm(z_L) of the class token, after L encoder layers over [class token; project(x)_1, ..., project(x)_HW].
 
-    The GSP study puts 1, 2, 4 or 8 layers of ViT with a class token in GAP's place and says no more; its public code
-    has none. What it leaves open is chosen here: pixels are projected first, as by its GAP and GSP, so that the layers
-    work on the embedding's D dimensions (or on ``width``, and a linear layer without bias leads to D). As in ViT: norms
-    before attention and feed-forward part and at the end, GELU, a feed-forward part of 4 times the width; but no
-    dropout, and no position encoding, so that the order of the pixels does not count, as in the other poolings.
-    In the last layer only the class token is updated: nothing uses the others.
+    The GSP study replaces GAP by 1, 2, 4 or 8 layers of ViT with a class token, without details or public code. Here,
+    pixels are projected first, as by GAP and GSP, so that the layers work on D dimensions (or on ``width``, followed by
+    a linear layer to D without bias). As in ViT, norms come before attention and feed-forward part and at the end, with
+    GELU; unlike ViT, no dropout and no position encoding. The last layer updates the class token only.
 
-    All in float32, also under autocast. Side output: "weights" [B, H, W], what the class token gives the pixels in the
-    last layer, averaged over heads and scaled to sum 1 (it attends to itself, too).
+    In float32, also under autocast. Side output: "weights" [B, H, W], the class token's attention to the pixels in the
+    last layer, averaged over heads and scaled to sum 1.
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, supplement 1.3 (TFM-1 to TFM-8);
     Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
@@ -115,17 +101,14 @@ class Transformer(Pooling):
             num_heads: a divisor of the width (ViT: one for 64 features).
             width: features of the tokens; None: D.
             mlp_ratio: width of the feed-forward part over that of the tokens (ViT: 4).
-            position: ``none``, or ``sine``, added to the projected pixels; needs a width that is a multiple of 4.
-
-        Raises:
-            ConfigError: an argument outside its range.
+            position: ``sine`` is added to the projected pixels; needs a width that is a multiple of 4.
         """
         super().__init__()
         width = embedding_size if width is None else width
         if embedding_size < 1 or num_layers < 1 or mlp_ratio * width < 1:
             raise ConfigError(
-                f"embedding_size ({embedding_size}), num_layers ({num_layers}) and mlp_ratio ({mlp_ratio}) times the "
-                f"width ({width}) of transformer must be at least 1"
+                f"transformer: got embedding_size ({embedding_size}), num_layers ({num_layers}) and mlp_ratio "
+                f"({mlp_ratio}) times width ({width}), expected at least 1 of each."
             )
         check_heads(width, num_heads, owner="transformer")
         check_choice("position", position, get_args(Position))
@@ -144,9 +127,7 @@ class Transformer(Pooling):
             nn.init.xavier_uniform_(self.head.weight)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        features = project(x)
-        check_width(features, self.width, pooling="transformer", argument="width")
-        pixels = features.flatten(2).transpose(1, 2)  # [B, HW, width]
+        pixels = project_pixels(x, project, self.width, pooling="transformer", argument="width")  # [B, HW, width]
         height, width = x.shape[2:]
         with torch.autocast(x.device.type, enabled=False):
             if self.position == "sine":

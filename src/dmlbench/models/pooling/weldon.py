@@ -18,8 +18,7 @@ class Weldon(Pooling):
     divides (durandtibo/spatial-pooling.torch). ``official``, the code of the GSP study, leaves the sums undivided and
     takes every value that equals the k-th, so that ties count more than k times (equal features: H W times).
 
-    Side outputs: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel; without
-    gradient.
+    Side outputs: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel.
 
     Source: Durand et al., WELDON: Weakly Supervised Learning of Deep Convolutional Neural Networks, CVPR 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -32,14 +31,10 @@ class Weldon(Pooling):
         Args:
             k_max: number of largest values, 1 to H W (the GSP study: 3).
             k_min: number of smallest values, 0 to H W (the GSP study: 3).
-            variant: ``official`` or ``paper``.
-
-        Raises:
-            ConfigError: a number below its range (above H W is found at the first map) or an unknown variant.
         """
         super().__init__()
         if k_max < 1 or k_min < 0:
-            raise ConfigError(f"weldon needs k_max ({k_max}) of at least 1 and k_min ({k_min}) of at least 0")
+            raise ConfigError(f"weldon: got k_max ({k_max}) and k_min ({k_min}), expected at least 1 and 0.")
         check_variant(variant, pooling="weldon")
         self.k_max = k_max
         self.k_min = k_min
@@ -61,7 +56,7 @@ class Weldon(Pooling):
         return Pooled(pooled, {"weights": weights.view(batch, height, width)})
 
     def _largest(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest of [B, D, n] added up or averaged, [B, D], and how many of them lie at each pixel, [B, n]."""
+        """Sum or mean of the k largest of [B, D, n], [B, D], and how many of them lie at each pixel, [B, n]."""
         top = values.topk(k, dim=2)
         if self.variant == "paper":
             ones = torch.ones_like(top.values.flatten(1))

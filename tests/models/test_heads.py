@@ -1,4 +1,4 @@
-"""Unit parts: the embedding by hand, over GAP and over a pooling that projects first."""
+"""Heads that cut or concatenate embeddings: unit parts (DiVA) and concatenated levels."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.cli.main import main
 from dmlbench.config import compose
+from dmlbench.models.concatenated_levels import ConcatenatedLevels
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.global_pooling import Gap
@@ -62,25 +63,43 @@ def test_cells_to_be_matched_are_cut_into_parts_as_the_embedding_is() -> None:
         torch.testing.assert_close(cell.unflatten(1, (2, 4)).norm(dim=2), torch.tensor([2.0, 1.0]).expand(3, 2))
 
 
-def test_embeddings_that_are_no_parts_of_one_size_are_refused() -> None:
-    backbone = ResNet20()
-    head = UnitParts(backbone.channels[-1], 10)
-    with pytest.raises(ConfigError, match=r"embeddings of 10 dimensions are not 4 parts .* head.out_features"):
-        PooledModel(backbone, Gap(), head)
+def test_embedding_is_that_of_the_two_highest_levels_each_of_unit_length() -> None:
+    backbone = ResNet20(out_levels=(0, 1, 2)).eval()
+    head = ConcatenatedLevels(backbone.channels, 5)
+    model = head.model(backbone, Gap())
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    maps = backbone(backbone.preprocess(images))[1:]
+    rows = [x.mean((2, 3)) @ project.weight.T for x, project in zip(maps, head.projections, strict=True)]
+    expected = torch.cat([row / row.norm(dim=1, keepdim=True) for row in rows], 1)
+    assert torch.allclose(model(images).embedding, expected, atol=1e-5) and model.embedding_size == 10
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ConfigError, match="num_levels: got 4"):
+        ConcatenatedLevels((16, 32, 64), 5, num_levels=4)
+    with pytest.raises(ConfigError, match=r"head\.out_features: got embeddings of 10 dimensions"):
+        PooledModel(ResNet20(), Gap(), UnitParts(64, 10))
     for weights in ((), (1.0, 0.0)):
-        with pytest.raises(ConfigError, match="must be above 0"):
+        with pytest.raises(ConfigError, match=r"head\.weights: got"):
             UnitParts(8, 8, weights=weights)
 
 
-def test_a_run_of_diva_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["head=unit_parts", "loss=diva", "regularizer=diva", "sampler.images_per_class=2"],
+        ["head=concatenated_levels", "pooling=gap", "backbone=resnet20_levels"],
+    ],
+)
+def test_a_run_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Path, head: list[str]) -> None:
     small = ["dataset.table.num_classes=16", "dataset.table.images_per_class=4", "dataset.table.image_size=32",
-             "device=cpu", "fit.max_steps=2", "fit.validate_every=2", "sampler.classes_per_batch=4",
-             "sampler.images_per_class=2", "num_workers=0", f"paths.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+             "device=cpu", "fit.max_steps=2", "fit.validate_every=2", "sampler.classes_per_batch=4", "num_workers=0",
+             f"paths.output_dir={tmp_path}", f"paths.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
     with pytest.raises(SystemExit) as info:
-        main(["train", "head=unit_parts", "loss=diva", "regularizer=diva", f"paths.output_dir={tmp_path}", *small])
+        main(["train", *head, *small])
     (path,) = tmp_path.rglob("result.json")
     assert info.value.code == 0 and json.loads(path.read_text())["steps"] == 2
     again = evaluate_from(compose("evaluate", [f"run={path.parent}", "from_checkpoint=true", "device=cpu"]))
-    assert again.evaluation.scores == again.stored
-    lengths = again.queries.rows.unflatten(1, (4, 32)).norm(dim=2)
-    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    assert again.evaluation.scores == again.stored and again.queries.rows.shape[1] == 128
+    parts = again.queries.rows.unflatten(1, (4, 32) if "head=unit_parts" in head else (2, 64))
+    torch.testing.assert_close(parts.norm(dim=2), torch.ones(parts.shape[:2]))

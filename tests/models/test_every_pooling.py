@@ -1,0 +1,256 @@
+"""The interface of every pooling: forms of maps, precision, gradients, NaN, state, contributions and errors."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmlbench.models.pooling.attention import Cbam, Delf
+from dmlbench.models.pooling.attention_pool import AttentionPool
+from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.gap_histogram import GapHistogram
+from dmlbench.models.pooling.gem import Gem
+from dmlbench.models.pooling.gemax import Gemax
+from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
+from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.k_max import KMax
+from dmlbench.models.pooling.native import Native
+from dmlbench.models.pooling.netvlad import NetVlad
+from dmlbench.models.pooling.otp import Otp
+from dmlbench.models.pooling.prototypes import PrototypePooling
+from dmlbench.models.pooling.reweighting import Crow, Tsmk
+from dmlbench.models.pooling.second_order import Gsop, Solar
+from dmlbench.models.pooling.simpool import SimPool
+from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
+from dmlbench.models.pooling.transformer import Transformer
+from dmlbench.models.pooling.weldon import Weldon
+from dmlbench.models.projection import Projection
+from dmlbench.types import ConfigError
+
+CHANNELS, SIZE = 8, 6
+
+# by the height and width of the map
+POOLINGS: dict[str, Callable[[tuple[int, int]], Pooling]] = {
+    "gap": lambda size: Gap(),
+    "gmp": lambda size: Gmp(),
+    "gap_gmp": lambda size: GapGmp(),
+    "gem": lambda size: Gem(),
+    "gem_per_channel": lambda size: Gem(num_channels=CHANNELS, per_channel=True),
+    "k_max": lambda size: KMax(1),
+    "delf": lambda size: Delf(CHANNELS, num_filters=5),
+    "delf_paper_window": lambda size: Delf(CHANNELS, num_filters=5, conv_size=3, variant="paper"),
+    "cbam": lambda size: Cbam(CHANNELS),
+    "crow": lambda size: Crow(),
+    "crow_paper": lambda size: Crow(variant="paper"),
+    "tsmk": lambda size: Tsmk(SIZE),
+    "tsmk_paper": lambda size: Tsmk(SIZE, variant="paper"),
+    "weldon": lambda size: Weldon(k_max=1, k_min=1),
+    "weldon_paper": lambda size: Weldon(k_max=1, k_min=1, variant="paper"),
+    "gemax": lambda size: Gemax(),
+    "gsop": lambda size: Gsop(SIZE, size, attention_dim=6),
+    "gsop_paper": lambda size: Gsop(SIZE, size, attention_dim=6, variant="paper"),
+    "solar": lambda size: Solar(CHANNELS),
+    "solar_paper": lambda size: Solar(CHANNELS, channel_reduction=2, variant="paper"),
+    "gsp": lambda size: Gsp(SIZE, 5, memory_rows=10),
+    "gsp_residual": lambda size: Gsp(SIZE, 5, memory_rows=10, weighting="residual"),
+    "gsp_gmp": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="gmp"),
+    "gsp_gem": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="gem"),
+    "gsp_weighted_gmp": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="weighted_gmp"),
+    "gap_histogram": lambda size: GapHistogram(SIZE, 5),
+    "gap_histogram_paper": lambda size: GapHistogram(SIZE, 5, variant="paper"),
+    "netvlad": lambda size: NetVlad(num_centers=3, feature_size=2),
+    "netvlad_paper": lambda size: NetVlad(num_centers=3, feature_size=2, variant="paper"),
+    "otp": lambda size: Otp(num_prototypes=3, feature_size=2, memory_rows=6),
+    "sliced_wasserstein": lambda size: SlicedWasserstein(SIZE, num_references=3, num_slices=4),
+    "attention_pool": lambda size: AttentionPool(CHANNELS, num_heads=2),
+    "attention_pool_concatenate": lambda size: AttentionPool(CHANNELS, num_queries=2, num_heads=2, merge="concatenate"),
+    "simpool": lambda size: SimPool(CHANNELS),
+    "simpool_official": lambda size: SimPool(CHANNELS, variant="official"),
+    "simpool_plain": lambda size: SimPool(CHANNELS, power=None),
+    "transformer": lambda size: Transformer(SIZE),
+    "transformer_sine": lambda size: Transformer(SIZE, num_layers=8, width=12, position="sine"),
+}
+BATCH_NORMALIZED = ("gsop", "gsop_paper", "solar", "solar_paper")
+MODES = [(name, False) for name in POOLINGS] + [(name, True) for name in BATCH_NORMALIZED]
+
+
+def make(name: str, size: tuple[int, int]) -> tuple[Pooling, Projection]:
+    """Prototypes start from a batch of random rows that fills the memory."""
+    torch.manual_seed(0)
+    pooling = POOLINGS[name](size).eval()
+    if isinstance(pooling, PrototypePooling):
+        pooling.observe(Pooled(torch.randn(pooling.memory.shape)), step=1)
+        assert pooling.started
+    return pooling, Projection(CHANNELS, pooling.input_width(SIZE))
+
+
+def parts_of(pooled: Pooled) -> list[Tensor]:
+    return [pooled.embedding, *pooled.side.values()]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 4, 4), (3, 2, 5)])
+@pytest.mark.parametrize(("name", "training"), MODES)
+def test_maps_of_any_form_memory_format_and_precision_are_pooled(
+    name: str, training: bool, shape: tuple[int, int, int]
+) -> None:
+    batch, height, width = shape
+    pooling, project = make(name, (height, width))
+    pooling.train(training)
+    # numbers that bfloat16 holds exactly: what differs then is the arithmetic
+    x = (torch.rand(batch, CHANNELS, height, width, generator=torch.Generator().manual_seed(3)) + 0.1).bfloat16()
+    pooled = pooling(x.float(), project)
+    assert pooled.embedding.shape == (batch, pooling.output_width(project.out_features))
+    assert set(pooled.side) == set(pooling.provides)
+    assert all(part.dtype == torch.float32 for part in parts_of(pooled))
+    if "weights" in pooled.side:
+        assert pooled.side["weights"].shape == shape and (pooled.side["weights"] >= 0).all()
+        torch.testing.assert_close(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(batch))
+    last = pooling(x.float().contiguous(memory_format=torch.channels_last), project)
+    torch.testing.assert_close(last.embedding, pooled.embedding, atol=1e-5, rtol=1e-5)
+    plain = pooling(x, project)
+    torch.testing.assert_close(plain.embedding, pooled.embedding, atol=1e-5, rtol=1e-5)
+    narrow = x.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = pooling(narrow, project)
+    sum(part.square().sum() for part in parts_of(under_autocast)).backward()
+    assert narrow.grad is not None and narrow.grad.isfinite().all()
+    if training:
+        return  # batch norm over few values magnifies rounding
+    tolerance = 0.02 if name.startswith(("delf", "solar")) else 1e-5  # their convolutions follow autocast
+    for part, exact in zip(parts_of(under_autocast), parts_of(pooled), strict=True):
+        assert part.dtype == torch.float32
+        torch.testing.assert_close(part, exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, -300.0])
+@pytest.mark.parametrize("size", [(1, 1), (3, 4)])
+@pytest.mark.parametrize(("name", "training"), MODES)
+def test_equal_features_give_finite_values_and_gradients(
+    name: str, training: bool, size: tuple[int, int], value: float
+) -> None:
+    pooling, project = make(name, size)
+    pooling.train(training)
+    x = torch.full((2, CHANNELS, *size), value, requires_grad=True)
+    pooled = pooling(x, project)
+    (pooled.embedding.sum() + sum(side.square().sum() for side in pooled.side.values())).backward()
+    gradients = [parameter.grad for parameter in (x, *pooling.parameters(), *project.parameters())]
+    for tensor in (*parts_of(pooled), *gradients):
+        assert tensor is not None and tensor.isfinite().all()
+    if "weights" in pooled.side:
+        torch.testing.assert_close(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_nan_in_a_map_reaches_its_embedding_and_no_other(name: str) -> None:
+    pooling, project = make(name, (3, 3))
+    x = torch.rand(3, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(4))
+    x[1, 2, 0, 1] = torch.nan
+    pooled = pooling(x, project)
+    assert not pooled.embedding[1].isfinite().all()
+    for part in parts_of(pooled):
+        assert name == "simpool_official" or part[[0, 2]].isfinite().all()  # its minimum is the batch's
+        if isinstance(pooling, PrototypePooling | GapHistogram):
+            assert not part[1].isfinite().all()
+
+
+# Crow("paper") jumps where a feature changes its sign, Tsmk("official") stops a gradient on purpose.
+@pytest.mark.parametrize(("name", "training"), [mode for mode in MODES if mode[0] not in ("crow_paper", "tsmk")])
+def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
+    pooling, project = make(name, (2, 3))
+    pooling.double().train(training)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in pooling.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, CHANNELS, 2, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    names = [name for name, _ in pooling.named_parameters()]
+
+    def embed(x: Tensor, *values: Tensor) -> Tensor:
+        state = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(pooling, state, (x, project.double())).embedding
+
+    values = [parameter.detach().clone().requires_grad_() for parameter in pooling.parameters()]
+    assert torch.autograd.gradcheck(embed, (x, *values), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_copy_of_the_state_gives_the_same_embedding(name: str) -> None:
+    pooling, project = make(name, (2, 3))
+    copy = POOLINGS[name]((2, 3)).eval()
+    copy.load_state_dict(pooling.state_dict())
+    x = torch.randn(2, CHANNELS, 2, 3)
+    assert torch.equal(copy(x, project).embedding, pooling(x, project).embedding)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("size", [(3, 4), (1, 1)])
+def test_contributions_are_shares(name: str, size: tuple[int, int]) -> None:
+    pooling, project = make(name, size)
+    shares = pooling.contributions(torch.randn(2, CHANNELS, *size), project)
+    if name in ("gemax", "sliced_wasserstein"):
+        assert shares is None
+        return
+    assert shares is not None and shares.shape == (2, *size) and (shares >= 0).all()
+    torch.testing.assert_close(shares.sum(dim=(1, 2)), torch.ones(2))
+
+
+ANY_WIDTH = ("gap", "gmp", "gap_gmp", "gem", "k_max", "crow", "crow_paper", "weldon", "weldon_paper", "gemax")
+
+
+@pytest.mark.parametrize("name", [name for name in POOLINGS if name not in ANY_WIDTH])
+def test_other_channels_or_widths_are_rejected(name: str) -> None:
+    pooling, project = make(name, (2, 2))
+    with pytest.raises(ConfigError, match=rf"{CHANNELS + 1}|{project.out_features + 1}"):
+        pooling(torch.rand(1, CHANNELS + 1, 2, 2), Projection(CHANNELS + 1, project.out_features + 1))
+
+
+X = torch.rand(1, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: KMax(21)(torch.zeros(1, 3, 4, 5), Projection(3, 4)), r"k \(21\).*20 pixels"),
+        (lambda: Native()(X, Projection(3, 4)), r"\(1, 3, 2, 2\).*such as gap"),
+        (lambda: KMax(0), r"k \(0\)"),
+        (lambda: Gem(per_channel=True), "num_channels"),
+        (lambda: Gem(power=0), r"power \(0\) of gem"),
+        (lambda: Cbam(8, channel_reduction=16), r"channel_reduction \(16\).*8 channels"),
+        (lambda: Delf(3, conv_size=2), r"conv_size \(2\)"),
+        (lambda: Tsmk(4, pool_size=4), r"pool_size \(4\)"),
+        (lambda: Weldon(k_max=5)(X, Projection(3, 4)), r"k_max \(5\) or k_min \(3\).*4 pixels of a 2 x 2"),
+        (lambda: Weldon(k_max=0), r"k_max \(0\)"),
+        (lambda: Gemax(regression_lambda=0.0), r"regression_lambda \(0.0\)"),
+        (lambda: Crow(epsilon=math.nan), r"epsilon \(nan\)"),
+        (lambda: Crow(variant="mine"), "crow variant 'mine'.*official, paper"),
+        (lambda: Gsop(6, (2, 0)), r"map_width \(0\)"),
+        (lambda: Gsop(4, (2, 3))(torch.rand(2, 3, 5, 6), Projection(3, 4)), "maps of 2 x 3.*5 x 6.*variant=paper"),
+        (lambda: Gsp(6, 64, memory_rows=100), r"memory_rows \(100\).*num_prototypes \(64\)"),
+        (lambda: Gsp(6, start_step=-1), r"start_step \(-1\)"),
+        (lambda: Gsp(6, transport_ratio=2.0), "transport_ratio: got 2.0"),
+        (lambda: Gsp(6, smoothing=0.0), "smoothing: got 0.0"),
+        (lambda: Gsp(6, iterations=0), "iterations: got 0"),
+        (lambda: Gsp(6, solver="sinkhorn"), "solver 'sinkhorn'.*exact, fixed_point"),
+        (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), "transport_ratio: got 1.0, expected below 1"),
+        (lambda: Gsp(6, weighting="all"), "weighting 'all' is unknown.*residual, transported"),
+        (lambda: Gsp(6, combine="max"), "combine 'max' is unknown.*gem, gmp, weighted_gmp"),
+        (lambda: Gsp(6, combine="gem", power=0.0), r"power \(0\.0\) of gsp"),
+        (lambda: GapHistogram(6, smoothing=0.0), r"smoothing \(0.0\)"),
+        (lambda: NetVlad(num_centers=0), r"num_centers \(0\)"),
+        (lambda: Otp(smoothing=0.0), r"smoothing \(0.0\)"),
+        (lambda: Otp(iterations=0), r"iterations \(0\)"),
+        (lambda: SlicedWasserstein(6, num_slices=0), r"num_slices \(0\)"),
+        (lambda: AttentionPool(10, num_heads=4), r"attention_pool: got 4.*\(10\)"),
+        (lambda: AttentionPool(8, merge="sum"), "'sum' is unknown.*concatenate, mean"),
+        (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), "num_queries.*got 4.*6 dimen"),
+        (lambda: SimPool(8, power=0.0), r"power \(0\.0\) of simpool"),
+        (lambda: Transformer(8, num_layers=0), r"num_layers \(0\)"),
+        (lambda: Transformer(6, position="sine"), "sine positions: got 6"),
+        (lambda: Transformer(8, position="learned"), "'learned' is unknown.*none, sine"),
+    ],
+)
+def test_arguments_outside_their_range_are_rejected(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
