@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from dmlbench.checks import check
 
 from dmlbench.build import make_experiment
+from dmlbench.checks import check
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import keep_freed_memory
 from dmlbench.config import compose

@@ -1,4 +1,4 @@
-"""Whether the values of a configuration's nodes are arguments of what the nodes name, by name and by type."""
+"""Components: objects of nodes with a ``_target_``, whose arguments are checked by name and type."""
 
 import contextlib
 import functools
@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.types import ConfigError, closest
+import hydra
+from hydra.errors import InstantiationException
+
+from dmlbench.types import ConfigError, DmlbenchError, closest
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
@@ -23,12 +26,38 @@ _SET_BY_BUILD = (
 _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: str, Path: str}  # YAML's values
 
 
-def check_components(node: Any, path: str = "") -> None:
-    """Check every node with a ``_target_`` within ``node``, which stands at ``path``, and every number.
+def component(node: Any, **provided: Any) -> Any:
+    """Instantiate a node with a ``_target_``; None stays None. Errors come without Hydra's around them."""
+    if node is None:
+        return None
+    try:
+        return hydra.utils.instantiate(node, _convert_="all", **provided)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, DmlbenchError):
+            cause = cause.__cause__
+        if isinstance(cause, DmlbenchError):
+            raise cause from None
+        if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node._target_.startswith("dmlbench."):
+            raise ConfigError(f"{node._target_} refuses its arguments: {cause}") from error
+        raise
 
-    Raises:
-        ConfigError: an argument that is unknown, missing or of another type; a number that is NaN or infinite.
-    """
+
+def check_periods(node: Any, path: str) -> None:
+    """Insist on lengths of at least 1 step in torch's schedules, which divide by them."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key in ("T_max", "T_0", "step_size") and isinstance(value, int | float) and value < 1:
+            raise ConfigError(f"{path}.{key} ({value}) must be at least 1 step")
+        check_periods(value, f"{path}.{key}")
+
+
+def declared(node: Any, name: str) -> Any:
+    """An attribute of the class that a node names, such as ``compares_levels``; () where it has none."""
+    return getattr(imported(node._target_, "loss"), name, ())
+
+
+def check_components(node: Any, path: str = "") -> None:
+    """Check the arguments of every node with a ``_target_`` within ``node``, and that numbers are finite."""
     if isinstance(node, float) and not math.isfinite(node):
         raise ConfigError(f"{path} is {node}; give a finite number")
     if isinstance(node, list):
@@ -68,11 +97,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
 
 @functools.cache
 def imported(name: str, path: str) -> Any:
-    """What a ``_target_`` at ``path`` names.
-
-    Raises:
-        ConfigError: there is no such thing.
-    """
+    """The object that a ``_target_`` at ``path`` names."""
     module_name, _, attribute = str(name).rpartition(".")
     if not module_name or not attribute:
         raise ConfigError(f"{path}._target_ is '{name}', which is no importable name, such as torch.nn.ReLU")
@@ -122,7 +147,7 @@ def _type_of(default: Any) -> Any:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a YAML value can be an argument of that type; what YAML cannot express is left to the constructor."""
+    """Whether a YAML value can be an argument of that type."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         return True
     if isinstance(value, dict) and "_target_" in value:

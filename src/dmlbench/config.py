@@ -1,14 +1,12 @@
-"""Composing configurations, and what identifies a config and a run; ``schemas.py`` has what their top levels hold.
-
-Components (data set, pooling, loss, ...) are nodes with a ``_target_``; ``build.py`` checks their arguments against the
-signature of the target. Everything here works without torch, so that a misspelt key fails at once.
-"""
+"""Compose configurations, and read those of runs; without torch, so that a misspelt key fails at once."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,12 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.recipes import register_recipes, settle_recipe
-from dmlbench.schemas import SCHEMAS
-from dmlbench.types import ConfigError, RunError, flatten, not_a_file
+from dmlbench.types import ConfigError, RunError, not_a_file
 
 
 def config_folder() -> Path:
@@ -35,7 +32,7 @@ def config_folder() -> Path:
 
 
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """The configuration ``name`` with overrides, outside of its command: for notebooks, labels and tests."""
+    """Compose the configuration ``name`` outside of its command."""
     with composing():
         renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
         cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
@@ -45,10 +42,10 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
 
 
 def settle(cfg: DictConfig) -> None:
-    """Make a run's configuration of what Hydra composed: what a recipe did is said, a table's rows are left out.
+    """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits.
 
     Raises:
-        ConfigError: the recipe has nothing for what was chosen, or nothing of the table can be run.
+        ConfigError: the recipe does not cover the options, or the experiment is no run.
     """
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
@@ -76,10 +73,7 @@ def _settle_splits(protocol: Any) -> None:
 
 @contextlib.contextmanager
 def composing(folder: Path | None = None, name: str | None = None) -> Iterator[None]:
-    """Hydra made ready to compose ``name`` (None: anything), with the user's own configuration folder if there is one.
-
-    Also within a command that Hydra itself started, which it goes back to.
-    """
+    """Prepare Hydra to compose ``name`` (None: any), with the user's ``folder``; restores Hydra's state."""
     register_schemas(folder, name)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -91,17 +85,103 @@ def composing(folder: Path | None = None, name: str | None = None) -> Iterator[N
 
 
 def register_schemas(folder: Path | None = None, name: str | None = None) -> None:
-    """Make the schemas and the recipes known to Hydra, and ``${epochs:3}``, the optimizer steps of so many epochs.
+    """Register schemas, recipes and ``${epochs:3}`` (optimizer steps of so many epochs) with Hydra.
 
-    Each primary YAML names its schema (``schema/train``) first in its defaults; ``name`` is the one that is composed,
-    None stands for any. Recipes of the user's own configuration ``folder`` come before others of their name.
+    Each command's YAML names its schema (``schema/train``) first in its defaults. ``name`` is the one to compose, None
+    stands for any. Recipes of the user's ``folder`` come first.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes([*([folder.resolve()] if folder else []), config_folder()])
     store = ConfigStore.instance()
-    for each in SCHEMAS if name is None else [name]:  # making all takes as long as importing numpy
+    for each in command_names() if name is None else [name]:  # making all takes as long as importing numpy
         if f"{each}.yaml" not in store.repo.get("schema", {}):
-            store.store(group="schema", name=each, node=SCHEMAS[each], package="_global_")
+            store.store(group="schema", name=each, node=schema_of(each), package="_global_")
+
+
+@dataclass
+class PathsConfig:
+    """Folders of results, of data sets, and of images prepared once."""
+
+    output_dir: str = MISSING
+    data_dir: str = MISSING
+    cache_dir: str = MISSING
+
+
+@dataclass
+class RuntimeConfig:
+    """Values known only once the data set and the model are there; the wiring sets them."""
+
+    num_classes: int = MISSING
+    image_size: Any = MISSING  # height and width of the images that the network gets
+    num_channels: int = MISSING  # of the map that is pooled
+    num_features: int = MISSING  # of the side output "features": channels of what the pooling works on
+    map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
+    embedding_size: int = MISSING
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    # of the recipe: its name and side, the sources of its values, and which of them something replaced
+    recipe: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)  # keys of the command line
+    content: Any = None  # SHA-256 of weights and user code, see identity.py
+
+
+# Types that a default does not tell: of null, of lists that may be written as one value, of keys outside of the YAML.
+_NULL_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("num_workers", "hardest", "jobs", "per_step", "steps"), int | None),
+    **dict.fromkeys(("formats", "compare"), tuple[str, ...] | None),
+    **dict.fromkeys(("pair", "rows", "fold", "repeat", "state", "archives", "also", "frozen", "runs"), Any),
+    **dict.fromkeys(("merge_order", "training", "gap", "gmp", "explain.run", "explain.images"), Any),
+    "oodml_few_shot.run": Any,
+    "beta": float | None,
+}
+_OTHER_TYPES: dict[str, Any] = {
+    "oodml_few_shot.shots": Any,
+    "oodml_few_shot.weight_decay": float | None,
+    **dict.fromkeys(("tune.space", "study_untrained_poolings.known"), dict[str, Any]),
+    **{f"study_{name}.train": Any for name in ("xml_prototypes", "zero_shot_prediction", "gsp_mu", "gsp_m_eps")},
+}
+_MORE_KEYS: dict[str, list[tuple[str, Any, Any]]] = {
+    "train": [("reproduce", Any, None), ("runtime", RuntimeConfig, field(default_factory=RuntimeConfig))],
+    "import": [("fold", int, 0), ("repeat", int, 0)],
+    "oodml_transfer": [("run", str | None, None)],
+    "study_object_size": [("seed", int, 0)],
+}
+_GLOBAL_GROUPS = ("experiment", "recipe", "search")  # their values stand at the top level
+
+
+def command_names() -> list[str]:
+    """Names of the commands' configurations."""
+    return sorted(path.stem for path in config_folder().glob("*.yaml"))
+
+
+@functools.cache
+def schema_of(name: str) -> Any:
+    """A dataclass of the top-level keys of ``conf/<name>.yaml``, each of the type of its default."""
+    content = yaml.load((config_folder() / f"{name}.yaml").read_bytes(), _Loader)
+    fields: list[tuple[str, Any, Any]] = []
+    for entry in content.pop("defaults"):
+        ((group, option),) = entry.items() if isinstance(entry, dict) else [("/", None)]
+        place = (group.partition("@")[2] or group).partition(".")[0]
+        if place == "paths":
+            fields.append((place, PathsConfig, field(default_factory=PathsConfig)))
+        elif not group.startswith("override") and "/" not in group and place not in (*_GLOBAL_GROUPS, *content):
+            fields.append((place, Any, MISSING if option is not None else None))
+    for key, value in content.items():
+        if key not in ("hydra", *(known for known, *_ in fields)):
+            fields.append((key, _type_of(f"{name}.{key}", value), MISSING))
+    return dataclasses.make_dataclass(name, [*fields, *_MORE_KEYS.get(name, [])])
+
+
+def _type_of(key: str, value: Any) -> Any:
+    if value is None:
+        return _NULL_TYPES.get(key, _NULL_TYPES.get(key.partition(".")[2], str | None))
+    if key in _OTHER_TYPES or isinstance(value, dict):
+        return _OTHER_TYPES.get(key, Any)
+    if isinstance(value, list):
+        kinds = {type(item) for item in value}
+        kind = next((kind for kind in (str, int, float) if kinds <= {kind}), float if kinds == {int, float} else None)
+        return Any if kind is None else tuple[kind, ...]  # type: ignore[valid-type]
+    return type(value)
 
 
 def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
@@ -112,35 +192,8 @@ def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
     return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
 
 
-# What a config is not made of: coordinates, seed, and everything that does not move a number.
-NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
-NOT_PART_OF_RUN_HASH = (
-    "device",
-    "num_workers",
-    "image_cache",
-    "eval_batch_size",
-    "paths",
-    "runtime",
-    "logger",
-    "reproduce",
-    "fit.checkpoint_every",
-    "fit.log_every",
-    "fit.keep",
-    "dataset.table.cache_dir",
-    "protocol.splits",  # its content is: splits_sha256
-)
-
-# Scores are computed from stored embeddings whenever they are asked for, so only what selects the weights is hashed.
-_OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
-_KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
-
-
 def load_config(path: Path) -> DictConfig:
-    """``read_config`` of a run as a configuration.
-
-    Raises:
-        RunError: it is missing, or damaged.
-    """
+    """``read_config`` as a DictConfig."""
     remedy = "remove the run with `dmlbench clean` and run it again"
     try:
         present = OmegaConf.create(read_config(path))
@@ -151,10 +204,10 @@ def load_config(path: Path) -> DictConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The composed configuration that a run has stored at ``path``; plain values, read fast.
+    """The configuration that a run has stored, as plain values.
 
     Raises:
-        RunError: it is missing, or damaged.
+        RunError: it is missing or damaged.
     """
     remedy = "remove the run with `dmlbench clean` and run it again"
     if what := not_a_file(path):
@@ -181,71 +234,3 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' stands twice", node.start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
-
-
-def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that identify a configuration: all but ``excluded`` and evaluation settings that select nothing."""
-    evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
-    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
-    container["evaluation"] = {key: evaluation.get(key) for key in selecting}
-    for key in excluded:
-        *parents, last = key.split(".")
-        node: Any = container
-        for parent in parents:
-            node = node.get(parent) or {}
-        node.pop(last, None)
-    return container
-
-
-def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
-    # Not resolved: "${paths.data_dir}/cars196" is the same wherever the data are.
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
-    return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
-
-
-def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings that make a config what it is, flattened, of a resolved configuration (as a run stores it)."""
-    return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
-
-
-def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """(stored, new) values of the settings that decide a run's numbers and differ, by key.
-
-    Args:
-        cfg: a configuration before its data are read.
-        stored: the resolved one of a finished or interrupted run; what only the data say is taken from it.
-    """
-    # what the data said; what else a run notes under runtime, or once did, is none of it
-    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
-    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
-    containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
-    old, new = (flatten(_identity(container, NOT_PART_OF_RUN_HASH)) for container in containers)
-    return {
-        key: (old.get(key, "absent"), new.get(key, "absent"))
-        for key in sorted(old.keys() | new.keys())
-        if (old.get(key), key in old or "." not in key) != (new.get(key), key in new or "." not in key)
-    }
-
-
-def config_id(cfg: DictConfig) -> str:
-    """Name of a config: backbone, pooling and loss as chosen, and the config hash."""
-    choices = cfg.runtime.choices
-    pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
-    words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
-    # Not resolved: a number of epochs is not known before the data are.
-    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
-        words.append("untrained")
-    if cfg.get("rerank") is not None:
-        words.append(choices.get("rerank", "rerank"))
-    name = "-".join(str(word).replace("/", "_") for word in words)
-    return f"{name}-{config_sha256(cfg)[:8]}"
-
-
-def config_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that defines a config."""
-    return _digest(cfg, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH)
-
-
-def run_sha256(cfg: DictConfig) -> str:
-    """Hash of everything that decides a run's numbers: its config, its coordinates and the base seed."""
-    return _digest(cfg, NOT_PART_OF_RUN_HASH)

@@ -1,21 +1,16 @@
-"""All objects of a run, made from its configuration in one call; whatever works with them reads no configuration."""
+"""The objects of a run and what they do together; ``build.py`` makes them."""
 
-import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 from torch.optim import Optimizer
 
-from dmlbench import build
-from dmlbench.components import component
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.transforms import Transform
 from dmlbench.data.images.sources import ImageSource
@@ -23,36 +18,37 @@ from dmlbench.data.protocols import Protocol
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.experiment import Data
-from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
-from dmlbench.runtime import autocast, derive_seed, file_sha256, seed_everything
+from dmlbench.runtime import autocast
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
 from dmlbench.training.stage_plan import Plan
-from dmlbench.types import EmbeddingSet, IntArray, RetrievalSet, flatten
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, RetrievalSet, Split
 
 Images = ImageSource | torch.Tensor
 
 
 @dataclass(frozen=True)
+class Data:
+    """A data set under a protocol: the images, who trains and who is tested, and the classes renumbered from 0."""
+
+    table: ImageTable
+    split: Split
+    class_index: IntArray  # [num_classes of the table], -1 for classes that are not trained on
+
+
+@dataclass(frozen=True)
 class Setup:
-    """What training and the applications share: data, images as evaluation sees them, and the model on its device.
+    """Data, model and evaluation, shared by training and applications.
 
     Attributes:
-        data: the images, who trains and who is tested.
-        images: opened for ``transform``.
-        transform: of evaluation, without augmentation.
-        model: with the weights that it starts from.
-        rerank: what ranks the first neighbors of the test again; None where nothing does.
-        settings: of the training.
-        spec: what is computed of embeddings.
-        choices: the chosen option of each group of the configuration.
-        device: where the model lies.
+        images: opened for ``transform``, which has no augmentation.
+        rerank: distance that reranks the first neighbors of the test, or None.
+        choices: the chosen option of each group.
         eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
-        num_workers: processes that read ahead; None is the loader's own choice.
+        num_workers: processes that read ahead; None: the loader decides.
     """
 
     data: Data
@@ -86,7 +82,7 @@ class Setup:
         if self.rerank is None:
             queries, gallery = self.embed(part)
         else:
-            model: Any = self.model  # which has configs: ``build_rerank`` has asked
+            model: Any = self.model  # which has cells: ``build_rerank`` has asked
             size = int(self.rerank.grid_size)
             queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
         return queries, gallery, self._score(queries, gallery, spec, self.rerank or self.model.distance)
@@ -149,23 +145,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that one run works with.
+    """A run's setup and training.
 
     Attributes:
-        setup: data, model and how they are evaluated.
-        protocol: which classes train, and how runs are summed up.
-        fold, repeat, base_seed: the coordinates and what seeds derive from.
-        seed: of this run.
-        config_sha256, run_sha256: what identifies the config, and the run.
-        plan: of stage 1, which this training follows; None where there is none.
+        seed: hash of base seed, fold and repeat.
+        plan: of stage 1, which this training follows, or None.
         batches: endless training batches.
-        objective, optimizer, schedule, loggers: of the training; no schedule is None.
         num_classes: classes to train on.
         steps_per_epoch: optimizer steps of the sampler's epoch.
-        weights_sha256: of the file of pretrained weights; None where none was named.
-        recipe: which recipe took part, its side, and what else of ``runtime.recipe`` there is; empty without one.
+        weights_sha256: of ``backbone.weights_file``, or None.
+        code_sha256: of files with user code, by name.
+        recipe: ``runtime.recipe``; empty without one.
         variants: values of all keys ``variant``, which choose between a paper and its public code.
-        configuration: all settings with every value resolved, as YAML.
+        configuration: the resolved configuration as YAML.
     """
 
     setup: Setup
@@ -185,103 +177,7 @@ class Experiment:
     num_classes: int
     steps_per_epoch: int
     weights_sha256: str | None
+    code_sha256: dict[str, str]
     recipe: dict[str, Any]
     variants: dict[str, str]
     configuration: str
-
-
-def make_setup(
-    cfg: DictConfig,
-    device: torch.device,
-    *,
-    before_model: Callable[[Data, Callable[[Any], Images]], None] = lambda data, open_images: None,
-    check: Callable[[], None] = lambda: None,
-) -> Setup:
-    """What ``Setup`` holds, with initial weights; ``cfg.runtime`` then says what only data and model know.
-
-    Args:
-        cfg: a checked configuration.
-        device: where the model goes.
-        before_model: called with the data and what opens images for a transform, before anything random happens.
-        check: called now and then while images are prepared; what it raises ends that.
-
-    Raises:
-        DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
-    """
-    data = build.build_data(cfg)
-    open_images = build.image_opener(cfg, data.table, device, check=check)
-    images = open_images(cfg.transform.eval)
-    before_model(data, open_images)
-    model = build.build_model(cfg)
-    rerank = build.build_rerank(cfg, model)
-    settings = component(cfg.fit)
-    build.move(model, device, channels_last=settings.channels_last)
-    choices: Any = OmegaConf.to_container(cfg.runtime.choices)
-    return Setup(
-        data, images, component(cfg.transform.eval), model, rerank, settings, component(cfg.evaluation), choices,
-        device, cfg.eval_batch_size, cfg.num_workers,
-    )  # fmt: skip
-
-
-def make_experiment(
-    cfg: DictConfig,
-    run_dir: Path,
-    device: torch.device,
-    *,
-    plan: Plan | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> Experiment:
-    """What ``Experiment`` holds; ``cfg`` itself stays as it is.
-
-    Args:
-        cfg: a checked configuration.
-        run_dir: where loggers write.
-        device: where the model goes.
-        plan: what the training follows instead of its own length and schedule.
-        check: called now and then while images are prepared; what it raises ends that.
-
-    Raises:
-        DataError, ConfigError: data that are missing or broken, or settings that do not fit them.
-    """
-    cfg = copy.deepcopy(cfg)
-    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
-    opened: list[Images] = []
-
-    def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
-        opened.append(open_images(cfg.transform.train))
-        seed_everything(seed)  # now: an image cache that has to be filled must not move the initial weights
-
-    setup = make_setup(cfg, device, before_model=before_model, check=check)
-    objective = build.build_objective(cfg, setup.model).to(device)
-    objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
-    setup = replace(setup, settings=build.build_fit_settings(cfg, plan))
-    optimizer, schedule = build.build_optimizer(cfg, setup.model, objective, plan)
-    recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
-    identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
-    weights_file = cfg.backbone.get("weights_file")
-    return Experiment(
-        setup=setup,
-        protocol=component(cfg.protocol),
-        fold=cfg.fold,
-        repeat=cfg.repeat,
-        base_seed=cfg.base_seed,
-        seed=seed,
-        config_sha256=config_sha256(cfg),
-        run_sha256=identity,
-        plan=plan,
-        batches=build.build_train_batches(
-            cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None
-        ),
-        objective=objective,
-        optimizer=optimizer,
-        schedule=schedule,
-        loggers=build.build_loggers(cfg, run_dir, identity, configuration),
-        num_classes=cfg.runtime.num_classes,
-        steps_per_epoch=cfg.runtime.steps_per_epoch,
-        weights_sha256=None if weights_file is None else file_sha256(weights_file),
-        recipe=recipe,
-        variants=variants,
-        configuration=configuration,
-    )

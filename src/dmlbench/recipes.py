@@ -52,7 +52,7 @@ Folders = Sequence[Path]
 
 
 def register_recipes(folders: Sequence[Path]) -> None:
-    """Make the recipes of configuration folders known to Hydra; of two of one name it takes the first folder's."""
+    """Register the recipes of configuration folders with Hydra; the first folder wins."""
     for side in SIDES:
         ConfigStore.instance().store(group="recipe/side", name=side, node={}, package="_global_")
     _RecipesFirst.folders = tuple(folders)
@@ -61,10 +61,7 @@ def register_recipes(folders: Sequence[Path]) -> None:
 
 
 class _RecipesFirst(SearchPathPlugin):
-    """Recipes are read here, before Hydra's own source of files would take their tables for values.
-
-    The user's own folder comes before the project's, for recipes and for all else.
-    """
+    """Put ``RecipeSource`` before Hydra's own source of files, and the user's folder before the project's."""
 
     folders: tuple[Path, ...] = ()
 
@@ -77,10 +74,7 @@ class _RecipesFirst(SearchPathPlugin):
 
 
 class RecipeSource(ConfigSource):
-    """Hydra's way to the recipes of one configuration folder: their defaults lists, and the values that apply.
-
-    Its path is that folder and those after it, where what its recipes extend and choose may lie.
-    """
+    """Hydra's source of the recipes of a folder; its path is that folder and those in which to look up options."""
 
     @property
     def folders(self) -> Folders:
@@ -128,11 +122,7 @@ def _load(folders: Folders, name: str) -> dict[str, Any]:
 
 
 def _option(folders: Folders, group: str, option: str) -> Path:
-    """The file of an option, in the first folder that has it.
-
-    Raises:
-        ConfigError: none has.
-    """
+    """The file of an option, in the first folder that has it."""
     for folder in folders:
         if (path := folder / group / f"{option}.yaml").is_file():
             return path
@@ -141,11 +131,7 @@ def _option(folders: Folders, group: str, option: str) -> Path:
 
 @functools.cache
 def _recipe(path: Path, changed: int) -> dict[str, Any]:
-    """A recipe's file as it stood when it was last changed.
-
-    Raises:
-        ConfigError: it is no recipe.
-    """
+    """The content of a recipe's file, checked."""
     recipe = _read(path)
     for key in recipe.keys() - _PARTS:
         raise ConfigError(f"{path} has '{key}', which is no part of a recipe: {closest(key, sorted(_PARTS))}")
@@ -186,7 +172,7 @@ def _listed(options: Any) -> list[Any]:
 
 
 def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | None]) -> dict[str, Any]:
-    """What a recipe says for the options chosen, as a configuration; what it is goes to ``runtime.recipe``."""
+    """A recipe's values for the chosen options, as a configuration with ``runtime.recipe``."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     options: dict[str, str] = {}
@@ -224,7 +210,7 @@ def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | N
 
 
 def _refusal(folders: Folders, name: str, chosen: Mapping[str, str | None]) -> str:
-    """Why a recipe has nothing for the options chosen, and what it has; empty where it has."""
+    """Why a recipe does not cover the chosen options, and what it covers; empty if it does."""
     covers = _load(folders, name).get("covers", [])
     missing = min((_mismatches(block, chosen) for block in covers), key=len, default=[])
     if not missing:
@@ -239,10 +225,10 @@ def _refusal(folders: Folders, name: str, chosen: Mapping[str, str | None]) -> s
 
 
 def settle_recipe(cfg: DictConfig) -> None:
-    """Say in ``runtime.recipe`` which of a recipe's values something else has replaced.
+    """Store in ``runtime.recipe`` which of the recipe's values were overridden.
 
     Raises:
-        ConfigError: the recipe has nothing for what was chosen.
+        ConfigError: the recipe does not cover the chosen options.
     """
     facts: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     if "values" not in facts:

@@ -1,4 +1,4 @@
-"""One run from beginning to end: data, training, test, result; skipped when complete, continued when interrupted."""
+"""Run a config at one fold and repeat: train, test, write the result."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.experiment import Data, Experiment
-from dmlbench.identity import config_id, differences, run_sha256
+from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.runtime import (
@@ -47,19 +47,19 @@ _OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
-    """Train and test the config ``cfg`` at its coordinates; returns the run directory.
+    """Train and test a composed configuration; returns the run directory.
 
-    A complete run of the same configuration is left as it is; an interrupted one continues from its checkpoint. One
-    with a ``rerank`` takes the weights of the complete run without, where there is one: it would train the same.
+    A complete run is skipped; an interrupted one resumes from its checkpoint. A run with a ``rerank`` takes the
+    weights of the complete run without it, if there is one.
 
     Args:
         cfg: a composed configuration.
-        follow: is told of validations and may end the training (see ``fit``): the run is then an interrupted one.
+        follow: is told of validations and may end the training (see ``fit``).
 
     Raises:
         Pruned: ``follow`` has ended the training.
-        DmlbenchError: what a user can fix; ``error.txt`` in the run directory says it too.
-        Preempted: asked to stop; start the same command again to continue.
+        DmlbenchError: what a user can fix; also in ``error.txt`` of the run directory.
+        Preempted: stopped by a signal; the same command resumes.
     """
     check(cfg)
     device = select_device(cfg.device)
@@ -70,11 +70,11 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         stored = load_config(run_dir / store.CONFIG)
         if late := (cfg.logger or {}).keys() - (stored.logger or {}).keys():
             log.warning(
-                "logger=%s gets nothing of this run: a logger follows a training, and this one has ended without it; "
-                "its losses and scores are in %s; to log them, remove the run with `dmlbench clean` and train it again",
+                "logger=%s gets nothing of this run, which was trained without it: its losses and scores are in %s; "
+                "to log them, remove the run with `dmlbench clean` and train it again",
                 ",".join(sorted(late)), run_dir / HISTORY,
             )  # fmt: skip
-        # A kill may have come between the result and the removal of what was not to be kept.
+        # The process may have been killed after it wrote the result.
         _tidy(run_dir, stored.fit.keep)
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
@@ -105,18 +105,8 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     return run_dir
 
 
-def directory_of(cfg: DictConfig) -> Path:
-    """The run directory of a configuration."""
-    protocol = component(cfg.protocol).name
-    return run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
-
-
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
-    """The plan that stage 1 of this config and repeat wrote; kept next to the run.
-
-    Raises:
-        RunError: that run is missing, or has found something else since this run began.
-    """
+    """The plan that stage 1 of this config and repeat wrote, copied next to the run; None of other protocols."""
     planned_by = component(cfg.protocol).planned_by
     if planned_by is None:
         return None
@@ -144,30 +134,14 @@ def _stop_signal() -> Any:
 
 
 def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
-    if not (run_dir / store.RESULT).exists():
+    if not is_complete(cfg, run_dir):
         return False
-    result = store.read_result(run_dir)
-    stored = load_config(run_dir / store.CONFIG)
     _plan_for(cfg, run_dir)
-    if result["run_sha256"] != run_sha256(cfg) and (differing := differences(cfg, stored)):
-        listing = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
-        raise RunError(
-            f"{run_dir} holds the result of another configuration ({listing}); choose another paths.output_dir, or "
-            "remove it with `dmlbench clean`"
-        )
-    # The same configuration may point at other files, for instance through paths.data_dir: then the data decide.
-    if OmegaConf.to_container(stored.dataset.table) != OmegaConf.to_container(cfg.dataset.table, resolve=True):
-        fingerprint = component(cfg.dataset.table).fingerprint
-        if fingerprint != result["dataset_fingerprint"]:
-            raise RunError(
-                f"{run_dir} holds the result of other data (fingerprint {result['dataset_fingerprint'][:12]}, now "
-                f"{fingerprint[:12]}); choose another paths.output_dir or dataset.name"
-            )
     return True
 
 
 def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """The complete run of the same settings whose test ranks nothing again, if this one has not begun to train."""
+    """The complete run of the same settings without ``rerank``, if this one has not begun to train."""
     if cfg.rerank is None or (run_dir / LAST).exists():
         return None
     plain = copy.deepcopy(cfg)
@@ -177,11 +151,7 @@ def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
 
 
 def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
-    """What came out of the training of a complete run, whose weights and history are copied, and whose time is its own.
-
-    Raises:
-        RunError: a file is not its own.
-    """
+    """Copy weights and history of a complete run; the result has no training time of its own."""
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
     for path in filter(Path.exists, (trained / HISTORY, trained / BEST)):
@@ -297,6 +267,7 @@ def _result(
         **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
         **({"variants": experiment.variants} if experiment.variants else {}),
         **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
+        **({"code_sha256": experiment.code_sha256} if experiment.code_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),
@@ -332,7 +303,7 @@ def _published_queries(data: Data) -> dict[str, int]:
 
 
 def _tidy(run_dir: Path, keep: str) -> None:
-    """Remove what a complete run needs no more."""
+    """Remove the checkpoints that ``fit.keep`` does not keep."""
     for name, kept in ((BEST, ("best", "both")), (LAST, ("last", "both"))):
         if keep not in kept:
             (run_dir / name).unlink(missing_ok=True)

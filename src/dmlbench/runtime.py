@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -121,24 +122,17 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
-    """Write a file so that it is there whole or not at all, whatever interrupts.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
-    """
+    """Write a file whole or not at all; on an error an older file of that name is untouched."""
     with whole_file(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the name ``path`` at the end of the block; an error in the block removes it.
+    """A file to write, which gets the name ``path`` at the end of the block; an error in the block removes it.
 
-    Before that it has a hidden name in the same folder, and a lock that tells it from one that a killed process left;
-    those of this name are removed first.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full; an older file of that name is untouched.
+    Until then it has a hidden name in the same folder, and a lock that tells it from leftovers of killed processes,
+    which are removed first.
     """
     path = Path(path)
     remove_leftovers(path.parent, path.name)
@@ -166,12 +160,7 @@ def _locked_temporary(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) -> None:
-    """Remove what killed processes have left of files that they were writing; those of living ones are locked and stay.
-
-    Args:
-        folder: where they were writing; what cannot be removed from it does no harm.
-        name: only of this file; None means of any.
-    """
+    """Remove files that killed processes were writing in ``folder``, of one name or any; locked ones stay."""
     with contextlib.suppress(OSError):
         for leftover in Path(folder).glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
             with contextlib.suppress(OSError), leftover.open("r+b") as file:
@@ -180,7 +169,7 @@ def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) ->
 
 
 _CHECKSUM = "checksum"
-"""Key of the SHA-256 of a file's other values, in a canonical form."""
+"""Key of the SHA-256 of the other values."""
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -189,18 +178,28 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def cached_sha256(path: str | os.PathLike[str]) -> str:
+    """``file_sha256``, computed once per process while size and modification time stay the same."""
+    status = os.stat(path)
+    return _hashed_once(os.path.realpath(path), status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _hashed_once(path: str, size: int, changed: int) -> str:
+    return file_sha256(path)
+
+
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically, with a checksum of its values, so that later changes are noticed.
+    """Write a JSON object atomically, with a checksum of its values.
 
     Raises:
-        RunError: it holds NaN or infinity, which are no numbers of JSON; an older file of that name is untouched.
-        OSError: as ``atomic_write``.
+        RunError: it holds NaN or infinity; an older file of that name is untouched.
     """
     try:
         written = json.loads(json.dumps(content, allow_nan=False))  # keys as text
     except ValueError as error:
         raise RunError(
-            f"{path} would hold NaN or infinity, which are no scores: look at the embeddings, which may have collapsed"
+            f"{path} would hold NaN or infinity, which are no scores. Look at the embeddings, which may have collapsed."
         ) from error
     text = json.dumps({**written, _CHECKSUM: _checksum(written)}, indent=1)
     atomic_write(path, (text + "\n").encode())
@@ -240,14 +239,14 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what a reader of files raised, never torch's advice to read them without its safeguard."""
+    """The first line of a file reader's error, without torch's advice to disable ``weights_only``."""
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return "it holds Python objects, which are never executed, or it is damaged"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_open_at(path: str | os.PathLike[str], descriptor: int) -> bool:
-    """Whether an open file still lies at ``path``, where it may have been removed or replaced since it was opened."""
+    """Whether an open file is still the one at ``path``."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

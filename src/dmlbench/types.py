@@ -1,7 +1,6 @@
-"""The values that every layer shares: what a data set, a split, a batch and a model's output are.
+"""Values and errors that every layer shares.
 
-Letters used in shapes throughout the project: B batch, N set, Q queries, R references, C channels, D embedding,
-m prototypes, L levels.
+Shapes: B batch, N set, Q queries, R references, C channels, D embedding, m prototypes, L levels.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ ROLES = ("train", "test", "query", "gallery")
 
 
 class DmlbenchError(Exception):
-    """An error that a user can fix: its message names the value, the limit and the remedy.
-
-    The command line prints the message alone; any other exception is a defect and prints its traceback.
-    """
+    """An error that a user can fix; the command line prints its message without a traceback."""
 
 
 class ConfigError(DmlbenchError):
@@ -45,11 +41,7 @@ class RunError(DmlbenchError):
 
 
 class RunInUse(RunError):
-    """Another process has the run; what wants it may come back later.
-
-    Attributes:
-        run_dir: the run's directory.
-    """
+    """Another process has the run."""
 
     def __init__(self, message: str, run_dir: Path) -> None:
         super().__init__(message, run_dir)
@@ -60,15 +52,11 @@ class RunInUse(RunError):
 
 
 class Diverged(RunError):
-    """A training whose loss or gradient is not finite: its settings are at fault, and another start ends alike."""
+    """The loss or a gradient is not finite; starting again ends alike."""
 
 
 class Pruned(RunError):
-    """Who follows a training has ended it at a validation; its checkpoint is whole, and it can be continued.
-
-    Attributes:
-        step: optimizer steps that were done.
-    """
+    """A training was ended at a validation, after ``step`` optimizer steps; it can be resumed."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -80,7 +68,7 @@ class Pruned(RunError):
 
 @dataclass(frozen=True)
 class Originals:
-    """What is known of the photographs that a data set was published as, by which others are told from them.
+    """Properties of the published images of a data set, to recognize changed ones.
 
     Attributes:
         format: Pillow's name of their format.
@@ -259,7 +247,7 @@ def escape_latex(text: str) -> str:
 
 
 def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) -> str:
-    """A sentence part that points from a misspelt name to the known ones, so many at most, for error messages."""
+    """For error messages: the known name nearest to a misspelt one, and at most ``most`` known names."""
     import difflib
 
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -270,19 +258,13 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) ->
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: ``value``, given as ``name``, is not one of ``known``.
-    """
+    """Raise ConfigError unless ``value``, given as ``name``, is one of ``known``."""
     if value not in known:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
 
 
 def not_a_file(path: str | os.PathLike[str]) -> str:
-    """What lies at ``path`` instead of a file, in words; "" where a file or nothing does.
-
-    To be asked before opening what others have put somewhere: a pipe that nobody writes to is waited for without end.
-    """
+    """What is at ``path`` instead of a file, in words; "" for a file or nothing. Opening a pipe waits without end."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):

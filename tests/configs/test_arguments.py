@@ -9,7 +9,7 @@ from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
-from dmlbench.schemas import SCHEMAS
+from dmlbench.config import schema_of
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:
@@ -34,11 +34,8 @@ def dmlbench(capsys, *arguments: str, code: int = 0) -> str:
         (["omniglot/*"], "expected key=value, got 'omniglot/*'; see dmlbench train --help"),
         (["=3"], "=3: expected key=value"),
         (["fold==3"], "cannot parse fold==3"),
-        (["fold=["], "cannot parse fold=["),
         (["pooling=gap,gmp"], "pooling=gap,gmp gives several values: -m runs each of them"),
-        (["pooling=gps"], "pooling=gps is unknown: did you mean 'gsp'"),
         (["dataset=omniglot/*"], "omniglot=* is unknown"),
-        (["loss.alpha={}"], "loss.alpha is {} (dict), but"),
         (["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"], "temperature is nan"),
         (["--fast"], "unrecognized arguments: --fast; see dmlbench train --help"),
         (["--resolve"], "--resolve goes with --cfg only"),
@@ -112,7 +109,7 @@ def test_every_command_shows_examples_and_lists_its_keys(capsys, tmp_path, monke
     words = [*line, *(["verify", "glyphs"] if command == "data" else [])]
     error = dmlbench(capsys, *words, "nonsense=1", code=2)
     assert "no key 'nonsense': " in error and len(error.splitlines()) == 1
-    for key in SCHEMAS[command.replace(" ", "_")].__dataclass_fields__:
+    for key in schema_of(command.replace(" ", "_")).__dataclass_fields__:
         assert key in error.partition("known: ")[2]
 
 

@@ -1,9 +1,9 @@
 """AVSL's settings as its paper prints and its public code sets them, and its tables as configurations."""
 
 import pytest
-from dmlbench.checks import check
 from omegaconf import OmegaConf
 
+from dmlbench.checks import check
 from dmlbench.config import compose
 
 # zbr17/AVSL fd2686e4, examples/samples_avsl.sh: --lr_trunk, --lr_embedder, --lr_collector, --loss0_weight and so on,
@@ -63,7 +63,7 @@ def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, row: list
     [["loss=layered"], ["backbone=resnet50", "pooling=gap_gmp", "head=linear", "loss=margin"]],
     ids=["Margin-AVSL", "Margin"],
 )
-def test_the_public_code_has_one_triplet_an_image_of_four_a_class_for_the_margin_loss(row: list[str]) -> None:
+def test_the_public_code_has_one_triplet_an_image_for_the_margin_loss(row: list[str]) -> None:
     cfg = with_epochs_of_ten_steps("experiment=avsl/table1", "dataset=cub200", "sampler=avsl_balanced", *row)
     factors = cfg.optim.lr_multipliers
     rates = [cfg.optim.lr * factors[group] for group in ("backbone", "head", "distance", "loss")]

@@ -85,7 +85,7 @@ def test_every_image_is_an_anchor_of_one_triplet_for_the_margin_loss() -> None:
         assert miner.cutoff == baseline.objective.miner.cutoff == 0.5  # args.csv, --hardneg_cutoff
 
 
-def test_weights_of_levels_for_the_margin_loss_are_those_that_its_pipeline_multiplies() -> None:
+def test_weights_of_levels_for_the_margin_loss_are_those_of_its_pipeline() -> None:
     """Recorded by running gedml's Storage and LossHandler on link_avsl_margin.yaml: it takes args.csv's loss0_weight of
     1 for the inferred distance, loss1_weight of 0.2 for the lowest level and loss2_weight of 1 for the middle one, and
     no weight for the top one."""

@@ -133,25 +133,6 @@ def test_commands_write_nowhere_else(tmp_path: Path, capsys, monkeypatch, comman
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["table", "report"])
-def test_what_a_killed_command_left_is_removed_at_its_next_start(tmp_path: Path, capsys, command: str) -> None:
-    left = tmp_path / "tables" / ".glyphs-mlrc.md.0badcafe.tmp"
-    left.parent.mkdir()
-    left.touch()
-    with pytest.raises(SystemExit) as info:
-        main([command, f"paths.output_dir={tmp_path}"])
-    assert info.value.code == 1
-    assert "no run under" in capsys.readouterr().err
-    assert not left.exists()
-
-
-def test_a_picture_s_own_leftover_is_removed(tmp_path: Path) -> None:
-    for name in (".x.png.0badcafe.tmp", ".y.png.0badcafe.tmp"):
-        (tmp_path / name).touch()
-    save_figure(plt.figure(), tmp_path / "x.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".y.png.0badcafe.tmp", "x.png"]
-
-
 def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(RunError, match="choose another output"):
         save_figure(plt.figure(), tmp_path / "missing" / "x.png")

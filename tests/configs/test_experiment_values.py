@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from commands_of_tables import Command, commands
-from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.checks import check
 from dmlbench.config import compose
 
 SMALL = ("cub200", "cars196")

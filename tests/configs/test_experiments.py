@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 from commands_of_tables import CONF, command_of, commands, reproduce_of
-from dmlbench.checks import check
 
 from dmlbench import papers
+from dmlbench.checks import check
 from dmlbench.cli.arguments import parse
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
 from dmlbench.cli.target_overrides import key_of
-from dmlbench.config import compose
+from dmlbench.config import compose, schema_of
 from dmlbench.data.given_splits import FORMAT, read_splits
 from dmlbench.papers import load_table, tables
 from dmlbench.runtime import write_json
-from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError
 
 # Figures with results or samples of data, by what each paper shows; others are sketches and pictures of single images.
@@ -111,12 +110,12 @@ def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
     parsed = parse(command, arguments)
     if command == "oodml":
         assert parsed.words[0] in WORDS
-        keys = SCHEMAS[f"oodml_{parsed.words[0]}"].__dataclass_fields__
+        keys = schema_of(f"oodml_{parsed.words[0]}").__dataclass_fields__
         assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
         assert len(parsed.words) == 1 or "configs" in keys
     elif command == "study":
         assert parsed.words[0] in STUDIES and len(parsed.words) == 1
-        keys = SCHEMAS[f"study_{parsed.words[0]}"].__dataclass_fields__
+        keys = schema_of(f"study_{parsed.words[0]}").__dataclass_fields__
         assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
     else:
         assert command in ("aggregate", "reproduce", "train")

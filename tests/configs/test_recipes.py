@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from commands_of_tables import own_commands
-from dmlbench.checks import check
-from dmlbench.identity import config_id
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.checks import check
 from dmlbench.cli.main import main
 from dmlbench.config import compose, config_folder
+from dmlbench.identity import config_id
 from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
 from dmlbench.types import ConfigError
 
@@ -28,7 +28,7 @@ def value(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
 
-def test_rows_of_photographs_are_the_configs_of_the_grids_and_have_what_their_losses_need() -> None:
+def test_rows_of_photographs_are_configs_of_the_grids() -> None:
     rows = {each.score.row: each for each in own_commands() if each.score.dataset == "cub200_2010"}
     assert len(rows) == 33
     made = {
@@ -138,20 +138,6 @@ def test_the_fair_setting_has_the_printed_values(loss: str, every: int) -> None:
         cfg = compose("train", given)
         for key, values in FAIR[loss].items():
             assert value(cfg, key) == pytest.approx(values[i], rel=1e-12), (dataset, key)
-
-
-OF_CODE = {  # yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/*_loss.py:11-16
-    "contrastive": {"loss.pos_margin": 0.0, "loss.neg_margin": 0.5},
-    "triplet": {"loss.margin": 0.05},
-    "multi_similarity": {"loss.alpha": 2, "loss.beta": 50, "loss.base": 0.5},
-}
-
-
-@pytest.mark.parametrize("loss", OF_CODE)
-def test_the_code_of_gsp_has_its_own_defaults_for_all_data_sets(loss: str) -> None:
-    for dataset in ("cars196", "sop"):
-        cfg = compose("train", ["experiment=gsp_fair", f"dataset={dataset}", f"loss={loss}"])
-        assert {key: value(cfg, key) for key in OF_CODE[loss]} == OF_CODE[loss], dataset
 
 
 @pytest.mark.parametrize(("side", "scale"), [("paper", 1.0), ("code", 9.5)])

@@ -1,10 +1,10 @@
 """Components named by ``_target_`` alone on the command line."""
 
 import pytest
-from dmlbench.checks import check
-from dmlbench.identity import config_id
 
+from dmlbench.checks import check
 from dmlbench.cli.main import main
+from dmlbench.identity import config_id
 
 LOSSES = "pytorch_metric_learning.losses."
 PROXIES = ("loss.num_classes=${runtime.num_classes}", "loss.embedding_size=${runtime.embedding_size}")
@@ -65,7 +65,7 @@ def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
 
 
 @pytest.mark.slow
-def test_what_interpolations_give_stays_and_so_does_all_of_the_option_s_own_component(composed) -> None:
+def test_interpolated_values_and_the_option_s_own_component_stay(composed) -> None:
     cfg = composed("loss=proxy_anchor", f"loss._target_={LOSSES}ArcFaceLoss")
     assert set(cfg.loss) == {"_target_", "num_classes", "embedding_size"}
     own = composed("pooling=gsp")

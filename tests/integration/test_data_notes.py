@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dmlbench.identity import config_id
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -18,6 +17,7 @@ from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.identity import config_id
 from dmlbench.results.store import EMBEDDINGS, find_runs
 from dmlbench.runner import run
 

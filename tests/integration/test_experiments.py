@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands_of_tables import Command, commands, own_commands
-from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 from small_data_sets import write_cars196, write_cub200, write_inshop, write_sop
 
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.results.store import read_result
 from dmlbench.runner import run

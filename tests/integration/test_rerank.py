@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
@@ -13,6 +12,7 @@ from dmlbench import runner as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import hydra
 import pytest
-from dmlbench.identity import config_sha256
 from forked import Process
 
 from dmlbench.cli.train import composed_run
 from dmlbench.config import compose, composing
+from dmlbench.identity import config_sha256
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dmlbench.checks import check
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose, config_folder
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.experiment import Data

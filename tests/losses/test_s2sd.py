@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dmlbench.checks import check
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import Tensor
 
 from dmlbench import build
+from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.objective import Objective

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dmlbench.identity import config_id
 from safetensors.numpy import load_file
 
 from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.identity import config_id
 from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import find_runs, read_result, runs_by_config

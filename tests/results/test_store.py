@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dmlbench.cli.main import main
+from dmlbench.identity import run_directory
 from dmlbench.results import store
 from dmlbench.types import RunError
 
@@ -16,6 +17,11 @@ def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
     path = root / name
     store.make_directory(path)
     return path
+
+
+def test_run_directory_names_data_set_protocol_config_and_coordinates() -> None:
+    path = run_directory("outputs", "cub", "mlrc", "config", 3, 1)
+    assert str(path) == os.path.join("outputs", "cub", "mlrc", "config", "fold3_rep1")
 
 
 def test_state_of_a_run_follows_its_files(tmp_path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.config import config_folder, flatten, register_schemas
+from dmlbench.config import config_folder, register_schemas
+from dmlbench.types import flatten
 
 BY_HAND = "given by hand"
 _ABSENT = object()

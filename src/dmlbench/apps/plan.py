@@ -13,14 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from dmlbench.components import component
-from dmlbench.identity import config_id, config_sha256
-    EMBEDDINGS,
-    last_error,
-    read_result,
-    require_own_place,
-    run_directory,
-    run_state,
-)  # fmt: skip
+from dmlbench.identity import config_id, config_sha256, require_result_of, run_directory
+from dmlbench.results.store import EMBEDDINGS, last_error, read_result, run_state
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 Compose = Callable[[Sequence[str]], DictConfig]
@@ -220,17 +214,7 @@ def with_state(run: Run) -> Run:
         if state != "done":
             return replace(run, state=state, problem=last_error(run.path) if state == "failed" else "")
         result = read_result(run.path)
-        require_own_place(run.path, result)
-        if result.get("config_sha256", run.config.sha256) != run.config.sha256:
-            raise RunError(
-                f"{run.path} holds the result of another configuration; bring back the one that belongs there, or "
-                "remove it with `dmlbench clean`"
-            )
-        if result["base_seed"] != run.config.base_seed:
-            raise RunError(
-                f"{run.path} was made with base_seed={result['base_seed']}, not {run.config.base_seed}; choose another "
-                "paths.output_dir"
-            )
+        require_result_of(run.path, result, run.config.sha256, run.config.base_seed)
     except RunError as error:
         return replace(run, state="unusable", problem=str(error))
     lost = "embeddings_sha256" in result and not (run.path / EMBEDDINGS).exists()

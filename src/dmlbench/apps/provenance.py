@@ -1,13 +1,12 @@
 """Provenance of runs: the weights that they started from, and their embedding size."""
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dmlbench.config import read_config
-from dmlbench.runtime import file_sha256
+from dmlbench.runtime import cached_sha256
 from dmlbench.types import RunError
 
 PUBLISHED = {"bn_inception": "52deb4733", "googlenet": "1378be20", "resnet50": "0676ba61"}
@@ -70,14 +69,8 @@ def are_published(weights_file: str, family: str | None = None) -> bool:
     path = Path(weights_file).expanduser()
     if not path.is_file():
         return path.stem.endswith(_known(family))
-    status = path.stat()
-    return _hashed_once(path, status.st_size, status.st_mtime_ns).startswith(_known(family))
+    return cached_sha256(path).startswith(_known(family))
 
 
 def _known(family: str | None) -> tuple[str, ...]:
     return (PUBLISHED[family],) if family else tuple(PUBLISHED.values())
-
-
-@functools.cache
-def _hashed_once(path: Path, size: int, changed: int) -> str:
-    return file_sha256(path)

@@ -31,7 +31,7 @@ from dmlbench.types import DmlbenchError, RunInUse
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
-    *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "dataset.table.root", "hydra"),
+    *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "hydra"),
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"

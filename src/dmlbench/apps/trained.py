@@ -1,6 +1,7 @@
 """A finished run brought back: its configuration, its data and the model with its best weights."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,15 @@ from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Data, Setup
+from dmlbench.identity import changed_code
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
 from dmlbench.runtime import select_device
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
 from dmlbench.types import ConfigError, ImageTable, RunError, closest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
+    if changed := changed_code(config, result):
+        log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
     config.merge_with(dict(overrides))
 
     def check_data(data: Data, open_images: object) -> None:

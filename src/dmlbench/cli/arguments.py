@@ -16,8 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING
 
 from dmlbench.cli.target_overrides import key_of, with_new_arguments
-from dmlbench.config import config_folder
-from dmlbench.schemas import SCHEMAS, TrainConfig
+from dmlbench.config import config_folder, schema_of
 from dmlbench.types import ConfigError
 
 _FLAGS = {
@@ -29,7 +28,9 @@ _WORDS = {"reproduce": "table", "tune": "search"}
 """The key that a bare word stands for, where it is not ``configs``."""
 _IN_TRAIN = {"metrics": "evaluation.metrics", "recall_at": "evaluation.recall_at", "recipe.side": "recipe/side"}
 """Keys of other commands by what ``train`` calls them."""
-_SINGLE = tuple(field.name for field in dataclasses.fields(TrainConfig) if field.default == MISSING)
+_SINGLE = tuple(
+    field.name for field in dataclasses.fields(schema_of("train")) if (field.type, field.default) == (Any, MISSING)
+)
 """Groups of which every run has one option."""
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("paths.output_dir", "paths.data_dir", "paths.cache_dir", "dataset.table.root"), str),
@@ -89,7 +90,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
 def for_hydra(name: str, line: CommandLine) -> list[str]:
     """The overrides of a command line in Hydra's grammar."""
     given = list(line.overrides)
-    keys = {field.name: field.type for field in dataclasses.fields(SCHEMAS[name])}
+    keys = {field.name: field.type for field in dataclasses.fields(schema_of(name))}
     if line.words:
         key = _WORDS.get(name, "configs")
         if key not in keys and not (config_folder() / key).is_dir():

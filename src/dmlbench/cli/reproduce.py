@@ -30,8 +30,7 @@ from dmlbench.cli.sweeps import launch, raise_failures
 from dmlbench.cli.table_output import print_table
 from dmlbench.cli.table_selection import Table, in_train, known_name, select_table, shard_of
 from dmlbench.cli.target_overrides import key_of
-from dmlbench.config import composing, config_folder
-from dmlbench.schemas import ReproduceConfig, TrainConfig
+from dmlbench.config import composing, config_folder, schema_of
 from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
 
 if TYPE_CHECKING:
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OWN = tuple(ReproduceConfig.__dataclass_fields__)
+_OWN = tuple(schema_of("reproduce").__dataclass_fields__)
 _ON_OTHER_MACHINES = "launcher=submitit_slurm"
 """Which may have the data where this one has none."""
-_OF_RUNS = ("hydra", *TrainConfig.__dataclass_fields__)
+_OF_RUNS = ("hydra", *schema_of("train").__dataclass_fields__)
 _LINE = 120
 """Characters of a line of ``--list``."""
 

@@ -18,11 +18,11 @@ from dmlbench.apps.table_comparison import given_by_hand, moving
 from dmlbench.apps.table_rows import about
 from dmlbench.cli.table_output import write_table
 from dmlbench.cli.target_overrides import key_of
+from dmlbench.config import schema_of
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results.side_by_side import side_by_side
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, verdict_on
 from dmlbench.runtime import read_json
-from dmlbench.schemas import SCHEMAS
 from dmlbench.types import ConfigError, RunError
 
 MINUS, BEST_PUBLISHED = " minus ", "the state of the art"
@@ -88,7 +88,7 @@ def _commands(
         words = shlex.split(line)[1:]
         if datasets and not datasets & {word.removeprefix("dataset=") for word in words}:
             continue
-        schema = SCHEMAS["_".join(words[:2]) if words[0] in ("oodml", "study") else words[0]]
+        schema = schema_of("_".join(words[:2]) if words[0] in ("oodml", "study") else words[0])
         keys = [field.name for field in dataclasses.fields(schema)]
         rest = [override for override in given if not override.startswith("dataset=")]
         known = [o for o in rest if words[0] == "reproduce" or key_of(o).partition(".")[0] in keys]

@@ -14,14 +14,13 @@ from dmlbench.cli.command import prepare_process, require_output_dir, run_comman
 from dmlbench.cli.reproduce import parts_of, quiet
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.cli.train import composed_run
-from dmlbench.config import composing
-from dmlbench.schemas import TuneConfig
+from dmlbench.config import composing, schema_of
 from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
     from dmlbench.tuning.search import Outcome, Search
 
-_OWN = (*TuneConfig.__dataclass_fields__, "search")
+_OWN = (*schema_of("tune").__dataclass_fields__, "search")
 
 
 def main(line: CommandLine) -> None:

@@ -1,8 +1,4 @@
-"""Locks of run directories: ``flock``, which ends with its process, plus a heartbeat.
-
-NFS mounted with ``nolock`` or ``local_lock`` does not pass ``flock`` on to other machines. So the holder also touches
-the file; the lock of another machine is stale if it was not touched for ``SILENT_S`` seconds.
-"""
+"""Locks of run directories: ``flock`` plus a heartbeat, for file systems that do not share locks between machines."""
 
 import contextlib
 import errno
@@ -29,7 +25,6 @@ def locked(run_dir: Path) -> Iterator[None]:
 
     Raises:
         RunInUse: another process holds it.
-        RunError: it cannot be written to.
     """
     require_file(run_dir / LOCK)
     try:
@@ -73,7 +68,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _living_elsewhere(file: IO[str]) -> str:
-    """Process and machine in a lock of another machine that is not stale; else ""."""
+    """Process and machine that a lock names, if another machine's heartbeat is recent; else ""."""
     file.seek(0)
     holder = file.read().strip()
     machine = holder.partition(" on ")[2]
@@ -100,7 +95,7 @@ def _beating(descriptor: int) -> Iterator[None]:
 
 
 def require_file(path: Path) -> None:
-    """Raise RunError for a pipe or folder in a file's place; opening a pipe would wait forever."""
+    """Reject pipes and folders: opening a pipe waits without end."""
     if what := not_a_file(path):
         raise RunError(f"{path} is {what}, not a file; remove it")
 

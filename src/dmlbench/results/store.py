@@ -40,13 +40,6 @@ State = Literal["done", "running", "failed", "stale"]
 STATES = ("done", "running", "failed", "stale")
 
 
-def run_directory(
-    output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
-) -> Path:
-    """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
-    return Path(output_dir) / dataset / protocol / config / run_name((fold, repeat))
-
-
 def run_name(coordinates: Coordinates) -> str:
     return f"fold{coordinates[0]}_rep{coordinates[1]}"
 

@@ -20,8 +20,8 @@ class Plan:
 
     Attributes:
         epochs: length of the training; 0 leaves the model untrained.
-        changes: (epoch, factor) by epoch: from that epoch on the rate is factor * the first rate. One factor for all
-            groups: where some reach the schedule's ``min_lr`` and others do not, it is that of the logged one.
+        changes: (epoch, factor) by epoch: from that epoch on the rate of all groups is factor * the first rate. Where
+            only some groups reach the schedule's ``min_lr``, the factor is that of the logged group.
     """
 
     epochs: float
@@ -50,7 +50,7 @@ def plan_of(
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, whole or not at all."""
+    """Write a plan as JSON."""
     write_json(path, asdict(plan))
 
 

@@ -1,0 +1,197 @@
+"""Check a composed configuration before any data is read."""
+
+import dataclasses
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+from pytorch_metric_learning.distances import BaseDistance
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dmlbench.build import asks_for_map_size, build_distance, build_rerank
+from dmlbench.components import (
+    check_components,
+    check_periods,
+    component,
+    declared,
+    imported,
+    parameters_of,
+)  # fmt: skip
+from dmlbench.config import schema_of
+from dmlbench.evaluation.evaluate import check_distance_supports
+from dmlbench.evaluation.search.shortlist import check_shortlist
+from dmlbench.models.borrowed_distances import BorrowedDistance
+from dmlbench.types import ConfigError, closest, is_file_name
+
+_MOST_WORKERS = 256
+_BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
+
+
+def check(cfg: DictConfig) -> None:
+    """``check_values``, with a hint where a recipe took part, which an experiment may have chosen."""
+    try:
+        check_values(cfg)
+    except ConfigError as error:
+        name = cfg.runtime.recipe.get("name")
+        raise ConfigError(
+            f"{error} (recipe={name} took part: recipe=none leaves it out)" if name else str(error)
+        ) from None
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Check every component's arguments against its target's signature, and what can be known before data is read."""
+    container = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(container, dict)
+    known = [f.name for f in dataclasses.fields(schema_of("train"))]
+    for key in container:
+        if key not in known:
+            raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
+    check_components(container)
+    if "_target_" in (container["logger"] or {}):
+        raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
+    sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
+    for key, value in sizes.items():
+        # Losses with vectors of the classes know both sizes; others compare images with each other.
+        plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
+        with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
+        if value < 2 and not with_classes:
+            raise ConfigError(
+                f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
+                "choose a loss with proxies"
+            )
+    for part in ("train", "eval"):
+        if not container["transform"].get(part):
+            raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
+    if not is_file_name(str(cfg.dataset.name)):
+        raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
+    if not 0 <= (cfg.num_workers or 0) <= _MOST_WORKERS:
+        raise ConfigError(f"num_workers ({cfg.num_workers}) must lie in [0, {_MOST_WORKERS}]; null chooses")
+    if cfg.eval_batch_size < 1:
+        raise ConfigError(f"eval_batch_size ({cfg.eval_batch_size}) must be at least 1")
+    # What is cheap to make is made: its constructor knows the ranges of its values.
+    for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
+        if node is not None and not _waits_for_data(node):
+            component(node)
+    _check_head(cfg)
+    crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
+    if asks_for_map_size(cfg) and crops[0] != crops[1]:
+        raise ConfigError(
+            f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
+            f"transform.eval.crop ({crops[1]}) differ; set both to the same"
+        )
+    scores = component(cfg.evaluation).scores
+    known_scores = [score.name for score in scores if score.metric.better is not None]
+    if cfg.fit.monitor in [score.name for score in scores if score.metric.better is None]:
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
+            f"small ones; choose one of {', '.join(known_scores)}"
+        )
+    if cfg.fit.monitor not in known_scores:
+        raise ConfigError(
+            f"fit.monitor ({cfg.fit.monitor}) is no score that evaluation.metrics and evaluation.recall_at ask for: "
+            f"{closest(cfg.fit.monitor, known_scores)}"
+        )
+    protocol = component(cfg.protocol)
+    plateau = cfg.schedule is None or issubclass(imported(cfg.schedule._target_, "schedule"), ReduceLROnPlateau)
+    if (protocol.leaves_plan or protocol.planned_by) and not plateau:
+        raise ConfigError(
+            f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
+            "find; use schedule=plateau or schedule=null"
+        )
+    if container["fit"]["max_steps"] != 0:
+        check_periods(container["schedule"], "schedule")
+    for group in ("loss", "miner"):
+        _check_distances(container[group], group)
+    for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
+        if value < 0 or (limit is not None and value >= limit):
+            possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
+            raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+
+
+def _check_distances(node: Any, path: str) -> None:
+    """Insist on positive exponents of PML's distances: others would turn near into far."""
+    if not isinstance(node, dict):
+        return
+    if str(node.get("_target_", "")).startswith("pytorch_metric_learning.distances."):
+        for key in ("p", "power"):
+            if isinstance(value := node.get(key, 1), int | float) and value <= 0:
+                raise ConfigError(f"{path}.{key} ({value}) must be positive")
+    for key, value in node.items():
+        _check_distances(value, f"{path}.{key}")
+
+
+def _check_head(cfg: DictConfig) -> None:
+    """The head by itself, and what its distance asks of the rest."""
+    head = imported(cfg.head._target_, "head")
+    if not hasattr(head, "pools"):
+        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.head.Head)")
+    if head.pools and cfg.pooling is not None:
+        raise ConfigError(
+            f"{cfg.head._target_} pools by itself, in addition to {cfg.pooling._target_}; set pooling=null"
+        )
+    if not head.pools and cfg.pooling is None:
+        raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
+    distance = build_distance(cfg)
+    if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
+        raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
+    spec = component(cfg.evaluation)
+    if distance is not None:
+        if cfg.regularizer is not None:
+            name = type(distance).__name__
+            raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
+        check_distance_supports(spec, distance)
+        _check_comparisons(cfg, distance)
+    elif spec.shortlist is not None:
+        check_shortlist(spec.shortlist, None, k=0, num_gallery=0)
+    if (rerank := build_rerank(cfg)) is not None:
+        if distance is not None:
+            name = type(distance).__name__
+            raise ConfigError(
+                f"rerank ranks lists of unit vectors again, which {name} does not compare; set it to null"
+            )
+        check_distance_supports(spec, rerank)
+        protocol = component(cfg.protocol)
+        if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
+            raise ConfigError(
+                f"rerank ranks the test again, and protocol '{protocol.name}' has none; set rerank=none, which has "
+                "the same scores of validation"
+            )
+
+
+def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
+    """Insist that loss, miner and the losses of each level compare by the head's distance."""
+    name = type(distance).__name__
+    within = {f"loss.{key}": cfg.loss.get(key) for key in declared(cfg.loss, "made_for_each_level")}
+    for key, node in {"loss": cfg.loss, "miner": cfg.miner, **within}.items():
+        if node is None:
+            continue
+        parameters, _ = parameters_of(imported(node._target_, key))
+        takes_distance = "distance" in parameters and "embedding_size" not in parameters
+        if not takes_distance and key.endswith("miner"):
+            raise ConfigError(f"{node._target_} compares vectors, which {name} does not; set {key}=null")
+        if not takes_distance or (key in within and declared(node, "compares_levels")):
+            remedy = "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
+            if key in within:
+                remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
+            raise ConfigError(
+                f"{node._target_} as {key} does not compare by a distance that it is given, here {name}; "
+                f"choose {remedy}"
+            )
+        if key in within and not node.get("_partial_"):
+            raise ConfigError(f"{key} is made once for each level's distance; add +{key}._partial_=true")
+    # These are cheap to make, too; of what the data will say, the number of classes.
+    classes = {"num_classes": 2} if declared(cfg.loss, "has_proxies") else {}
+    for node, compared_by in ((cfg.miner, BorrowedDistance(distance)), (cfg.loss, distance)):
+        if node is not None and (classes or not _waits_for_data(node)):
+            component(node, distance=compared_by, **(classes if node is cfg.loss else {}))
+
+
+def _waits_for_data(node: Any) -> bool:
+    """Whether values of a node refer to a part of ``runtime`` that needs data or backbone."""
+    try:
+        OmegaConf.to_container(node, resolve=True)
+    except InterpolationResolutionError as error:
+        if "Missing mandatory value: runtime." in str(error):
+            return True
+        raise
+    return False

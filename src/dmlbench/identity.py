@@ -1,0 +1,320 @@
+"""Identity of configs and runs: hashes by content, names, run directories, and whether a run is complete.
+
+Weights and user code count by SHA-256, a data set by its name and options. Paths never count.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dmlbench.components import component
+from dmlbench.results import store
+from dmlbench.runtime import cached_sha256
+from dmlbench.types import DataError, RunError, flatten
+
+log = logging.getLogger(__name__)
+
+# What a config is not made of: coordinates, seed, and everything that does not move a number.
+NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
+NOT_PART_OF_RUN_HASH = (
+    "device",
+    "num_workers",
+    "image_cache",
+    "eval_batch_size",
+    "paths",
+    "runtime",
+    "logger",
+    "reproduce",
+    "fit.checkpoint_every",
+    "fit.log_every",
+    "fit.keep",
+    "dataset.table.root",
+    "dataset.table.cache_dir",
+    "protocol.splits",  # its content is: splits_sha256
+)
+
+# Scores are computed from stored embeddings on demand, so only settings that select the weights count.
+_OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
+_KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
+
+_WEIGHTS = "weights_file"
+
+
+def config_id(cfg: DictConfig) -> str:
+    """Name of a config: the chosen backbone, pooling and loss, and the config hash."""
+    choices = cfg.runtime.choices
+    pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
+    words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
+    # Not resolved: a number of epochs is not known before the data are.
+    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
+        words.append("untrained")
+    if cfg.get("rerank") is not None:
+        words.append(choices.get("rerank", "rerank"))
+    name = "-".join(str(word).replace("/", "_") for word in words)
+    return f"{name}-{config_sha256(cfg)[:8]}"
+
+
+def config_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that defines a config."""
+    return _digest(cfg, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH)
+
+
+def run_sha256(cfg: DictConfig) -> str:
+    """Hash of everything that decides a run's numbers: its config, fold, repeat and base seed."""
+    return _digest(cfg, NOT_PART_OF_RUN_HASH)
+
+
+def run_directory(
+    output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
+) -> Path:
+    """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
+    return Path(output_dir) / dataset / protocol / config / f"fold{fold}_rep{repeat}"
+
+
+def directory_of(cfg: DictConfig) -> Path:
+    """The run directory of a configuration."""
+    protocol = component(cfg.protocol).name
+    return run_directory(cfg.paths.output_dir, cfg.dataset.name, protocol, config_id(cfg), cfg.fold, cfg.repeat)
+
+
+def is_complete(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether ``run_dir`` holds the result of this run, on these data.
+
+    Raises:
+        RunError: it holds another result.
+    """
+    if not (run_dir / store.RESULT).exists():
+        return False
+    result = store.read_result(run_dir)
+    require_result_of(run_dir, result, config_sha256(cfg), cfg.base_seed)
+    try:
+        fingerprint = _fingerprint(json.dumps(OmegaConf.to_container(cfg.dataset.table, resolve=True), sort_keys=True))
+    except DataError as error:
+        log.info("%s: its data cannot be checked (%s)", run_dir, error)
+        return True
+    if fingerprint != result["dataset_fingerprint"]:
+        raise RunError(
+            f"{run_dir} holds the result of other data (fingerprint {result['dataset_fingerprint'][:12]}, now "
+            f"{fingerprint[:12]}); choose another paths.output_dir or dataset.name"
+        )
+    return True
+
+
+def require_result_of(run_dir: Path, result: Mapping[str, Any], config: str, base_seed: int) -> None:
+    """Insist that a result is that of a config and base seed, in the folder of its fold and repeat.
+
+    Args:
+        run_dir: where it is.
+        result: as ``store.read_result`` has it.
+        config: config hash.
+        base_seed: of the run.
+
+    Raises:
+        RunError: it belongs elsewhere.
+    """
+    store.require_own_place(run_dir, result)
+    if result.get("config_sha256", config) != config:
+        raise RunError(
+            f"{run_dir} holds the result of another configuration; choose another paths.output_dir, or remove it with "
+            "`dmlbench clean`"
+        )
+    if result["base_seed"] != base_seed:
+        raise RunError(
+            f"{run_dir} was made with base_seed={result['base_seed']}, not {base_seed}; choose another paths.output_dir"
+        )
+
+
+def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings that define a config, flattened, of a resolved configuration as a run stores it."""
+    return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
+
+
+def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """(stored, new) values of the settings that decide a run's numbers and differ, by key.
+
+    Args:
+        cfg: a configuration before its data are read.
+        stored: the resolved one of a run; what only the data say is taken from it.
+    """
+    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
+    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
+    containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
+    containers[1]["runtime"]["content"] = contents(cfg)
+    old, new = (flatten(_identity(container, NOT_PART_OF_RUN_HASH)) for container in containers)
+    return {
+        key: (old.get(key, "absent"), new.get(key, "absent"))
+        for key in sorted(old.keys() | new.keys())
+        if (old.get(key), key in old or "." not in key) != (new.get(key), key in new or "." not in key)
+    }
+
+
+def contents(cfg: DictConfig | dict[str, Any]) -> dict[str, str]:
+    """What counts by content: SHA-256 of files of weights by their key, and of user code by ``code.<file>``.
+
+    A run stores it as ``runtime.content``. A file that is not there counts by its name.
+    """
+    config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    counted = {key: value for key, value in plain.items() if key not in NOT_PART_OF_RUN_HASH and key != "evaluation"}
+    found: dict[str, str] = {}
+    modules: set[str] = set()
+    for key, value in _leaves(counted):
+        if key.rpartition(".")[2] == _WEIGHTS and value is not None:
+            path = Path(str(OmegaConf.select(config, key))).expanduser()
+            found[key] = cached_sha256(path) if path.is_file() else path.name
+        elif key.rpartition(".")[2] == "_target_" and isinstance(value, str):
+            modules.add(value.rpartition(".")[0])
+    return found | {f"code.{name}": digest for name, digest in sorted(_user_code(modules).items())}
+
+
+def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
+    """Files of user code of a run's model and data that changed since its result was written."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    now = contents({key: plain.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
+    then = result.get("code_sha256") or {}
+    return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of dicts and lists by their key, such as ``schedule.schedulers[0]._target_``."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _leaves(value, f"{prefix}[{i}]")
+    else:
+        yield prefix, node
+
+
+def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
+    # Not resolved: a number of epochs is not known before the data are, and "${paths.data_dir}/a.csv" names no machine.
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    if (container.get("runtime") or {}).get("content") is None:
+        container["runtime"] = {"content": contents(cfg)}
+    return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
+
+
+def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that identify a configuration: all but ``excluded`` and evaluation settings that select nothing."""
+    content = (container.get("runtime") or {}).get("content")
+    content = contents(container) if content is None else content
+    evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
+    selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
+    container["evaluation"] = {key: evaluation.get(key) for key in selecting}
+    for key in excluded:
+        *parents, last = key.split(".")
+        node: Any = container
+        for parent in parents:
+            node = node.get(parent) or {}
+        node.pop(last, None)
+    table = (container.get("dataset") or {}).get("table") or {}
+    for key, value in table.items():
+        if isinstance(value, str) and os.path.isabs(value):
+            table[key] = Path(value).name  # the data's fingerprint is checked besides
+    code = {key: digest for key, digest in content.items() if key.startswith("code.")}
+    identity: dict[str, Any] = _by_content(container, content) | code
+    return identity
+
+
+def _by_content(node: Any, content: Mapping[str, str], prefix: str = "") -> Any:
+    if isinstance(node, dict):
+        return {k: _by_content(v, content, f"{prefix}.{k}" if prefix else str(k)) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_by_content(value, content, f"{prefix}[{i}]") for i, value in enumerate(node)]
+    return content.get(prefix, node)
+
+
+@functools.cache
+def _fingerprint(table: str) -> str:
+    """Fingerprint of the data set of a resolved node, given as JSON."""
+    fingerprint: str = component(OmegaConf.create(json.loads(table))).fingerprint
+    return fingerprint
+
+
+def _user_code(modules: set[str]) -> dict[str, str]:
+    """SHA-256 of the files of modules outside of dmlbench and site-packages, and of what they import beside them.
+
+    Files are named relative to the folder that has the top-level module or package.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    modules = {Path(script).stem if name == "__main__" and script else name for name in modules}
+    folders = {top: _user_folder(top) for top in {name.partition(".")[0] for name in modules}}
+    waiting = [(folder, name) for name in modules if (folder := folders[name.partition(".")[0]])]
+    found: dict[str, str] = {}
+    while waiting:
+        folder, name = waiting.pop()
+        for package in _with_parents(name):
+            path = next((p for p in _files_of(folder, package) if p.is_file()), None)
+            if path is None or (relative := path.relative_to(folder).as_posix()) in found:
+                continue
+            found[relative], imports = _source(package, path)
+            waiting += [(folder, other) for other in imports]
+    return found
+
+
+def _user_folder(top: str) -> Path | None:
+    """The folder with the top-level module or package; None of dmlbench, installed packages and Python itself."""
+    if top in ("", "dmlbench", "__main__") or top in sys.stdlib_module_names:
+        return None
+    spec = importlib.util.find_spec(top)
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    folder = next((Path(place).resolve().parent for place in places), None)
+    return None if folder is None or _has_installed_packages(folder) else folder
+
+
+@functools.cache
+def _has_installed_packages(folder: Path) -> bool:
+    return next(folder.glob("*.dist-info"), None) is not None
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _files_of(folder: Path, name: str) -> tuple[Path, Path]:
+    place = folder.joinpath(*name.split("."))
+    return place.with_name(f"{place.name}.py"), place / "__init__.py"
+
+
+def _source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
+    """SHA-256 of a module's file and what it imports; of an imported module as this process first read it."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        return _read_source(name, path)
+    if not hasattr(spec, "source"):
+        spec.source = _read_source(name, path)
+    source: tuple[str, tuple[str, ...]] = spec.source
+    return source
+
+
+def _read_source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
+    content = path.read_bytes()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    try:
+        imports = tuple(_imports(ast.parse(content), package))
+    except SyntaxError:  # importing it says so
+        imports = ()
+    return hashlib.sha256(content).hexdigest(), imports
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Names that a module of ``package`` imports, submodules or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*filter(None, parents), *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
