@@ -211,6 +211,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     if data.split.test is not None:
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
+        warn_at_chance(test)
         save_embeddings(
             run_dir / store.EMBEDDINGS, queries, gallery,
             {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "config_id": run_dir.parent.name},
@@ -244,6 +245,18 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
     log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
              "test" if test else "validation", summary)  # fmt: skip
+
+
+def warn_at_chance(test: Evaluation) -> None:
+    """Warn of a test P@1 within two standard deviations of random rankings, or below."""
+    mean, std = test.p_at_1_by_chance
+    score = test.scores.get("p_at_1")
+    if score is not None and score <= mean + 2 * std:
+        log.warning(
+            "test P@1 is not above chance: got %.2f %%, random rankings have %.2f %%. "
+            "Set another optim.lr, or train for more steps.",
+            100 * score, 100 * mean,
+        )  # fmt: skip
 
 
 def _result(

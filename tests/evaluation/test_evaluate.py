@@ -232,6 +232,18 @@ def test_unit_euclidean_distances_take_the_exact_route() -> None:
         assert np.array_equal(evaluate(queries, distance=distance).per_query["map_at_r"], expected, equal_nan=True)
 
 
+def test_p_at_1_by_chance_is_that_of_random_rankings() -> None:
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 5, 60)
+    queries, gallery = embedding_set(np.eye(60), labels), embedding_set(np.eye(60)[20:], labels[20:], np.arange(20, 60))
+    for one, ids in ((None, np.arange(60)), (gallery, np.arange(20, 60))):
+        others = [ids[ids != query] for query in range(60)]
+        drawn = [np.mean([labels[generator.choice(some)] for some in others] == labels) for _ in range(2000)]
+        mean, std = evaluate(queries, one).p_at_1_by_chance
+        assert mean == pytest.approx(np.mean(drawn), abs=4 * std / np.sqrt(2000))
+        assert std == pytest.approx(np.std(drawn), rel=0.07)
+
+
 @pytest.mark.parametrize("back_end", ["torch", "faiss"])
 def test_nearest_orders_by_distance_then_by_gallery_index(back_end: BackEnd) -> None:
     if back_end == "faiss":

@@ -38,6 +38,7 @@ class Evaluation:
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
+        p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
     """
 
     scores: dict[str, float]
@@ -47,6 +48,7 @@ class Evaluation:
     n_skipped_queries: int
     kmeans: str | None = None
     search: str = "exact"
+    p_at_1_by_chance: tuple[float, float] = (0.0, 0.0)
 
 
 def evaluate(
@@ -108,6 +110,7 @@ def evaluate(
         relevance.n_skipped_queries,
         kmeans=spec.kmeans + ON_GPU * on_gpu if clustered else None,
         search=spec.search,
+        p_at_1_by_chance=relevance.p_at_1_by_chance(),
     )
 
 

@@ -36,6 +36,12 @@ class Relevance:
     def n_skipped_queries(self) -> int:
         return len(self.query_labels) - len(self.valid)
 
+    def p_at_1_by_chance(self) -> tuple[float, float]:
+        """Mean and standard deviation of P@1 over random rankings."""
+        searched = len(self.gallery_labels) - (self.own_column[self.valid] >= 0)
+        share = self.positives[self.valid] / searched
+        return float(share.mean()), float(np.sqrt((share * (1 - share)).sum()) / len(share))
+
     def relevant(self, queries: IntArray, columns: IntArray) -> NDArray[np.bool_]:
         """Whether gallery items ``columns`` [T, C] match the labels of ``queries`` [T]; False at padding (-1)."""
         return (self.gallery_labels[columns] == self.query_labels[queries, None]) & (columns >= 0)
