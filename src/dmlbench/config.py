@@ -132,6 +132,8 @@ _NULL_TYPES: dict[str, Any] = {
     **dict.fromkeys(("pair", "rows", "fold", "repeat", "state", "archives", "also", "frozen", "runs"), Any),
     **dict.fromkeys(("merge_order", "training", "gap", "gmp", "explain.run", "explain.images"), Any),
     "oodml_few_shot.run": Any,
+    "reproduce.rows": tuple[str, ...] | None,
+    **dict.fromkeys(("reproduce.fold", "reproduce.repeat"), tuple[int, ...] | None),
     "beta": float | None,
 }
 _OTHER_TYPES: dict[str, Any] = {

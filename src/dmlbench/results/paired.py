@@ -40,7 +40,8 @@ def paired_difference(
     with F - 1 degrees of freedom. Collections of fold models share runs: an interval over them would be too narrow.
 
     Args:
-        first, second: scores by (fold, repeat), of the same runs.
+        first: scores by (fold, repeat).
+        second: scores of the same runs of the other config.
         level: coverage in (0, 1).
     """
     lonely = sorted(set(first) ^ set(second))
