@@ -190,7 +190,9 @@ def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
     found: dict[str, Any] = {}
     for name in sorted(cfg.regularizer or (), key=str):
         node = cfg.regularizer[name]
-        takes = parameters_of(imported(node._target_, f"regularizer.{name}"))[0] if "_target_" in (node or ()) else {}
+        if name != "mixing" and not OmegaConf.is_dict(node):
+            raise ConfigError(f"regularizer.{name}: got {node}, expected a component with a _target_")
+        takes = parameters_of(imported(node._target_, f"regularizer.{name}"))[0] if "_target_" in node else {}
         given = {"make_objective": functools.partial(_objective_of_size, cfg)} if "make_objective" in takes else {}
         found[str(name)] = node if name == "mixing" else component(node, **given)
     return found, found.pop("mixing", "convex")

@@ -226,9 +226,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
-    if _CHECKSUM in content and content.pop(_CHECKSUM) != _checksum(content):  # earlier versions wrote none
+    if _CHECKSUM in content and content.pop(_CHECKSUM) != _checksum(content):
         raise ValueError("its values are not those that were written")
     return content
 

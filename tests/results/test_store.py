@@ -68,6 +68,7 @@ WHOLE = dict.fromkeys(store._KEYS, 0) | {"metrics": {"test": {"p_at_1": 0.5}, "v
         ("{", "damaged"),
         (json.dumps({"schema": 99}), "schema 99"),
         ("[1]", "holds a list instead of names and values"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1}', "lacks config_id"),
         (json.dumps({"schema": 1, **WHOLE, "fold": "x"}), "fold is 'x' instead of a number"),
         (json.dumps({"schema": 1, **WHOLE, "seed": None}), "seed is None instead of a number"),
