@@ -78,7 +78,7 @@ def run_directory(
     output_dir: str | os.PathLike[str], dataset: str, protocol: str, config: str, fold: int, repeat: int
 ) -> Path:
     """``<output_dir>/<dataset>/<protocol>/<config>/fold<f>_rep<r>``."""
-    return Path(output_dir) / dataset / protocol / config / f"fold{fold}_rep{repeat}"
+    return Path(output_dir) / dataset / protocol / config / store.run_name((fold, repeat))
 
 
 def directory_of(cfg: DictConfig) -> Path:

@@ -202,7 +202,7 @@ def _write(
     about: Mapping[str, Any], spec: EvaluationSpec,
 ) -> Mapping[str, float]:  # fmt: skip
     """One run; a complete one of the same file is left as it is."""
-    run_dir = config / f"fold{cfg.fold}_rep{cfg.repeat}"
+    run_dir = config / store.run_name((cfg.fold, cfg.repeat))
     store.make_directory(run_dir)
     identity = _identity(cfg)
     with store.locked(run_dir):
