@@ -14,7 +14,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
@@ -192,6 +192,13 @@ def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
             f"${{epochs:{epochs}}} needs a number of at least 0, such as ${{epochs:40}} or ${{epochs:0.5}}"
         )
     return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
+
+
+def listed(value: Any) -> list[Any]:
+    """A value of a configuration as a list: none, one or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, ListConfig) else [value]
 
 
 def load_config(path: Path) -> DictConfig:

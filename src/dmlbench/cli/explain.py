@@ -4,6 +4,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
+from dmlbench.config import listed
+
 
 def task(cfg: DictConfig) -> None:
     from dmlbench.types import ConfigError, RunError
@@ -15,9 +17,9 @@ def task(cfg: DictConfig) -> None:
     for name in ("run", "images", "pair"):
         if isinstance(cfg[name], ListConfig) and not cfg[name]:
             raise ConfigError(f"{name} is an empty list; name at least one")
-    if any(not isinstance(run, str) for run in _listed(cfg.run)):
+    if any(not isinstance(run, str) for run in listed(cfg.run)):
         raise ConfigError(f"run ({cfg.run}) must be a run directory, or several; `dmlbench status` lists them")
-    runs = [Path(run) for run in _listed(cfg.run)]
+    runs = [Path(run) for run in listed(cfg.run)]
     if cfg.output is not None:
         folder = Path(cfg.output).parent
         if Path(cfg.output).suffix != ".png":
@@ -29,7 +31,7 @@ def task(cfg: DictConfig) -> None:
         return
     from dmlbench.apps.explain import explain_runs
 
-    images = None if cfg.images is None else _listed(cfg.images)
+    images = None if cfg.images is None else listed(cfg.images)
     path = Path(cfg.output or runs[0] / "explain.png")
     explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
     print(f"written: {path}")
@@ -44,13 +46,9 @@ def _explain_pair(cfg: DictConfig, runs: list[Path]) -> None:
         raise ConfigError(f"pair explains the distance of one run, not of {len(runs)}; name one")
     if cfg.images is not None:
         raise ConfigError("images and pair ask for different pictures; give one of them")
-    pair = _listed(cfg.pair)
+    pair = listed(cfg.pair)
     path = Path(cfg.output or runs[0] / f"{pair_stem(pair)}.png")
     explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
     numbers = write_pair(explanation, path)
     print(f"distance: {explanation.distance:.6g}")
     print(f"written: {path}, {numbers}")
-
-
-def _listed(value: object) -> list:
-    return list(value) if isinstance(value, ListConfig) else [value]

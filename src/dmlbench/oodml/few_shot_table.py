@@ -14,10 +14,11 @@ from omegaconf import DictConfig
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.report.picture import COLORS
 from dmlbench.components import component
+from dmlbench.config import listed
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.episodes import read_official
 from dmlbench.oodml.few_shot import Compared, FewShotPlan, few_shot_of_run
-from dmlbench.oodml.split_runs import SplitRun, grouped_runs, listed, notes_of, write_notes
+from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
 from dmlbench.results.table import Table
 from dmlbench.types import ConfigError
 

@@ -12,9 +12,10 @@ from omegaconf import DictConfig
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
 from dmlbench.components import component
+from dmlbench.config import listed
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.oodml.split_runs import listed, write_notes
+from dmlbench.oodml.split_runs import write_notes
 from dmlbench.results.config_table import entry_of
 from dmlbench.results.table import Entry, Table
 from dmlbench.runtime import read_json

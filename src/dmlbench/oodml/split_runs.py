@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from dmlbench.apps.tables import Found, named_configs
-from dmlbench.config import load_config
+from dmlbench.config import listed, load_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
@@ -69,13 +69,6 @@ class SplitRun:
         """Name of the split in tables and figures."""
         name = self._facts.get("split", self.fold)
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
-
-
-def listed(value: Any) -> list[Any]:
-    """A value of a configuration as a list: none, one or several."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, ListConfig) else [value]
 
 
 def grouped_runs(cfg: DictConfig) -> Iterator[tuple[str, Path, list[SplitRun]]]:

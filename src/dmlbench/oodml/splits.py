@@ -9,11 +9,11 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from dmlbench.config import listed
 from dmlbench.data.given_splits import FORMAT, read_splits, validation_part
 from dmlbench.oodml.features import Features, features_of, network_name
 from dmlbench.oodml.pictures import draw_embedding, draw_progression
 from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
-from dmlbench.oodml.split_runs import listed
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DataError, ImageTable, is_file_name
 
