@@ -30,7 +30,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import cautions
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files, require_tested
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
@@ -169,9 +169,8 @@ def _distance_of_file(cfg: DictConfig, stored: StoredEmbeddings) -> BaseDistance
 def _evaluate_run(cfg: DictConfig) -> Evaluated:
     run_dir = Path(cfg.run)
     result = read_result(run_dir)
-    stored = result["metrics"].get("test")
-    if stored is None:
-        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    require_tested(run_dir, result)
+    stored = result["metrics"]["test"]
     spec: EvaluationSpec = component(cfg.evaluation)
     warned = tuple(cautions({**result, "search": spec.search}))
     if not cfg.from_checkpoint:

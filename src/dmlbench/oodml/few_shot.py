@@ -35,7 +35,7 @@ from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
 from dmlbench.oodml.split_runs import kept_of
-from dmlbench.results.store import CONFIG, read_result, require_own_files
+from dmlbench.results.store import CONFIG, read_result, require_own_files, require_tested
 from dmlbench.runtime import derive_seed, write_json
 from dmlbench.training.fit import BEST
 from dmlbench.training.optim import OptimizerSettings
@@ -212,8 +212,7 @@ class _Loaded:
 
 def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """Hash of the weights of a run that can be adapted."""
-    if not result["metrics"].get("test"):
-        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half.")
+    require_tested(run_dir, result)
     if "rerank" in result:
         raise RunError(f"{run_dir} reranks, which episodes do not. Name the same run without rerank.")
     head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")

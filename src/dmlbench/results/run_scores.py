@@ -11,7 +11,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.clustering import KmeansSettings, kmeans_of
 from dmlbench.evaluation.metrics.table import Score, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
-from dmlbench.results.store import EMBEDDINGS, require_own_files
+from dmlbench.results.store import EMBEDDINGS, require_own_files, require_tested
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import RunError
 
@@ -100,8 +100,7 @@ def _way(score: Score, spec: EvaluationSpec) -> str:
 
 
 def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    if not result["metrics"].get("test"):
-        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+    require_tested(run_dir, result)
     if not (run_dir / EMBEDDINGS).exists():
         raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
     return require_own_files(run_dir, result)

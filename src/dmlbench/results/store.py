@@ -145,6 +145,12 @@ def require_own_files(
     return hashes
 
 
+def require_tested(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Raise RunError for a run that has no test scores."""
+    if not result["metrics"].get("test"):
+        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+
+
 def run_state(run_dir: Path) -> State:
     """done: has a result; running: a living process holds it; failed: left an error; stale: begun, then interrupted."""
     if (run_dir / RESULT).exists():
