@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
 
@@ -159,7 +160,7 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, no
     bar.set_label("weight over that of average pooling", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     if notes:
-        figure.supxlabel(textwrap.fill(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}", 18 * columns), fontsize=7)
+        figure.supxlabel(textwrap.fill(f"{OTHER_DATA}{'; '.join(notes)}", 18 * columns), fontsize=7)
     save_figure(figure, path)
 
 

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 
 from dmlbench.apps.explain_pair import Inference, PairExplanation
 from dmlbench.apps.pictures import save_figure
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import write_json
 
 # Inches, which the page counts from its upper left corner. A node is a cell: the pair's two tiles side by side and two
@@ -204,7 +205,7 @@ def _draw_caption(page: Axes, explanation: PairExplanation, y: float) -> None:
             "lines); δ̂ is the value after that."
         )
     if explanation.data_notes:
-        lines.append(f"NOT THE PUBLISHED DATA: {'; '.join(explanation.data_notes)}")
+        lines.append(f"{OTHER_DATA}{'; '.join(explanation.data_notes)}")
     _write(page, _MARGIN, y, *lines, size=_SMALL + 0.5)
 
 

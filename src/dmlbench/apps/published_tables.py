@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.table import Entry, markdown_lines
 from dmlbench.types import DataError
 
 _KINDS = "(separated|concatenated)"
 _METRICS = ("P@1", "MAP@R")
-_CAUTION = "NOT THE PUBLISHED DATA"
 _ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence no std")
 
 
@@ -50,7 +50,7 @@ def summarize_tables(folder: Path) -> str:
                 texts[name] = f"**{text}**" if is_best[name][i] else text
             cells = [" / ".join(texts[name] for name in columns[metric]) for metric in _METRICS]
             rows.append(["" if i else place, label, *cells])
-        notes += [f"{dataset}: {note}" for note in table.get("notes", [""])[0].split("; ") if _CAUTION in note]
+        notes += [f"{dataset}: {note}" for note in table.get("notes", [""])[0].split("; ") if OTHER_DATA in note]
     if not rows:
         raise DataError(
             f"{folder} holds no table whose rows have deviations or one run of every fold; "

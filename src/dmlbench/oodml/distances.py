@@ -15,6 +15,7 @@ from dmlbench.oodml.features import Features, features_of, write_output
 from dmlbench.oodml.frechet import Float, frechet_distance
 from dmlbench.oodml.sequence import OVER
 from dmlbench.oodml.splits import halves_of
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.types import ConfigError, IntArray, check_choice
 
 
@@ -90,7 +91,7 @@ def _between(cfg: DictConfig) -> tuple[list[str], dict[str, Any]]:
     }  # fmt: skip
     halves = f"train half of {first.table.name}, test half of {second.table.name}"
     lines = [f"{halves}: {distance:.4f}, measured by {first.measured_by}"]
-    return lines + [f"note: NOT THE PUBLISHED DATA: {note}" for note in notes], document
+    return lines + [f"note: {OTHER_DATA}{note}" for note in notes], document
 
 
 def _class_means(features: Features, rows: IntArray) -> Float:

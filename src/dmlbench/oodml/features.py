@@ -20,6 +20,7 @@ from dmlbench.config import load_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG
 from dmlbench.runtime import atomic_write, seed_everything, select_device, set_strict_float32, write_json
 from dmlbench.types import ImageTable
@@ -44,7 +45,7 @@ class Features:
 
     @property
     def notes(self) -> list[str]:
-        return [f"NOT THE PUBLISHED DATA: {note}" for note in self.table.notes]
+        return [f"{OTHER_DATA}{note}" for note in self.table.notes]
 
 
 def features_of(cfg: DictConfig) -> Features:

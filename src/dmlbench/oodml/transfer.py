@@ -20,6 +20,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.features import Features, features_of, write_output
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet
@@ -59,7 +60,7 @@ def transfer(cfg: DictConfig) -> Iterator[str]:
         model = f"{name.parent.name}/{name.name}{again}"
         rows.append({"model": model, "trained_on": str(result["dataset"]), "scores": found.scores})
         if own_data.name != table.name:
-            notes += [f"NOT THE PUBLISHED DATA: {own_data.name}: {note}" for note in own_data.notes]
+            notes += [f"{OTHER_DATA}{own_data.name}: {note}" for note in own_data.notes]
     rows.append({"model": features.measured_by, "trained_on": "as it is", "scores": _scores(features, test, spec)})
     notes = list(dict.fromkeys(notes))
     yield from _lines(rows, table.name, asked_columns(spec))

@@ -5,6 +5,7 @@ from typing import Any
 
 PARTIAL = "PARTIAL: "
 IMPORTED = "IMPORTED: "
+OTHER_DATA = "NOT THE PUBLISHED DATA: "
 UNKNOWN = "unknown"
 """Training and selection of an imported model, if the user did not tell."""
 
@@ -25,7 +26,7 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
     if "n_query_published" in scored:
         notes.append(queries(scored))
     if notes:
-        found.append(f"NOT THE PUBLISHED DATA: {'; '.join(notes)}")
+        found.append(f"{OTHER_DATA}{'; '.join(notes)}")
     if again := scored.get("rerank"):
         found.append(f"RE-RANKED: {again} neighbors by cosine; those behind them keep their order")
     if scored["val_is_test"]:

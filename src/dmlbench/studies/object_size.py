@@ -22,6 +22,7 @@ from dmlbench.config import load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.studies.record import Claim, Findings, Parts
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
@@ -95,7 +96,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     notes = (
         f"R@1 of {sum(counts):,} test queries; mean over {names['gap']} and {names['gmp']} runs; sizes, which are "
         "ours, are the share of the image within the object's box",
-        *dict.fromkeys(f"NOT THE PUBLISHED DATA: {note}" for one in found.values() for note in one["notes"]),
+        *dict.fromkeys(f"{OTHER_DATA}{note}" for one in found.values() for note in one["notes"]),
     )
     title = f"R@1 by the size of the object: {found['gap 0']['dataset']}"
     heads = ("share of the image", "queries", "average pooling, %", "maximum pooling, %")

@@ -23,6 +23,7 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import load_table
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import seed_everything
 from dmlbench.studies.record import Claim, Findings, Parts
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable
@@ -88,7 +89,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     notes = (
         f"{found['images']:,} test images of {cfg.dataset.name}{f' at {crop} pixels' if crop else ''}, "
         f"{found['channels']:,} channels of the last map of {cfg.network} with {weights}, no projection, unit vectors",
-        *(f"NOT THE PUBLISHED DATA: {note}" for note in table.notes),
+        *(f"{OTHER_DATA}{note}" for note in table.notes),
         "it comes out if the maximum is ahead of the average; the numbers compare for ResNet50 and CUB-200-2011 alone",
     )
     title = f"Poolings of an untrained map: {cfg.dataset.name} by {cfg.network}"
