@@ -47,7 +47,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(run_dir: Path) -> Any:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="extra tensorboard"
+    )
     guidance = {"scalars": 0, "images": 0, "tensors": 0}
     return accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance=guidance).Reload()
 

@@ -16,7 +16,7 @@ from dmlbench.identity import config_sha256
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError
 
-pytest.importorskip("optuna")
+pytest.importorskip("optuna", reason="extra tune")
 
 TINY = (
     "dataset=glyphs", "dataset.table.num_classes=20", "dataset.table.images_per_class=5", "dataset.table.image_size=24",

@@ -16,7 +16,7 @@ from dmlbench.tuning import findings, search
 from dmlbench.tuning.space import make_space
 from dmlbench.types import ConfigError, Diverged, Pruned, RunError
 
-optuna = pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna", reason="extra tune")
 
 STEPS, EVERY = 40, 10
 LR = {"low": 1e-4, "high": 1e-1, "log": True}
