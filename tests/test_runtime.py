@@ -73,7 +73,7 @@ def test_a_changed_digit_in_a_json_file_is_noticed(tmp_path) -> None:
     path.write_text(json.dumps(json.loads(text), sort_keys=True))  # other blanks and another order
     assert runtime.read_json(path)["scores"] == content["scores"]
     path.write_text(text.replace("0.1234", "0.1334"))
-    with pytest.raises(ValueError, match="not those that were written"):
+    with pytest.raises(ValueError, match="its checksum is missing or of other values"):
         runtime.read_json(path)
 
 
@@ -146,5 +146,5 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_refused_by_its_name_instead_of_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DmlbenchError, match=rf"{name}'? (is|are) a pipe"):
+    with pytest.raises(DmlbenchError, match=rf"{name}.* (is|are) a pipe"):
         READERS[name](tmp_path / name)

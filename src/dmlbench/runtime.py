@@ -6,7 +6,6 @@ import functools
 import glob
 import hashlib
 import json
-import math
 import os
 import pickle
 import platform
@@ -21,7 +20,8 @@ from typing import IO, Any, Literal
 import numpy as np
 import torch
 
-from dmlbench.types import ConfigError, RunError, not_a_file
+from dmlbench.external import load_json
+from dmlbench.types import ConfigError, RunError
 
 Precision = Literal["float32", "bf16"]
 
@@ -206,32 +206,17 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object.
+    """Read what ``write_json`` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON object, holds NaN or infinity, has other values than were written, or cannot be read.
+        ValueError: it cannot be read, or has other values than were written.
     """
-
-    def number(text: str) -> float:
-        if not math.isfinite(float(text)):
-            raise ValueError(f"it holds {text}, which is no score")
-        return float(text)
-
-    if what := not_a_file(path):
-        raise ValueError(f"it is {what}, not a file")
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_float=number, parse_constant=number)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(error.strerror or str(error)) from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    content = load_json(Path(path))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
-    if _CHECKSUM in content and content.pop(_CHECKSUM) != _checksum(content):
-        raise ValueError("its values are not those that were written")
+    if content.pop(_CHECKSUM, None) != _checksum(content):
+        raise ValueError("its checksum is missing or of other values: somebody changed it")
     return content
 
 

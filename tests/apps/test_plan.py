@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.apps.provenance import Provenance
 from dmlbench.apps.table_comparison import differences_to_paper, given_by_hand, mixtures, moving, seconds_per_run
-from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
+from dmlbench.results.store import CONFIG, EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
 
@@ -58,6 +58,7 @@ def _write(run, **changes: object) -> None:
         "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
         "metrics": {"test": {"p_at_1": 0.5}}, "wall_s": 7200.0, "git_commit": "abc",
     }  # fmt: skip
+    (run.path / CONFIG).write_text("fit: {}\n")
     write_result(run.path, result | changes)
 
 

@@ -50,6 +50,7 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
             "monitor": "map_at_r", "fold": fold, "repeat": repeat, "seed": derive_seed(0, fold, repeat),
             **hashes_of(path),
         }  # fmt: skip
+        (path / CONFIG).write_text("pooling: {p: 3}\n")
         write_result(path, result | changes)
 
 
@@ -151,8 +152,6 @@ def test_notes_on_the_data_of_runs_reach_the_summary(tmp_path) -> None:
 def test_variants_and_deviations_of_a_recipe_reach_the_printed_table(tmp_path) -> None:
     recipe = {"name": "gsp", "deviations": ["Proxies are clipped."]}
     _write_runs(tmp_path, ALL, recipe=recipe, variants={"miner.variant": "the code's, which the paper does not print"})
-    for run in find_runs(tmp_path):
-        (run.path / CONFIG).write_text("pooling: {p: 3}\n")
     aggregate_config(find_runs(tmp_path), progress=False)
     spec = EvaluationSpec(metrics=("p_at_1",))
     (table,) = build_tables(find_configs(str(tmp_path), "**", spec), spec).values()

@@ -1,0 +1,176 @@
+"""Read JSON and YAML files that somebody else may have written: bounded, no key twice, checked by a schema."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dmlbench.types import closest, not_a_file
+
+MAX_BYTES = 64 * 2**20
+MAX_DEPTH = 50
+MAX_VALUES = 1_000_000
+
+
+class Schema(BaseModel):
+    """Base of schemas of external files: exact types, no unknown key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def load_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, is too large or too deep, has a key twice, NaN or infinity.
+    """
+    text = _text(path)
+    try:
+        content = json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    _check_depth(content)
+    return content
+
+
+def load_yaml(path: Path) -> Any:
+    """Read a YAML file, with OmegaConf's types of plain values (1e-4 is a number, a date a text).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, is too large or too deep, or has a key twice.
+    """
+    text = _text(path)
+    try:
+        _check_events(text)
+        return yaml.load(text, _YamlLoader)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ValueError(reason) from error
+
+
+def validated(content: Any, schema: type[S]) -> S:
+    """``content`` as ``schema``.
+
+    Raises:
+        ValueError: the first value of another type or range, and the first unknown or missing key.
+    """
+    try:
+        return schema.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ValueError(_first_error(error, schema)) from None
+    except TypeError as error:
+        raise ValueError(f"it holds a value that is none of JSON's: {error}") from error
+
+
+def read(path: Path, schema: type[S], error: type[Exception], remedy: str = "") -> S:
+    """Read a YAML or JSON file of a schema; raises ``error`` with one line that names the file, value and remedy."""
+    try:
+        content = load_json(path) if path.suffix == ".json" else load_yaml(path)
+        return validated({} if content is None else content, schema)
+    except FileNotFoundError:
+        raise error(f"{path} is missing. {remedy}".rstrip()) from None
+    except ValueError as reason:
+        raise error(f"{path}: {reason}. {remedy}".rstrip()) from reason
+
+
+def _text(path: Path) -> str:
+    if what := not_a_file(path):
+        raise ValueError(f"it is {what}, not a file")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES // 2**20} MiB")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"it holds {text}, which is no score")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' stands twice")
+    return content
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inner = [value for node in level if isinstance(node, dict) for value in node.values()]
+        inner += [value for node in level if isinstance(node, list) for value in node]
+        if not (level := [node for node in inner if isinstance(node, dict | list)]):
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_events(text: str) -> None:
+    """Bound depth and values, aliases expanded, before the recursive parts of PyYAML see the text."""
+    count = 0
+    sizes: dict[str | None, int] = {}
+    started: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, _YamlLoader):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"*{event.anchor} stands inside of &{event.anchor}, or before it")
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.CollectionStartEvent):
+            started.append((event.anchor, count))
+            count += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = started.pop()
+            sizes[anchor] = count - before
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+            count += 1
+        if len(started) > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        if count > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values")
+
+
+class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ValueError(f"'{key.value}' stands twice, on lines {lines[key.value]} and {line}")
+                lines[key.value] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _first_error(error: ValidationError, schema: type[BaseModel]) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    wanted = re.sub("^(Input|Value) should be|^Value error,", "", first["msg"]).strip()
+    return f"{place}: " * bool(place) + f"got {first['input']!r:.100}, expected {wanted}"
