@@ -167,7 +167,8 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
 
 def _first_error(error: ValidationError, schema: type[BaseModel]) -> str:
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    loc = first["loc"][:-2] if first["loc"][-1:] == ("[key]",) else first["loc"]  # a key is named by its mapping
+    place = ".".join(str(part) for part in loc)
     if first["type"] == "extra_forbidden":
         return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")
     if first["type"] == "missing":

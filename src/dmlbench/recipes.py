@@ -20,11 +20,10 @@ Hydra asks for ``recipe/values/<recipe>,<side>,<choices>`` at the place of its d
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -32,23 +31,56 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from dmlbench.types import ConfigError, closest, flatten
+from dmlbench.external import Schema, load_yaml, read
+from dmlbench.types import ConfigError, flatten
 
 SIDES = ("code", "paper")
-GROUPS = ("dataset", "protocol", "backbone", "pooling", "head", "loss", "sampler", "miner", "regularizer", "schedule")
-"""What conditions may name, in the order of ``recipe/values`` in ``conf/train.yaml``."""
-OPTIONAL = ("miner", "regularizer", "schedule")
+_Option = str | None
+_Optional = Literal["miner", "regularizer", "schedule"]
 """Groups that a run can do without: a recipe chooses for them where nobody did."""
+_Group = Literal["dataset", "protocol", "backbone", "pooling", "head", "loss", "sampler", _Optional]
+GROUPS: tuple[str, ...] = get_args(_Group)
+"""What conditions may name, in the order of ``recipe/values`` in ``conf/train.yaml``."""
+_Condition = dict[Literal[_Group, "side"], _Option | list[_Option]]
 NO_RECIPE = "none"
 _FOLDER, _VALUES = "recipe", "recipe/values/"
-_PARTS = {"paper", "extends", "defaults", "covers", "settings", "deviations"}
-_OF_ENTRY = {"settings": {"when", "choose", "set", *SIDES, "source"}, "deviations": {"when", "text", "source"}}
+_Source = Field(min_length=1)
 
 log = logging.getLogger(__name__)
 
-Entry = Mapping[str, Any]
 Folders = Sequence[Path]
+
+
+class Setting(Schema):
+    """Values for the options that ``when`` names."""
+
+    when: _Condition = Field(default_factory=dict)
+    choose: dict[_Optional, str] = Field(default_factory=dict)
+    set: dict[str, Any] = Field(default_factory=dict)
+    paper: dict[str, Any] = Field(default_factory=dict)
+    code: dict[str, Any] = Field(default_factory=dict)
+    source: str = _Source
+
+
+class Deviation(Schema):
+    """What differs from the paper or its code for the options that ``when`` names."""
+
+    when: _Condition = Field(default_factory=dict)
+    text: str
+    source: str = _Source
+
+
+class Recipe(Schema):
+    """A file of ``conf/recipe``."""
+
+    paper: str | None = None
+    extends: str | None = None
+    defaults: list[str | dict[str, _Option | list[str]]] = Field(default_factory=list)
+    covers: list[_Condition] = Field(default_factory=list)
+    settings: list[Setting] = Field(default_factory=list)
+    deviations: list[Deviation] = Field(default_factory=list)
 
 
 def register_recipes(folders: Sequence[Path]) -> None:
@@ -91,8 +123,8 @@ class RecipeSource(ConfigSource):
             chosen["side"] = side
             config = {} if name == NO_RECIPE else _values(self.folders, name, side, chosen)
         else:
-            recipe = _load(self.folders, config_path.removeprefix(f"{_FOLDER}/"))
-            config = {"defaults": [*([recipe["extends"]] if "extends" in recipe else []), *recipe.get("defaults", [])]}
+            recipe = _chain(self.folders, config_path.removeprefix(f"{_FOLDER}/"))[-1]
+            config = {"defaults": [*([recipe.extends] if recipe.extends else []), *recipe.defaults]}
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(config), {"package": "_global_"})
 
     def is_config(self, config_path: str) -> bool:
@@ -116,9 +148,17 @@ class RecipeSource(ConfigSource):
         return []  # Hydra's own source lists the files
 
 
-def _load(folders: Folders, name: str) -> dict[str, Any]:
-    path = _option(folders, _FOLDER, name)
-    return _recipe(path, path.stat().st_mtime_ns)
+def _chain(folders: Folders, name: str) -> list[Recipe]:
+    """A recipe, after those that it extends."""
+    chain: dict[str, Recipe] = {}
+    following: str | None = name
+    while following is not None:
+        if following in chain:
+            raise ConfigError(f"recipe={name} extends itself: {' -> '.join([*chain, following])}. Remove one extends.")
+        path = _option(folders, _FOLDER, following)
+        chain[following] = _recipe(path, path.stat().st_mtime_ns)
+        following = chain[following].extends
+    return list(chain.values())[::-1]
 
 
 def _option(folders: Folders, group: str, option: str) -> Path:
@@ -130,40 +170,16 @@ def _option(folders: Folders, group: str, option: str) -> Path:
 
 
 @functools.cache
-def _recipe(path: Path, changed: int) -> dict[str, Any]:
-    """The content of a recipe's file, checked."""
-    recipe = _read(path)
-    for key in recipe.keys() - _PARTS:
-        raise ConfigError(f"{path} has '{key}', which is no part of a recipe: {closest(key, sorted(_PARTS))}")
-    for part, known in _OF_ENTRY.items():
-        for entry in recipe.get(part, []):
-            for key in entry.keys() - known:
-                raise ConfigError(f"{path}: an entry of {part} has '{key}': {closest(key, sorted(known))}")
-            if not entry.get("source"):
-                raise ConfigError(f"{path}: {entry} names no source; say where its values stand")
-            for group in entry.get("when", {}).keys() - {*GROUPS, "side"}:
-                raise ConfigError(f"{path}: when names the group '{group}': {closest(group, [*GROUPS, 'side'])}")
-    return recipe
+def _recipe(path: Path, changed: int) -> Recipe:
+    return read(path, Recipe, ConfigError)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-
-
-def entries_of(folders: Folders, name: str, part: str = "settings") -> Iterator[Entry]:
-    """The ``settings`` or ``deviations`` of a recipe, those that it extends first."""
-    recipe = _load(folders, name)
-    if "extends" in recipe:
-        yield from entries_of(folders, recipe["extends"], part)
-    yield from recipe.get(part, [])
-
-
-def applies(when: Mapping[str, Any], chosen: Mapping[str, str | None]) -> bool:
+def applies(when: Mapping[Any, Any], chosen: Mapping[str, str | None]) -> bool:
     """Whether the options chosen are among those that a condition names; null is a group that nobody chose."""
     return not _mismatches(when, chosen)
 
 
-def _mismatches(when: Mapping[str, Any], chosen: Mapping[str, str | None]) -> list[str]:
+def _mismatches(when: Mapping[Any, Any], chosen: Mapping[str, str | None]) -> list[Any]:
     return [group for group, wanted in when.items() if chosen[group] not in _listed(wanted)]
 
 
@@ -176,46 +192,41 @@ def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | N
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     options: dict[str, str] = {}
-    for entry in entries_of(folders, name):
-        if not applies(entry.get("when", {}), chosen):
-            continue
-        place = str(entry["source"])
-        parts = [(entry.get("set", {}), place), (entry.get(side, {}), f"{place}; {side}")]
-        for group, option in entry.get("choose", {}).items():
-            if group not in OPTIONAL:
-                raise ConfigError(
-                    f"recipe={name} chooses {group}={option}; entries choose of {', '.join(OPTIONAL)} only"
-                )
+    recipes = _chain(folders, name)
+    for entry in (entry for recipe in recipes for entry in recipe.settings if applies(entry.when, chosen)):
+        parts = [(entry.set, entry.source), (getattr(entry, side), f"{entry.source}; {side}")]
+        for group, option in entry.choose.items():
             if chosen[group] is None:
                 options[group] = option
-                content = _read(_option(folders, group, option))
-                parts.insert(0, ({group: content}, f"conf/{group}/{option}.yaml for {place}"))
+                content = load_yaml(_option(folders, group, option)) or {}
+                parts.insert(0, ({group: content}, f"conf/{group}/{option}.yaml for {entry.source}"))
         for part, stands in parts:
             flat = {key: value for prefix, node in part.items() for key, value in flatten(node, prefix).items()}
             values |= flat
             places |= dict.fromkeys(flat, stands)
     known: dict[str, str | None] = {**chosen, **options}
-    deviations = [e["text"] for e in entries_of(folders, name, "deviations") if applies(e.get("when", {}), known)]
+    deviations = [entry.text for recipe in recipes for entry in recipe.deviations if applies(entry.when, known)]
     facts = {"name": name, "side": side, "chosen": options, "values": values, "places": places,
              "deviations": deviations}  # fmt: skip
-    refusal = _refusal(folders, name, chosen)
+    refusal = _refusal(name, recipes[-1], chosen)
     nested: dict[str, Any] = {"runtime": {"recipe": facts | ({"refusal": refusal} if refusal else {})}}
     for key, value in values.items():
         *parents, last = key.split(".")
         node = nested
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"recipe={name} sets {key}, and a value for {parent} itself. Remove one of them.")
         node[last] = value
     return nested
 
 
-def _refusal(folders: Folders, name: str, chosen: Mapping[str, str | None]) -> str:
+def _refusal(name: str, recipe: Recipe, chosen: Mapping[str, str | None]) -> str:
     """Why a recipe does not cover the chosen options, and what it covers; empty if it does."""
-    covers = _load(folders, name).get("covers", [])
-    missing = min((_mismatches(block, chosen) for block in covers), key=len, default=[])
+    missing = min((_mismatches(block, chosen) for block in recipe.covers), key=len, default=[])
     if not missing:
         return ""
-    near = next(block for block in covers if _mismatches(block, chosen) == missing)
+    near = next(block for block in recipe.covers if _mismatches(block, chosen) == missing)
     asked = " ".join(f"{group}={chosen[group] or 'null'}" for group in missing)
     others = "; ".join(
         f"{group}={'|'.join('null' if o is None else o for o in _listed(near[group]))}" for group in missing

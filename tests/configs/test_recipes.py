@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.checks import check
 from dmlbench.cli.main import main
 from dmlbench.config import compose, config_folder
+from dmlbench.external import read
 from dmlbench.identity import config_id
-from dmlbench.recipes import GROUPS, SIDES, applies, entries_of
+from dmlbench.recipes import GROUPS, SIDES, Recipe, applies
 from dmlbench.types import ConfigError
 
 CONF = config_folder()
@@ -56,23 +57,29 @@ def test_rows_of_photographs_are_configs_of_the_grids() -> None:
 @functools.cache
 def combinations(recipe: str) -> list[dict[str, str | None]]:
     """What a recipe covers, group by group."""
-    covers = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{recipe}.yaml")).get("covers", [])
-    listed = [{group: o if isinstance(o, list) else [o] for group, o in block.items()} for block in covers]
+    listed = [
+        {group: o if isinstance(o, list) else [o] for group, o in block.items()} for block in of_file(recipe).covers
+    ]
     return [
         dict(zip(block, options, strict=True)) for block in listed for options in itertools.product(*block.values())
     ]
 
 
+def of_file(recipe: str) -> Recipe:
+    return read(CONF / "recipe" / f"{recipe}.yaml", Recipe, ConfigError)
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name) and name != "xml"])
 def test_every_entry_of_a_recipe_holds_for_something_that_it_covers(recipe: str) -> None:
-    unused = list(entries_of([CONF], recipe))
-    wanted = [entry["when"].get("regularizer") for entry in unused]  # which compose with whatever is covered
+    extended = of_file(recipe).extends
+    unused = [*of_file(recipe).settings, *(of_file(extended).settings if extended else [])]
+    wanted = [entry.when.get("regularizer") for entry in unused]  # which compose with whatever is covered
     regularizers = {None, *(each for one in wanted for each in (one if isinstance(one, list) else [one]))}
     for chosen, side, regularizer in itertools.product(combinations(recipe), SIDES, regularizers):
         options = dict.fromkeys(GROUPS) | {"regularizer": regularizer} | chosen | {"side": side}
         if not chosen.get("sampler"):  # the recipe's own, or any that fits the loss
-            unused = [e for e in unused if not applies(without_sampler(e["when"]), options)]
-        unused = [e for e in unused if not applies(e["when"], options)]
+            unused = [e for e in unused if not applies(without_sampler(e.when), options)]
+        unused = [e for e in unused if not applies(e.when, options)]
     assert unused == []
 
 
@@ -422,15 +429,27 @@ def test_a_folder_of_the_user_adds_recipes(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows: []", "'rows', which is no part of a recipe"),
-        ("settings:\n  - {set: {loss.margin: 1}}", "names no source"),
-        ("settings:\n  - {put: {loss.margin: 1}, source: x}", "an entry of settings has 'put'"),
-        ("settings:\n  - {when: {los: triplet}, source: x}", "when names the group 'los': did you mean 'loss'"),
+        ("rows: []", "rows is unknown; known: covers, defaults"),
+        ("extends: mine", "recipe=mine extends itself: mine -> mine"),
+        ("defaults: 5", "defaults: got 5, expected a valid array"),
+        ("covers: {loss: triplet}", "covers: got {'loss': 'triplet'}, expected a valid array"),
+        ("settings:\n  - {set: {loss.margin: 1}}", "settings.0.source is missing"),
+        ("settings:\n  - {set: [loss.margin], source: x}", "settings.0.set: got ['loss.margin'], expected an object"),
+        (
+            "settings:\n  - {set: {fit: 3, fit.max_steps: 4}, source: x}",
+            "sets fit.max_steps, and a value for fit",
+        ),
+        ("settings:\n  - {set: {a.b: 1, a.b: 2}, source: x}", "'a.b' stands twice, on lines 2 and 2"),
+        ("settings:\n  - {put: {loss.margin: 1}, source: x}", "settings.0.put is unknown"),
+        ("settings:\n  - {when: {los: triplet}, source: x}", "settings.0.when: got 'los', expected 'dataset'"),
+        (
+            "settings:\n  - {choose: {pooling: gsp}, source: x}",
+            "settings.0.choose: got 'pooling', expected 'miner', 'regularizer' or 'schedule'",
+        ),
         (
             "settings:\n  - {choose: {schedule: none_such}, source: x}",
             "a recipe names schedule=none_such, which is unknown",
         ),
-        ("settings:\n  - {choose: {pooling: gsp}, source: x}", "entries choose of miner, regularizer, schedule only"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_message(tmp_path, capsys, text: str, message: str) -> None:
