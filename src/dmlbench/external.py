@@ -15,6 +15,7 @@ from dmlbench.types import closest, not_a_file
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 50
 MAX_VALUES = 1_000_000
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class Schema(BaseModel):
@@ -38,7 +39,7 @@ def load_json(path: Path) -> Any:
         content = json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    _check_depth(content)
+    check_bounds(content)
     return content
 
 
@@ -70,6 +71,21 @@ def validated(content: Any, schema: type[S]) -> S:
         raise ValueError(_first_error(error, schema)) from None
     except TypeError as error:
         raise ValueError(f"it holds a value that is none of JSON's: {error}") from error
+
+
+def check_bounds(content: Any) -> None:
+    """Raise ValueError for containers of Python values that are too deep or too many."""
+    level = [content] if isinstance(content, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for node in level:
+            values = [*node, *node.values()] if isinstance(node, dict) else node
+            inner += [value for value in values if isinstance(value, _CONTAINERS)]
+            if len(inner) > MAX_VALUES:
+                raise ValueError(f"it has more than {MAX_VALUES:,} values")
+        if not (level := inner):
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def read(path: Path, schema: type[S], error: type[Exception], remedy: str = "") -> S:
@@ -113,16 +129,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' stands twice")
     return content
-
-
-def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(MAX_DEPTH):
-        inner = [value for node in level if isinstance(node, dict) for value in node.values()]
-        inner += [value for node in level if isinstance(node, list) for value in node]
-        if not (level := [node for node in inner if isinstance(node, dict | list)]):
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def _check_events(text: str) -> None:
@@ -173,5 +179,5 @@ def _first_error(error: ValidationError, schema: type[BaseModel]) -> str:
         return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")
     if first["type"] == "missing":
         return f"{place} is missing"
-    wanted = re.sub("^(Input|Value) should be|^Value error,", "", first["msg"]).strip()
+    wanted = re.sub(r"^\w+ should (be|have)|^Value error,", "", first["msg"]).strip()
     return f"{place}: " * bool(place) + f"got {first['input']!r:.100}, expected {wanted}"

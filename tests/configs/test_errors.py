@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FunctionType
 
 import matplotlib
 import pytest
@@ -32,15 +33,52 @@ def raising(error: BaseException):
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.ENOSPC, "No space left on device"), 1, "error: No space left on device; make room"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x/table.md"), 1, "/x/table.md: Permission denied; make"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "error: No space left on device. Make room"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x/table.md"),
+            1,
+            "/x/table.md: Permission denied. Choose",
+        ),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "/x/.t.tmp", None, "/x/t"), 1, "/x/t: Is a directory"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            1,
+            "Too many open files. Raise the limit of open files (ulimit -n)",
+        ),
         (MemoryError(), 1, "out of memory (); lower a batch"),
     ],
 )
 def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> None:
     assert guarded(raising(error)) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n\xff,1\n", "history.csv cannot be read: 'utf-8' codec can't decode"),
+        (None, "history.csv: Is a directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(capsys, tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "history.csv"
+    path.mkdir() if content is None else path.write_bytes(content)
+
+    def read(path: Path) -> None:
+        path.read_text("utf-8")
+
+    of_ours = FunctionType(read.__code__, {"__name__": "dmlbench.example"})
+    assert guarded(lambda: of_ours(path)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_experiment_that_includes_itself_is_one_line(capsys, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("defaults:\n  - /experiment: mine\n")
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "experiment=mine"])
+    assert info.value.code == 2
+    assert "the configuration includes itself" in capsys.readouterr().err
 
 
 def test_a_reader_who_has_seen_enough_is_no_failure() -> None:

@@ -89,10 +89,12 @@ def test_products_are_found_by_the_number_of_their_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"test": []}, "a half of split 1 is empty"),
-        ({"distance": -1.0}, "split 1 has the distance -1.0"),
-        ({"validation": ["Audi 100"]}, "validation of split 1 is no part of its train half"),
-        ({"train": 3}, "is no file of splits, or damaged"),
+        ({"test": []}, r"splits.0.test: got \[\], expected at least 1 item"),
+        ({"distance": -1.0}, "splits.0.distance: got -1.0, expected greater than or equal to 0"),
+        ({"validation": ["Audi 100"]}, "expected fitted and validation classes to be disjoint parts of the train half"),
+        ({"train": 3}, "splits.0.train: got 3, expected a valid array"),
+        ({"train": ["a", 3]}, "splits.0.train.1: got 3, expected a valid string"),
+        ({"distance": None}, "splits.0.distance: got None, expected a valid number"),
     ],
 )
 def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -100,14 +102,19 @@ def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], messa
         read_splits(written(tmp_path, split(**change)))
 
 
+def test_two_splits_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected names that differ; two splits are called '1'"):
+        read_splits(written(tmp_path, split(), split()))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("none.json", None, "there is no file of splits at"),
-        ("other.json", b'{"format": "something"}', "is JSON, but no file of splits"),
+        ("other.json", b'{"format": "something"}', "its checksum is missing"),
         ("cut.json", b'{"format": ', "is no file of splits, or damaged"),
         ("evil.pkl", b"cos\nsystem\n(S'true'\ntR.", r"asks for os\.system"),
-        ("empty.pkl", pickle.dumps({}), "holds no split"),
+        ("empty.pkl", pickle.dumps({}), "expected at least 1 item"),
     ],
 )
 def test_other_files_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

@@ -1,11 +1,18 @@
 """Error messages of the commands, and exit codes."""
 
+import csv
 import errno
+import json
 import os
+import pickle
 import re
+import sqlite3
 import sys
 import traceback
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
@@ -18,10 +25,14 @@ from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempte
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
-_DISK = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
-)
+_OTHER_FILE = "Choose another file or folder."
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or choose another folder."),
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f).",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), or lower num_workers.",
+    errno.ENFILE: "Close other programs.",
+}
+_OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
 _NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
 
 
@@ -62,10 +73,31 @@ def _described(error: Exception) -> tuple[str, int] | None:
     if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
         what = next(iter(str(cause).splitlines()), "")
         return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
-    if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
-        place = f"{cause.filename2 or cause.filename}: " if cause.filename else ""
-        return f"{place}{cause.strerror}; make room, or choose another file or folder", EXIT_FAILED
+    if isinstance(cause, OSError):
+        place, remedy = cause.filename2 or cause.filename or _file_of(cause), _REMEDIES.get(cause.errno or 0)
+        if place or remedy:
+            return f"{f'{place}: ' if place else ''}{cause.strerror or cause}. {remedy or _OTHER_FILE}", EXIT_FAILED
+    if isinstance(cause, _OF_FILES) and (place := _file_of(cause)):
+        return f"{place} cannot be read: {' '.join(str(cause).split())}. {_OTHER_FILE}", EXIT_FAILED
+    if isinstance(cause, RecursionError) and any("hydra." in name for name, _ in _frames(cause)):
+        return (
+            "the configuration includes itself, or is nested too deeply. Look at its defaults.",
+            EXIT_BAD_CONFIGURATION,
+        )
     return None
+
+
+def _file_of(error: BaseException) -> str:
+    """The file that the innermost function of ours was working on; empty if there is none."""
+    ours = [variables for name, variables in _frames(error) if name.startswith("dmlbench.")]
+    paths = [value for variables in ours for value in variables.values() if isinstance(value, Path)]
+    return str(paths[-1]) if paths else ""
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Module and variables of the functions that an error came through, innermost last."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield frame.f_globals.get("__name__", ""), frame.f_locals
 
 
 def _report_sweep(failed: SweepFailed) -> int:

@@ -4,19 +4,20 @@ Files are those of ``dmlbench oodml splits`` (JSON), or the study's own (pickles
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from dmlbench.data.image_table import rows_of_classes
 from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.safe_pickle import read_pickle
+from dmlbench.external import Schema, validated
 from dmlbench.runtime import read_json
 from dmlbench.types import (
     ConfigError,
@@ -35,8 +36,7 @@ _REMEDY = "make one with `dmlbench oodml splits`, or name one of the study's pic
 _NAMED = 5
 
 
-@dataclass(frozen=True)
-class GivenSplit:
+class GivenSplit(Schema):
     """A train-test split by the names of its classes.
 
     Attributes:
@@ -45,24 +45,41 @@ class GivenSplit:
         fitted, validation: train classes to train on and to select on; empty where the file has none.
     """
 
+    model_config = ConfigDict(extra="ignore")
     name: str
     kind: str
-    distance: float
-    train: tuple[str, ...]
-    test: tuple[str, ...]
+    distance: float = Field(ge=0)
+    train: tuple[str, ...] = Field(min_length=1)
+    test: tuple[str, ...] = Field(min_length=1)
     fitted: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _select_within_train(self) -> "GivenSplit":
+        both = set(self.fitted) & set(self.validation)
+        if both or not set(self.fitted) | set(self.validation) <= set(self.train):
+            raise ValueError("fitted and validation classes to be disjoint parts of the train half")
+        return self
 
-@dataclass(frozen=True)
-class SplitFile:
-    """A file of splits. ``dataset`` and ``fingerprint`` of the measured data set are empty where it has none."""
 
-    splits: tuple[GivenSplit, ...]
+class SplitFile(Schema):
+    """A file of splits. ``dataset`` and ``dataset_fingerprint`` are empty where it does not name the data set."""
+
+    model_config = ConfigDict(extra="ignore")
+    format: Literal["dmlbench oodml splits 1"]
     dataset: str
     measured_by: str
-    sha256: str
-    fingerprint: str = ""
+    splits: tuple[GivenSplit, ...] = Field(min_length=1)
+    dataset_fingerprint: str = ""
+    sha256: str = ""
+
+    @field_validator("splits")
+    @classmethod
+    def _differ_in_name(cls, splits: tuple[GivenSplit, ...]) -> tuple[GivenSplit, ...]:
+        names = [split.name for split in splits]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ValueError(f"names that differ; two splits are called {twice[0]!r}")
+        return splits
 
     def require_of(self, table: ImageTable, path: str | Path) -> None:
         """Raise ``DataError`` if the splits of the file at ``path`` were made of another data set."""
@@ -71,7 +88,7 @@ class SplitFile:
 
     def measured_on(self, table: ImageTable) -> str:
         """How the distances were measured, and whether on other images than those of ``table``."""
-        is_other = self.fingerprint not in ("", table.fingerprint)
+        is_other = self.dataset_fingerprint not in ("", table.fingerprint)
         return f"{self.measured_by}, ON OTHER IMAGES" if is_other else self.measured_by
 
 
@@ -87,46 +104,24 @@ def read_splits(path: str | Path) -> SplitFile:
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int, size: int) -> SplitFile:
     content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
     try:
         if content.lstrip()[:1] == b"{":
             found = read_json(path)
-            if found.get("format") != FORMAT:
-                raise DataError(f"'{path}' is JSON, but no file of splits ({FORMAT}); {_REMEDY}")
-            splits = [_own(split) for split in found["splits"]]
-            made_of = str(found.get("dataset_fingerprint", ""))
-            file = SplitFile(tuple(splits), str(found["dataset"]), str(found["measured_by"]), digest, made_of)
         else:
             stored = read_pickle(content, name=str(path))
             splits = [_published(str(key), split) for key, split in stored.items()]
-            file = SplitFile(tuple(splits), "", "the study, by a ResNet50 with ImageNet weights", digest)
-    except (KeyError, TypeError, ValueError, AttributeError, json.JSONDecodeError) as error:
-        raise DataError(f"'{path}' is no file of splits, or damaged ({error!r}); {_REMEDY}") from error
-    if not file.splits:
-        raise DataError(f"'{path}' holds no split; {_REMEDY}")
-    for split in file.splits:
-        _check(split, path)
-    return file
+            measured_by = "the study, by a ResNet50 with ImageNet weights"
+            found = {"format": FORMAT, "dataset": "", "measured_by": measured_by, "splits": splits}
+        file = validated(found, SplitFile)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"'{path}' is no file of splits, or damaged ({error}); {_REMEDY}") from error
+    return file.model_copy(update={"sha256": hashlib.sha256(content).hexdigest()})
 
 
-def _own(split: Mapping[str, Any]) -> GivenSplit:
-    names = {key: tuple(map(str, split[key])) for key in ("train", "test", "fitted", "validation")}
-    return GivenSplit(str(split["name"]), str(split["kind"]), float(split["distance"]), **names)
-
-
-def _published(name: str, split: Mapping[str, Any]) -> GivenSplit:
-    fitted, validation = (tuple(map(str, split.get(key, ()))) for key in ("split_train", "split_val"))
-    train, test = (tuple(map(str, split[key])) for key in ("train", "test"))
-    return GivenSplit(name, "published", float(split["fid"]), train, test, fitted, validation)
-
-
-def _check(split: GivenSplit, path: Path) -> None:
-    if not np.isfinite(split.distance) or split.distance < 0:
-        raise DataError(f"'{path}': split {split.name} has the distance {split.distance}, which is none; {_REMEDY}")
-    if not split.train or not split.test:
-        raise DataError(f"'{path}': a half of split {split.name} is empty; {_REMEDY}")
-    if not set(split.fitted) | set(split.validation) <= set(split.train) or set(split.fitted) & set(split.validation):
-        raise DataError(f"'{path}': validation of split {split.name} is no part of its train half; {_REMEDY}")
+def _published(name: str, split: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {"train": "train", "test": "test", "fitted": "split_train", "validation": "split_val"}
+    halves = {ours: list(map(str, split.get(theirs, ()))) for ours, theirs in keys.items()}
+    return {"name": name, "kind": "published", "distance": float(split["fid"]), **halves}
 
 
 def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:

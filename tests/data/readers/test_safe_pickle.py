@@ -83,6 +83,22 @@ def test_damage_is_one_message() -> None:
             read_pickle(content, name="damaged")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x04)" + b"\x85" * 300_000 + b".", "more than 10,000 tuples"),
+        (b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".", "more than 50 levels deep"),
+        (
+            b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(40)) + b".",
+            "more than 1,000,000",
+        ),
+    ],
+)
+def test_nested_containers_are_bounded(content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_pickle(content, name="x")
+
+
 @pytest.mark.data
 def test_the_official_splits_of_oodml_are_plain_data(shared_dir: Path) -> None:
     file = shared_dir / "data" / "oodml_splits" / "cars196_splits.pkl"

@@ -2,8 +2,10 @@
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+from dmlbench.external import check_bounds
 from dmlbench.types import DataError
 
 # Reading a pickle calls what it names. These build plain values; numpy renamed its modules between versions.
@@ -23,7 +25,26 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+_MAX_TUPLES = 10_000
+"""A tuple of tuples of tuples is hashed by recursion, which can overflow the stack."""
+
+
+def _counted(build: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load(self: Any) -> None:
+        self.tuples += 1
+        if self.tuples > _MAX_TUPLES:
+            raise pickle.UnpicklingError(f"it has more than {_MAX_TUPLES:,} tuples")
+        build(self)
+
+    return load
+
+
+class _Unpickler(pickle._Unpickler):  # the one in Python, whose operations can be counted
+    tuples = 0
+    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET):
+        dispatch[_code[0]] = _counted(dispatch[_code[0]])
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not plain data")
@@ -42,7 +63,9 @@ def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
         encoding: of Python 2's byte strings: "latin1" for numpy arrays, "bytes" to leave them.
     """
     try:
-        return _Unpickler(io.BytesIO(content), encoding=encoding).load()
+        value = _Unpickler(io.BytesIO(content), encoding=encoding).load()
+        check_bounds(value)
+        return value
     # A pickle is a program: a damaged one may raise any error.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
