@@ -230,7 +230,7 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["pair=3"], "pair names 1 images; give two"),
     (["pair=3,900"], "image 900 is not in glyphs_collage, which has rows 0 to 63"),
-    (["pair=3,none.jpg"], "image 'none.jpg' is neither a file nor a path of glyphs_collage"),
+    (["pair=3,none.jpg"], "image 'none.jpg' is no path of glyphs_collage"),
     (["pair=3,large.png"], "has 40 x 40 pixels, those of glyphs_collage have 32 x 32"),
     (["pair=3,4", "output=x.pdf"], "must end in .png"),
     (["pair=3,4", "num_nodes=9"], "num_nodes (9) must lie in 1 .. 8"),

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dmlbench.apps.loaded import TrainedModel
 from dmlbench.data.readers.folder import PART_FOLDERS
@@ -42,17 +43,14 @@ def embed_folder(
     parts = _parts(folder)
     paths = [path for part in parts for path, _ in part]
     names = [name for part in parts for _, name in part]
-    classes = sorted(set(names))
-    labels = np.searchsorted(classes, names).astype(np.int64)
-    embedded = model.embed_set(
-        [folder / path for path in paths], labels=labels, progress=progress, batch_size=batch_size,
-        num_workers=num_workers,
-    )  # fmt: skip
-    cut = len(parts[0])
-    sets = [
-        EmbeddingSet(embedded.rows[at], embedded.labels[at], embedded.ids[at]) for at in (slice(cut), slice(cut, None))
-    ]
-    about = {**BY_ORDER, "model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes)}
+    classes, labels = np.unique(names, return_inverse=True)
+    rows = model.embed(
+        [folder / path for path in paths], progress=progress, batch_size=batch_size, num_workers=num_workers
+    )
+    count = len(parts[0])
+    columns = (rows, torch.from_numpy(labels), torch.arange(len(rows)))
+    sets = [EmbeddingSet(*(column[at] for column in columns)) for at in (slice(count), slice(count, None))]
+    about = {**BY_ORDER, "model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes.tolist())}
     if model.has_own_distance:
         about[OWN_DISTANCE] = type(model.network.distance).__name__
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)

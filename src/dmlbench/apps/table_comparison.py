@@ -15,7 +15,7 @@ from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
 from dmlbench.apps.provenance import Provenance, are_published, provenance_of
 from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_configs
-from dmlbench.apps.trained import distances_by_config
+from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
@@ -95,7 +95,7 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
         if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
             return known
     return aggregate_config(
-        runs, spec, allow_partial=True, distance_of=distances_by_config(), progress=sys.stderr.isatty()
+        runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty()
     )  # fmt: skip
 
 

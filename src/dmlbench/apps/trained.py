@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from dmlbench import build
 from dmlbench.build import make_setup
 from dmlbench.config import load_config
-from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.data.images.sources import ImageSource
@@ -51,21 +50,6 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
     return distance
-
-
-def distances_by_config() -> Callable[[Path], BaseDistance | None]:
-    """``distance_of_run`` for many runs: of a config that compares unit vectors one configuration is read."""
-    of_unit_vectors: set[Path] = set()
-
-    def distance_of(run_dir: Path) -> BaseDistance | None:
-        if run_dir.parent in of_unit_vectors:
-            return None
-        distance = distance_of_run(run_dir)
-        if distance is None:
-            of_unit_vectors.add(run_dir.parent)
-        return distance
-
-    return distance_of
 
 
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:
@@ -127,17 +111,13 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
 
 def row_of(table: ImageTable, image: int | str) -> int:
     """The row of an image that is named by its row or by its path in the data set."""
-    if isinstance(image, bool) or not isinstance(image, int | str):
-        raise ConfigError(
-            f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
-        )
     if isinstance(image, int):
         if not 0 <= image < len(table):
             raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
         return image
-    found = np.flatnonzero(table.paths == image)
+    found = np.flatnonzero(table.paths == str(image))
     if not len(found):
-        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
+        raise ConfigError(f"image '{image}' is no path of {table.name}; {closest(str(image), table.paths.tolist())}")
     return int(found[0])
 
 
@@ -149,25 +129,14 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
         image: a row of its data set, a path of it, or a file anywhere.
     """
     table = run.data.table
-    if isinstance(image, str) and image not in table.paths:
-        if Path(image).expanduser().is_file():
-            return NamedImage(image), _file(run, Path(image).expanduser())
-        raise ConfigError(
-            f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
-        )
+    if isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file():
+        size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
+        given, source = open_given(image, run.transform, tuple(size), device=run.device, of=table.name)
+        (batch,) = replace(run, data=replace(run.data, table=given), images=source).batches(np.array([0]))
+        return NamedImage(image), batch.images
     row = row_of(table, image)
     (batch,) = run.batches(np.array([row]))
     return NamedImage(str(table.paths[row]), row, table.class_names[table.labels[row]]), batch.images
-
-
-def _file(run: Setup, path: Path) -> Tensor:
-    size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
-    table, source = open_given(path, run.transform, tuple(size), device=run.device, of=run.data.table.name)
-    batches = EvalBatches(
-        table, np.zeros(1, dtype=np.int64), images=source, transform=run.transform, batch_size=1, device=run.device
-    )
-    (batch,) = batches
-    return batch.images
 
 
 def open_given(
