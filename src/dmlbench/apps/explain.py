@@ -26,19 +26,12 @@ _NUM_COLORS = 20
 
 @dataclass(frozen=True)
 class Explained:
-    """One run's view of images.
+    """One run's view of images."""
 
-    Attributes:
-        label: what the column is called.
-        images: [B, 3, H, W] uint8, as the network saw them.
-        weights: [B, H, W] contribution of each place relative to a uniform one, so that 1 is average pooling.
-        prototypes: [B, H, W] index of the dominant prototype; None for poolings without.
-    """
-
-    label: str
-    images: NDArray[np.uint8]
-    weights: NDArray[np.float32]
-    prototypes: IntArray | None
+    label: str  # of the column
+    images: NDArray[np.uint8]  # [B, 3, H, W], as the network saw them
+    weights: NDArray[np.float32]  # [B, H, W] contribution of each place, 1 being that of average pooling
+    prototypes: IntArray | None  # [B, H, W] index of the dominant prototype
 
 
 def explain_runs(
@@ -48,10 +41,7 @@ def explain_runs(
 
     Args:
         run_dirs: complete runs on the same data, with their weights kept.
-        images: rows of the data set's table or paths of images in it; None takes some of those that are tested on.
-        num_images: how many then, drawn with a fixed seed.
-        device: as in the configuration.
-        path: file to write.
+        images: rows of the data set's table or paths of images in it; None draws ``num_images`` test images.
     """
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]

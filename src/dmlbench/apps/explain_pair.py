@@ -22,57 +22,33 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Inference:
-    """A node and what it is inferred from.
+    """A node and what it is inferred from."""
 
-    Attributes:
-        level: of the node, 0 being the lowest.
-        inferred: (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p.
-        below: nodes of the level below that it has edges to, strongest first.
-        weights: w~ of these edges.
-    """
-
-    level: int
+    level: int  # of the node, 0 being the lowest
     node: int
-    inferred: float
-    below: IntArray
-    weights: Floats
+    inferred: float  # (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p
+    below: IntArray  # nodes of the level below that it has edges to, strongest first
+    weights: Floats  # w~ of these edges
 
 
 @dataclass(frozen=True)
 class PairExplanation:
-    """The distance of two images and all that it is made of; L levels, low to high, of r nodes.
-
-    Attributes:
-        images: the two.
-        pixels: [2, 3, H, W] uint8, as the network saw them.
-        maps: [2, r, h, w] of each level, activation maps in the scale of the unit embeddings.
-        embeddings: [2, L, r] unit embeddings.
-        nodes: delta [L, r].
-        reliabilities: p [L, r].
-        rectified: delta-hat [L, r].
-        sensitivities: lambda [L, r].
-        similar, dissimilar: [L, n] the nodes of least and of greatest delta among the reliable ones, in that order.
-        reliable: how many of a level's nodes count as reliable.
-        inferences: from the top, a node that is inferred and, of those shown below it, the one that is again; empty
-            where the distance infers nothing.
-        settings: variant and inference of the distance.
-        data_notes: how the data that the run learned from differ from the published ones.
-    """
+    """The distance of two images and all that it is made of; L levels, low to high, of r nodes."""
 
     images: tuple[NamedImage, NamedImage]
-    pixels: NDArray[np.uint8]
-    maps: tuple[NDArray[np.float32], ...]
-    embeddings: Floats
-    nodes: Floats
-    reliabilities: Floats
-    rectified: Floats
-    sensitivities: Floats
-    similar: IntArray
-    dissimilar: IntArray
-    reliable: int
-    inferences: tuple[Inference, ...]
-    settings: dict[str, str]
-    data_notes: tuple[str, ...] = ()
+    pixels: NDArray[np.uint8]  # [2, 3, H, W], as the network saw them
+    maps: tuple[NDArray[np.float32], ...]  # [2, r, h, w] of each level, in the scale of the unit embeddings
+    embeddings: Floats  # [2, L, r], of unit length
+    nodes: Floats  # delta [L, r]
+    reliabilities: Floats  # p [L, r]
+    rectified: Floats  # delta-hat [L, r]
+    sensitivities: Floats  # lambda [L, r]
+    similar: IntArray  # [L, n] the nodes of least delta among the reliable ones
+    dissimilar: IntArray  # [L, n] those of greatest, from the greatest
+    reliable: int  # how many of a level's nodes count as reliable
+    inferences: tuple[Inference, ...]  # from the top, an inferred node and, among those shown below it, the next
+    settings: dict[str, str]  # variant and inference of the distance
+    data_notes: tuple[str, ...] = ()  # how the data that the run learned from differ from the published ones
 
     @property
     def contributions(self) -> Floats:

@@ -17,25 +17,14 @@ _OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where runs come from.
+    """Where runs come from."""
 
-    Attributes:
-        other_weights: how their pretrained weights differ from the papers'.
-        embedding_size: D of the compared embeddings; None if the runs do not say.
-    """
-
-    other_weights: tuple[str, ...] = ()
-    embedding_size: int | None = None
+    other_weights: tuple[str, ...] = ()  # how their pretrained weights differ from the papers'
+    embedding_size: int | None = None  # D of the compared embeddings; None if the runs do not say
 
 
 def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
-    """The provenance of a config's runs.
-
-    Args:
-        config_file: of one of them.
-        backbone: their option.
-        hashes: SHA-256 of the runs' weights files; None for a run that names none.
-    """
+    """The provenance of a config's runs, by the configuration of one and the SHA-256 of all runs' weights files."""
     try:
         config = read_config(config_file)
     except RunError as error:

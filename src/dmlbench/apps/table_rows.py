@@ -43,23 +43,14 @@ _PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs",
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, for one score of a paper if the table has any.
+    """A row of a table, for one score of a paper if the table has any."""
 
-    Attributes:
-        label: of the row; empty in a grid.
-        overrides: of ``dmlbench train``, without fold and repeat.
-        score: of the paper.
-        blocker: verdict (``QUOTED``, "needs") and reason if nothing can be run.
-        doubt: why the paper's row may be another config.
-        metric: label of our metric that the score is compared with.
-    """
-
-    label: str
-    overrides: tuple[str, ...]
+    label: str  # empty in a grid
+    overrides: tuple[str, ...]  # of ``dmlbench train``, without fold and repeat
     score: PaperScore | None = None
-    blocker: str = ""
-    doubt: str = ""
-    metric: str = ""
+    blocker: str = ""  # verdict (``QUOTED``, "needs") and reason if nothing can be run
+    doubt: str = ""  # why the paper's row may be another config
+    metric: str = ""  # label of our metric that the score is compared with
 
 
 def experiments(folders: Sequence[Path]) -> dict[str, Path]:
@@ -111,13 +102,7 @@ def words(overrides: Any) -> list[str]:
 
 
 def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> list[Row]:
-    """A row for every score of the paper's table.
-
-    Args:
-        name: of the table, as in "gsp/table2".
-        reproduce: of its experiment.
-        composed: the experiment's options of the groups ``NARROWING``.
-    """
+    """A row for every score of the paper's table ``name``; ``composed`` are its experiment's options."""
     scores = load_table(name)
     labels: dict[str, list[Any]] = {
         "rows": [score.row for score in scores],
@@ -185,8 +170,6 @@ def own_rows(
     """The rows of a table without printed scores: rows by settings by data sets.
 
     Args:
-        name: of the experiment.
-        reproduce: of the experiment.
         labels: of the rows to keep, or shell patterns of them; None keeps all.
         datasets: instead of the experiment's, if any.
     """

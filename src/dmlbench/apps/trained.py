@@ -15,12 +15,13 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.build import make_setup
+from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.experiment import Data, Setup
+from dmlbench.experiment import Setup
 from dmlbench.identity import changed_code
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
@@ -67,17 +68,27 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
     config.merge_with(dict(overrides))
 
-    def check_data(data: Data, open_images: object) -> None:
-        if data.table.fingerprint != result["dataset_fingerprint"]:
-            raise RunError(
-                f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "
-                f"{result['dataset_fingerprint'][:12]} then"
-            )
-
-    setup = make_setup(config, select_device(device), before_model=check_data)
+    setup = make_setup(
+        config, select_device(device), before_model=lambda data, open_images: _require_data_of(result, data.table)
+    )
     put_weights(setup.model, load_checkpoint(run_dir / BEST)["model"], run_dir / BEST)
     setup.model.eval()
     return setup
+
+
+def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
+    """The data set of a run with its result, or its aggregate."""
+    table: ImageTable = component(load_config(run_dir / CONFIG).dataset.table)
+    _require_data_of(result, table)
+    return table
+
+
+def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
+    then = result["dataset_fingerprint"]
+    if table.fingerprint != then:
+        raise RunError(
+            f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:12]}, not {then[:12]}"
+        )
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:

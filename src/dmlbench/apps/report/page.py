@@ -16,8 +16,9 @@ from dmlbench import __version__
 from dmlbench.apps.report import numbers
 from dmlbench.apps.report.paper_scores import paper_scores
 from dmlbench.apps.report.pictures import galleries, overlays
-from dmlbench.apps.report.retrievals import table_of
+from dmlbench.apps.report.retrievals import first_run
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
+from dmlbench.apps.trained import table_of_run
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
 from dmlbench.types import DmlbenchError
@@ -76,7 +77,7 @@ def _images(
     """Galleries and overlays, or why there are none, and the names of the classes where the data are there."""
     nothing: dict[str, Any] = {"configs": {}}
     try:
-        table = table_of(configs[0])
+        table = table_of_run(first_run(configs[0]), configs[0].summary)
     except DmlbenchError as error:  # tables, curves and differences need no images
         why = {"why": f"the images are not there: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None

@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, table_of, that_can_be_shown
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
+from dmlbench.apps.trained import table_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.config_table import KINDS
@@ -71,7 +72,7 @@ def draw_report(
         named = [Patch(color=COLORS[i % len(COLORS)], label=_name(config)) for i, config in enumerate(configs)]
         top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
     if shown:
-        table = table_of(shown[0])
+        table = table_of_run(first_run(shown[0]), shown[0].summary)
         chosen, _ = chosen_queries(shown[:1], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):

@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.components import component
-from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.search import nearest as search
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import generator
-from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors
 
 DRAWN_FOR_EACH = 8
 """Queries from which each one that is shown is chosen."""
@@ -79,12 +77,3 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
     if table.pixels is not None:
         return np.asarray(table.pixels[row])
     return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
-
-
-def table_of(config: ConfigSummary) -> ImageTable:
-    """The data set of a config."""
-    stored = load_config(first_run(config) / CONFIG)
-    table: ImageTable = component(stored.dataset.table)
-    if table.fingerprint != config.summary["dataset_fingerprint"]:
-        raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
-    return table
