@@ -231,9 +231,9 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, 
     (["pair=3"], "pair names 1 images; give two"),
     (["pair=3,900"], "image 900 is not in glyphs_collage, which has rows 0 to 63"),
     (["pair=3,none.jpg"], "image 'none.jpg' is no path of glyphs_collage"),
-    (["pair=3,large.png"], "has 40 x 40 pixels, those of glyphs_collage have 32 x 32"),
+    (["pair=3,large.png"], "large.png: got 40 x 40 pixels, expected (32, 32) as in glyphs_collage"),
     (["pair=3,4", "output=x.pdf"], "must end in .png"),
-    (["pair=3,4", "num_nodes=9"], "num_nodes (9) must lie in 1 .. 8"),
+    (["pair=3,4", "num_nodes=9"], "num_nodes: got 9, expected 1 to 8"),
     ([], "give pair=<image>,<another> and one run"),
 ])  # fmt: skip
 def test_what_cannot_be_explained_is_refused(runs, tmp_path, monkeypatch, capsys, arguments, message) -> None:

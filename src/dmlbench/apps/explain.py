@@ -128,10 +128,7 @@ def _bytes(fractions: NDArray[np.floating]) -> NDArray[np.uint8]:
 
 
 def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
-    """Write the picture: a row an image, a column for the image and one or two for each run, on one scale.
-
-    ``notes`` say how the data differ from the published ones.
-    """
+    """Write the picture: a row an image, a column for the image and one or two for each run, on one scale."""
     columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
     rows = len(captions)
     figure, axes = plt.subplots(

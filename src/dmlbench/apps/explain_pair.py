@@ -71,14 +71,13 @@ class PairExplanation:
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, the top level first; levels count from 1 and nodes from 0."""
-        order = range(len(self.nodes) - 1, -1, -1)
         return {
             "images": [vars(image) for image in self.images],
             "distance": self.distance,
             **self.settings,
             **({"data_notes": list(self.data_notes)} if self.data_notes else {}),
             "reliable": self.reliable,
-            "levels": [self._level_json(level) for level in order],
+            "levels": [self._level_json(level) for level in reversed(range(len(self.nodes)))],
             "decomposition": [self._inference_json(one) for one in self.inferences],
         }
 
@@ -98,11 +97,10 @@ class PairExplanation:
         return {name: float(values[level, node]) for name, values in self._values.items()}
 
     def _level_json(self, level: int) -> dict[str, Any]:
-        shares = self.shares
         return {
             "level": level + 1,
             "contribution": float(self.contributions[level].sum()),
-            "share": None if shares is None else float(shares[level]),
+            "share": None if self.shares is None else float(self.shares[level]),
             "nodes": {name: values[level].tolist() for name, values in self._values.items()},
             "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
             "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
@@ -124,22 +122,17 @@ def explain_pair(
     """Explain AVSL's distance between two images by the model of a run.
 
     Args:
-        run_dir: a complete run of AVSL, with its weights kept.
         pair: rows of the data set's table, paths of images in it, or files anywhere, to which the run's transform is
             applied.
         num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
         reliable: they are picked among so many nodes of greatest reliability; r at most.
-        device: as in the configuration.
     """
     if len(pair) != 2:
         raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
     set_strict_float32()
     run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
     if not run.model.explains_pairs:
-        raise ConfigError(
-            f"{run_dir} has no distance of levels and nodes to take apart: pair explains runs of head=avsl; leave it "
-            "out to see what the pooling looks at"
-        )
+        raise ConfigError(f"pair explains runs of head=avsl, which {run_dir} is not. Leave it out.")
     (first, x), (second, y) = (read_one(run, image) for image in pair)
     explanation = explain_images(
         cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
@@ -167,9 +160,7 @@ def explain_images(
     reliable = min(reliable, distance.level_size)
     if not 1 <= num_nodes <= reliable // 2:
         raise ConfigError(
-            f"num_nodes ({num_nodes}) must lie in 1 .. {reliable // 2}: the most similar and the most dissimilar nodes "
-            f"are picked among {reliable} reliable ones; lower it or raise reliable (at most the level's "
-            f"{distance.level_size} nodes)"
+            f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of the reliable nodes. Raise reliable."
         )
     with autocast(images.device, precision):
         maps = model.maps(images)

@@ -54,13 +54,7 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
 
 
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:
-    """The model of a complete run with the weights of its best step, in evaluation mode.
-
-    Args:
-        run_dir: the run.
-        overrides: values that replace those of the run's configuration.
-        device: as in the configuration.
-    """
+    """The model of a complete run, with other values by ``overrides``, by its best weights, in evaluation mode."""
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
@@ -133,12 +127,7 @@ def row_of(table: ImageTable, image: int | str) -> int:
 
 
 def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
-    """An image as the run's network sees it in evaluation, [1, 3, H, W] uint8, and what it is called.
-
-    Args:
-        run: what applies its transform.
-        image: a row of its data set, a path of it, or a file anywhere.
-    """
+    """An image as the run's network sees it, [1, 3, H, W] uint8: a row or a path of its data set, or any file."""
     table = run.data.table
     if isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file():
         size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
@@ -156,10 +145,8 @@ def open_given(
     """Images from anywhere as a table of one class, and what reads them as a run reads its own.
 
     Args:
-        images: one or many.
         transform: of the run, for evaluation.
         size: height and width of the run's images; others are refused where the transform does not resize.
-        device: where images that are not read one by one are held.
         of: what the error calls the run.
     """
     if isinstance(transform, CropTransform):
@@ -176,9 +163,7 @@ def open_given(
     for row, name in enumerate(given.names):
         image = given.read(row)
         if image.shape[:2] != size:
-            raise ConfigError(
-                f"image {name} has {image.shape[0]} x {image.shape[1]} pixels, those of {of} have "
-                f"{size[0]} x {size[1]} and the run's transform does not resize; resize it"
-            )
+            height, width = image.shape[:2]
+            raise ConfigError(f"image {name}: got {height} x {width} pixels, expected {size} as in {of}. Resize it.")
         pixels[row] = image
     return table, torch.from_numpy(pixels).to(device)

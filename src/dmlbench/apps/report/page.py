@@ -39,13 +39,10 @@ def write_page(
 
     Args:
         grouped: what ``find_configs`` found.
-        path: file to write.
         spec: the scores to show.
-        num_queries: queries to show with what is nearest to them; 0 for none.
-        num_nearest: images a query.
+        num_queries: queries to show with the ``num_nearest`` images nearest to them; 0 for none.
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.
-        device: for these.
     """
     tables = build_tables(grouped, spec)
     groups = []

@@ -39,13 +39,9 @@ def draw_report(
     """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
     Args:
-        configs: aggregated configs of one data set and protocol.
-        path: file to write.
-        title: what the configs have in common.
-        metrics: scores to draw.
+        configs: of one data set and protocol.
         num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
             trained config, if it has enough.
-        num_nearest: retrieved images a query.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
