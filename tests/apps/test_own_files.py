@@ -61,7 +61,7 @@ def _compare(root: Path) -> object:
 def _report(root: Path) -> object:
     summary = {"scores": {"separated": {"p_at_1": {"mean": 0.5, "std": None}}}}
     config = ConfigSummary(_run(root).parent, tuple(find_runs(root, "*gap*")), summary, "gap")
-    return draw_report([config], root / "x.png", title="x", metrics=["p_at_1"])
+    return draw_report([config], root / "x.png", title="x", metrics=["p_at_1"], num_queries=5, num_nearest=5)
 
 
 def _evaluate(root: Path) -> object:

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.results.cautions import OTHER_DATA
@@ -141,7 +141,7 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, no
             axis.imshow(pictures[row])
         axes[0, column].set_title(title, fontsize=8)
     for row, caption in enumerate(captions):
-        axes[row, 0].set_ylabel(_short(caption), fontsize=7)
+        axes[row, 0].set_ylabel(shortened(caption), fontsize=7)
     mappable = matplotlib.cm.ScalarMappable(_scale(most), "RdBu_r")
     bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
     bar.set_label("weight over that of average pooling", fontsize=8)
@@ -159,8 +159,3 @@ def _columns(explained: Sequence[Explained], most: float) -> Iterator[tuple[str,
         yield one.label, weights
         if prototypes is not None:
             yield "prototypes", prototypes
-
-
-def _short(text: str, limit: int = 20) -> str:
-    """Names begin with what sorts them and end with what tells them apart."""
-    return text if len(text) <= limit else f"{text[: limit // 2 - 2]}...{text[-(limit // 2 - 1) :]}"

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import ConnectionPatch
 
 from dmlbench.apps.explain_pair import PairExplanation
-from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import write_json
 
@@ -53,7 +53,7 @@ def _draw_head(part: SubFigure, explanation: PairExplanation) -> None:
     for axis, letter, image, pixels in zip(tiles, "AB", explanation.images, explanation.pixels, strict=True):
         axis.imshow(np.moveaxis(pixels, 0, -1))
         axis.set(xticks=[], yticks=[])
-        names = f"{letter}: {_short(image.name)}\n{_short(image.class_name or '')}"
+        names = f"{letter}: {shortened(image.name)}\n{shortened(image.class_name or '')}"
         axis.set_xlabel(names, fontsize=_SMALL)
     contributions = explanation.contributions.sum(1)
     terms = " + ".join(map(_number, contributions[::-1]))  # the top level first
@@ -170,8 +170,3 @@ def _contribution(explanation: PairExplanation, level: int) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3g}".replace("e-0", "e-")
-
-
-def _short(text: str, limit: int = 20) -> str:
-    """Paths end with what tells them apart."""
-    return text if len(text) <= limit else f"...{text[-(limit - 3) :]}"

@@ -20,7 +20,7 @@ _CHOICES = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "opti
 
 def model_card(
     model: TrainedModel, *, license: str | None, graphs: Mapping[str, str], left_out: Mapping[str, str],
-    modules: Sequence[str] = (),
+    modules: Sequence[str],
 ) -> str:  # fmt: skip
     """Markdown with the header that hubs read.
 
@@ -51,7 +51,7 @@ def model_card(
         "", "## Use", *_use(model, graphs, left_out, modules),
         "", "## Scores", *_scores(result),
         "", "## Data and training", *_training(model, origin),
-        "", "## Licence", *_licence(config, result, license, origin), "",
+        "", f"Licence of these weights: {license or 'not stated by who exported them'}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -116,22 +116,17 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
 def _training(model: TrainedModel, origin: str) -> list[str]:
     result = model.result
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    source = SOURCES.get(result["dataset"])
+    is_drawn = ".glyphs." in model.config.dataset.table._target_
+    terms = source.terms if source else "drawn by dmlbench" if is_drawn else "unknown; ask who made them"
     return [
-        f"- data: `{result['dataset']}`, fingerprint `{result['dataset_fingerprint']}`",
+        f"- data: `{result['dataset']}`, fingerprint `{result['dataset_fingerprint']}`; terms: {terms}",
         f"- trained on {model.config.runtime.num_classes} classes, for {result['steps']:,} steps; configuration in "
         "[config.yaml](config.yaml)",
         f"- began from {origin}",
         f"- on {result.get('device', 'an unknown device')}; {versions}"
         + (f"; commit {result['git_commit']}" if result.get("git_commit") else ""),
     ]
-
-
-def _licence(config: DictConfig, result: Mapping[str, Any], license: str | None, origin: str) -> list[str]:
-    lines = [f"- these weights: {license or 'not stated by who exported them'}", f"- they began from {origin}"]
-    source = SOURCES.get(result["dataset"])
-    is_drawn = ".glyphs." in config.dataset.table._target_
-    terms = source.terms if source else "drawn by dmlbench" if is_drawn else "unknown; ask who made them"
-    return [*lines, f"- terms of the training data `{result['dataset']}`: {terms}"]
 
 
 def _origin(config: DictConfig, result: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -38,6 +38,8 @@ QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
 NARROWING = ("dataset", "protocol", "backbone")
 """Groups that select among the scores of a paper's table."""
+_FIELDS = {"datasets": "dataset", "embedding_sizes": "embedding_size", "rows": "row", "settings": "setting"}
+"""Parts that have overrides by a field of ``PaperScore``; later ones win."""
 _PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "commands", "hours_per_run", "also")
 
 
@@ -67,9 +69,9 @@ def paper_tables(folders: Sequence[Path]) -> list[str]:
     """Names of the papers' tables and figures, paper by paper, those with printed scores first."""
     known = papers.tables()
     drawn = [name for name in experiments(folders) if name.partition("/")[2].startswith(("table", "figure"))]
-    of_papers = dict.fromkeys(name.partition("/")[0] for name in known)
-    everything = dict.fromkeys([*known, *drawn])
-    return [name for paper in of_papers for name in everything if name.startswith(f"{paper}/")]
+    of_papers = list(dict.fromkeys(name.partition("/")[0] for name in known))
+    found = [name for name in dict.fromkeys([*known, *drawn]) if name.partition("/")[0] in of_papers]
+    return sorted(found, key=lambda name: of_papers.index(name.partition("/")[0]))
 
 
 def reproduce_of(path: Path | None) -> dict[str, Any]:
@@ -92,25 +94,14 @@ def checked(reproduce: Any, where: str) -> dict[str, Any]:
 
 def words(overrides: Any) -> list[str]:
     """Overrides in a text, separated by blanks, or in a list."""
-    if overrides is None:
-        return []
-    if isinstance(overrides, str):
-        return overrides.split()
-    if isinstance(overrides, list | tuple):
-        return [str(override) for override in overrides]
-    raise ConfigError(f"{overrides!r} are no overrides; write 'loss=triplet pooling=gap', or a list of them")
+    return overrides.split() if isinstance(overrides, str) else [str(override) for override in overrides or ()]
 
 
 def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> list[Row]:
     """A row for every score of the paper's table ``name``; ``composed`` are its experiment's options."""
     scores = load_table(name)
-    labels: dict[str, list[Any]] = {
-        "rows": [score.row for score in scores],
-        "settings": [score.setting for score in scores],
-        "datasets": [score.dataset for score in scores],
-        "embedding_sizes": [score.embedding_size for score in scores],
-    }
-    for part, known in labels.items():
+    for part, field in _FIELDS.items():
+        known = [getattr(score, field) for score in scores]
         for label in reproduce.get(part) or {}:
             if label not in known:
                 listed = list(dict.fromkeys(map(str, known)))
@@ -124,13 +115,7 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
     if score.row not in (reproduce.get("rows") or {}):
         blocker = instead_of_rows(reproduce) or "needs a command: its experiment does not name this row"
         return Row(score.row, (), score, blocker)
-    keys = {
-        "datasets": score.dataset,
-        "embedding_sizes": score.embedding_size,
-        "rows": score.row,
-        "settings": score.setting,
-    }
-    parts = [(reproduce.get(part) or {}).get(label) for part, label in keys.items()]
+    parts = [(reproduce.get(part) or {}).get(getattr(score, field)) for part, field in _FIELDS.items()]
     base = [f"experiment={name}"]
     for group in NARROWING:
         option = getattr(score, group)

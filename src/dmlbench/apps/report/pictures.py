@@ -12,7 +12,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, that_can_be_shown
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import load_run
 from dmlbench.types import DmlbenchError, ImageTable
@@ -36,17 +36,11 @@ def galleries(
     found: dict[str, Any] = {}
     used: dict[int, None] = {}
     rows: list[int] = []
-    for i, config in enumerate(configs):
-        if config not in shown:
-            continue
-        queries, searched, neighbors = nearest(config, chosen, num_nearest)
-        rows = [int(row) for row in queries.ids]
-        near = [
-            [[int(searched.ids[j]), bool(searched.labels[j] == label)] for j in line]
-            for line, label in zip(neighbors.index.tolist(), queries.labels, strict=True)
-        ]
-        found[str(i)] = {"run": first_run(config).name, "nearest": near}
-        used |= dict.fromkeys([*rows, *(row for line in near for row, _ in line)])
+    for config in shown:
+        lines = retrieved(config, chosen, num_nearest)
+        rows = [row for row, _ in lines]
+        found[str(configs.index(config))] = {"run": first_run(config).name, "nearest": [near for _, near in lines]}
+        used |= dict.fromkeys([*rows, *(row for _, near in lines for row, _ in near)])
     return {
         "configs": found,
         "queries": rows,
