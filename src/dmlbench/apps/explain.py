@@ -48,8 +48,6 @@ def explain_runs(
     if len({table.fingerprint for table in tables}) > 1:
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
-    if any(run.model.explains_pairs for run in runs):
-        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     explained = [explain_run(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
     labels = [one.label for one in explained]
     explained = [
@@ -73,6 +71,8 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
 
 def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
     """What the pooling of a loaded run looks at in images of its data set."""
+    if run.model.explains_pairs:
+        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)

@@ -86,7 +86,6 @@ class TrainedModel:
         Raises:
             ConfigError: the run's transform does not resize and images have another size than the run's.
             DataError: an image cannot be read, or is none.
-            RunError: an embedding holds NaN or infinity.
         """
         if self.network.training:
             raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")

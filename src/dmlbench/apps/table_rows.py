@@ -180,8 +180,7 @@ def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> 
 
 def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
     """The last override of each key."""
-    latest = {override.partition("=")[0].lstrip("~+"): override for override in overrides}
-    return tuple(dict.fromkeys(latest[override.partition("=")[0].lstrip("~+")] for override in overrides))
+    return tuple({override.partition("=")[0].lstrip("~+"): override for override in overrides}.values())
 
 
 def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Row]:
@@ -201,16 +200,11 @@ def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[
     return [row for row in rows if row.label in kept]
 
 
-def _matching(labels: Sequence[str], rows: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for row in rows:
-        matching = {label for label in labels if row == label or fnmatchcase(label, row)}
-        if not matching:
-            raise ConfigError(
-                f"rows: '{row}' matches no row; {closest(row, labels)} (patterns such as '*GSP*' work, too)"
-            )
-        found |= matching
-    return found
+def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    found = {pattern: {x for x in labels if x == pattern or fnmatchcase(x, pattern)} for pattern in patterns}
+    if unknown := [pattern for pattern in patterns if not found[pattern]]:
+        raise ConfigError(f"rows: '{unknown[0]}' matches no row; {closest(unknown[0], labels)} (or as in '*GSP*')")
+    return set().union(*found.values())
 
 
 def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
@@ -227,18 +221,14 @@ def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[st
         values = [text]
         if override.is_sweep_override():
             values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.key_or_group in COORDINATES:
-            coordinates[override.key_or_group] = [_number(value) for value in values]
+        if (key := override.key_or_group) in COORDINATES:
+            numbers = [value.partition("=")[2] for value in values]
+            if not all(number.isdecimal() for number in numbers):
+                raise ConfigError(f"{text}: {key} is a number from 0, or several of them, such as {key}=0,1")
+            coordinates[key] = [int(number) for number in numbers]
         else:
             axes.append(values)
     return [tuple(config) for config in itertools.product(*axes)], coordinates
-
-
-def _number(override: str) -> int:
-    key, _, value = override.partition("=")
-    if not value.isdecimal():
-        raise ConfigError(f"{override}: {key} is a number from 0, or several of them, such as {key}=0,1")
-    return int(value)
 
 
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:
