@@ -87,29 +87,6 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
     assert changed_settings(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
 
 
-@pytest.mark.slow
-def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = [
-        *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "fit.max_steps=0"),
-        *("dataset.table.image_size=24", "transform.train.padding=2", "fit.keep=none", "device=cpu", "num_workers=0"),
-        *("head.out_features=8", "paths.cache_dir=cache", "sampler.classes_per_batch=2", "sampler.images_per_class=2"),
-    ]
-    for command in (
-        ["train", *small, "pooling=gsp", "pooling.num_prototypes=7"],
-        ["train", *small, "pooling=gap"],
-        ["aggregate", "allow_partial=true"],
-        ["table", "allow_partial=true"],
-        ["table", "allow_partial=true", "compare=*-gap-*,*-gsp-*"],
-    ):
-        with pytest.raises(SystemExit) as info:
-            main(command)
-        assert info.value.code == 0
-        out = capsys.readouterr().out
-    for printed in (out, (tmp_path / "outputs/tables/glyphs-mlrc.md").read_text()):
-        assert "DIFFERENT SETTINGS: pooling.num_prototypes: 7 (gsp (untrained)), given by hand" in printed
-
-
 def test_labels_that_are_equal_get_the_hashes_of_their_configs() -> None:
     configs = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
     assert _distinct(["gap", "gap", "gsp"], configs) == ["gap [11111111]", "gap [22222222]", "gsp"]

@@ -128,7 +128,7 @@ def explain_pair(
         reliable: they are picked among so many nodes of greatest reliability; r at most.
     """
     if len(pair) != 2:
-        raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
+        raise ConfigError(f"pair: got {len(pair)} images, expected two, as in pair=[<image>,<another>].")
     set_strict_float32()
     run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
     if not run.model.explains_pairs:
