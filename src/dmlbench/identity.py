@@ -168,7 +168,7 @@ def contents(cfg: DictConfig | dict[str, Any]) -> dict[str, str]:
     counted = {key: value for key, value in plain.items() if key not in NOT_PART_OF_RUN_HASH and key != "evaluation"}
     found: dict[str, str] = {}
     modules: set[str] = set()
-    for key, value in _leaves(counted):
+    for key, value in leaves(counted):
         if key.rpartition(".")[2] == _WEIGHTS and value is not None:
             path = Path(str(OmegaConf.select(config, key))).expanduser()
             found[key] = cached_sha256(path) if path.is_file() else path.name
@@ -185,14 +185,14 @@ def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
     return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of dicts and lists by their key, such as ``schedule.schedulers[0]._target_``."""
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(node, list):
         for i, value in enumerate(node):
-            yield from _leaves(value, f"{prefix}[{i}]")
+            yield from leaves(value, f"{prefix}[{i}]")
     else:
         yield prefix, node
 

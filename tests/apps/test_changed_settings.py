@@ -53,7 +53,7 @@ def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
 def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_options(stored) -> None:
     given = "regularizer=[zsr,s2sd]", "regularizer.zsr.weight=0.2"
     configs = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]
-    assert changed_settings(configs[1], NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    assert changed_settings(configs[1], NAMING_GROUPS) == {"regularizer.zsr.weight": BY_HAND}
     configs[2]["regularizer"]["s2sd"]["feature_size"] = 2048  # as another backbone has it: no setting
     labels, notes = config_labels([(config["runtime"]["choices"], flatten(config)) for config in configs])
     assert not any("feature_size" in text for text in (*labels, *notes))
@@ -61,59 +61,30 @@ def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_opti
 
 
 def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:
-    by_hand = stored(
-        "recipe=small",
-        "pooling=gsp",
-        "loss=arcface",
-        "optim.lr_multipliers.loss=3",
-        "pooling.num_prototypes=7",
-        "+pooling.x=1",
-        "optim.lr=0.25",
-    )
-    found = changed_settings(by_hand, NAMING_GROUPS)
-    assert found.pop("optim.lr").startswith("where the option has ")
-    assert found == {
-        "pooling.num_prototypes": "where the option has 64",
+    given = "optim.lr_multipliers.loss=3", "pooling.num_prototypes=7", "+pooling.x=1", "optim.lr=0.25"
+    by_hand = stored("recipe=small", "pooling=gsp", "loss=arcface", *given)
+    assert changed_settings(by_hand, NAMING_GROUPS) == {
+        "optim.lr": BY_HAND,
+        "pooling.num_prototypes": BY_HAND,
         "pooling.x": BY_HAND,
-        "pooling.smoothing": "where the option has 5.0",  # what this project's own recipe set is no paper's
-        "optim.lr_multipliers.loss": "where the option has 1.0",
+        "pooling.smoothing": "set by recipe=small",  # which is no paper's
+        "optim.lr_multipliers.loss": BY_HAND,
     }
+    demo = stored("experiment=demo")
+    assert changed_settings(demo, NAMING_GROUPS)["optim.lr"] == "set by experiment=demo"
     of_paper = "recipe=gsp", "loss=triplet", "dataset=cars196", "backbone=resnet50"
     assert changed_settings(stored(*of_paper), NAMING_GROUPS) == {}
     margin = changed_settings(stored(*of_paper, "loss.margin=0.3"), NAMING_GROUPS)
-    assert margin == {"loss.margin": "where the option has 0.05"}
+    assert margin == {"loss.margin": BY_HAND}
     circle = stored("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3")
     assert changed_settings(circle, NAMING_GROUPS) == {"loss.m": BY_HAND}
     weighed = stored("pooling=gsp", "regularizer=zsr", "regularizer.zsr.weight=0.7")
-    assert changed_settings(weighed, NAMING_GROUPS) == {"regularizer.zsr.weight": "where the option has 0.1"}
+    assert changed_settings(weighed, NAMING_GROUPS) == {"regularizer.zsr.weight": BY_HAND}
     (tmp_path / "my_conf" / "pooling").mkdir(parents=True)
     (tmp_path / "my_conf/pooling/mine.yaml").write_text("_target_: dmlbench.models.pooling.k_max.KMax\nk: 3\n")
     own = ("--config-dir=my_conf", "pooling=mine")
     assert changed_settings(stored(*own), NAMING_GROUPS) == {}
     assert changed_settings(stored(*own, "pooling.k=4"), NAMING_GROUPS) == {"pooling.k": BY_HAND}
-
-
-@pytest.mark.slow
-def test_a_table_says_what_was_given_by_hand(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = [
-        *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=5", "fit.max_steps=0"),
-        *("dataset.table.image_size=24", "transform.train.padding=2", "fit.keep=none", "device=cpu", "num_workers=0"),
-        *("head.out_features=8", "paths.cache_dir=cache", "sampler.classes_per_batch=2", "sampler.images_per_class=2"),
-    ]
-    for command in (
-        ["train", *small, "pooling=gsp", "pooling.num_prototypes=7"],
-        ["train", *small, "pooling=gap"],
-        ["aggregate", "allow_partial=true"],
-        ["table", "allow_partial=true"],
-        ["table", "allow_partial=true", "compare=*-gap-*,*-gsp-*"],
-    ):
-        with pytest.raises(SystemExit) as info:
-            main(command)
-        assert info.value.code == 0
-        out = capsys.readouterr().out
-    for printed in (out, (tmp_path / "outputs/tables/glyphs-mlrc.md").read_text()):
-        assert "DIFFERENT SETTINGS: pooling.num_prototypes: 7 (gsp (untrained)), where the option has 64" in printed
 
 
 def test_labels_that_are_equal_get_the_hashes_of_their_configs() -> None:

@@ -189,7 +189,7 @@ def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> 
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4])
     with pytest.raises(RunError, match=r"is not the file that dmlbench.json names"):
         dmlbench.load(folder)
-    with pytest.raises(ConfigError, match="is there already; name a new folder"):
+    with pytest.raises(ConfigError, match="exists, expected a new folder"):
         export_run(of_letters, folder)
     with pytest.raises(RunError, match="is neither a run directory nor a folder"):
         dmlbench.load(tmp_path)

@@ -50,8 +50,6 @@ def test_the_embedding_size_of_levels_is_that_of_the_compared_rows(tmp_path: Pat
         head = {"level_size": 512, "num_levels": 3, "inference": inference}
         OmegaConf.save({"head": head, "runtime": {"embedding_size": 3072}}, tmp_path / "config.yaml")
         assert provenance_of(tmp_path / "config.yaml", "resnet20", []).embedding_size == size
-    (unknown,) = provenance_of(tmp_path / "gone.yaml", "resnet50", []).other_weights
-    assert unknown.startswith("UNKNOWN WEIGHTS: ")
 
 
 def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path) -> None:

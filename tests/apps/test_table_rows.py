@@ -73,8 +73,6 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
 def test_what_is_none_of_the_tables_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rows has 'C1\+XMB'; did you mean 'C1\+XBM'"):
         rows_of_paper("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
-    with pytest.raises(ConfigError, match="settings has 'C3'"):
-        rows_of_paper("gsp/table7", {"rows": {}, "settings": {"C3": ""}}, {})
     with pytest.raises(ConfigError, match="reproduce has 'row': did you mean 'rows'"):
         checked({"row": {}}, "here")
     rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmlbench.apps.tables import asked_columns, differing_settings
+from dmlbench.apps.tables import asked_columns, labels_of_runs
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -30,22 +30,14 @@ _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 @dataclass(frozen=True)
 class PairedConfigs:
-    """Two configs and their differences by metric.
-
-    Attributes:
-        first, second: their folders.
-        differences: by metric.
-        left_out: runs that only one of them has.
-        differing: settings in which they differ beyond their labels.
-        cautions: of their scores (``results.cautions``).
-    """
+    """Two configs, by their folders, and their differences by metric."""
 
     first: Path
     second: Path
     differences: dict[str, PairedDifference]
-    left_out: tuple[str, ...]
-    differing: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
+    left_out: tuple[str, ...]  # runs that only one of them has
+    differing: tuple[str, ...]  # settings in which they differ beyond their labels
+    cautions: tuple[str, ...]  # of their scores (``results.cautions``)
 
     def to_text(self) -> str:
         """Percent (distances as they are), one line per metric."""
@@ -71,20 +63,11 @@ class PairedConfigs:
 def compare_configs(
     output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> PairedConfigs:
-    """Compare the configs that two patterns name, on complete runs.
-
-    Args:
-        output_dir: root of the run directories.
-        patterns: two, each of one config, as in ``find_runs``.
-        spec: scores to compare; those that a run lacks are computed and kept.
-        allow_partial: compare the runs that both have although one has more.
-    """
-    if len(patterns) != 2:
-        raise ConfigError(f"compare: got {len(patterns)} configs, expected two, as in compare=[<config>,<config>].")
+    """Compare the configs that two patterns name, on complete runs; scores that a run lacks are computed and kept."""
     found = [_runs_of_config(output_dir, pattern) for pattern in patterns]
     configs = [runs[0].path.parent for runs in found]
-    if configs[0] == configs[1]:
-        raise ConfigError(f"'{patterns[0]}' and '{patterns[1]}' are the same config, {configs[0]}; name two")
+    if len(set(configs)) != 2:
+        raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
     runs = [_results(of_config) for of_config in found]
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
@@ -93,25 +76,26 @@ def compare_configs(
         remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
         raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
-        _require_same(configs, runs[0][key], runs[1][key])
+        if differing := [name for name in _SAME if runs[0][key][name] != runs[1][key][name]]:
+            raise RunError(f"{run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
     scores = [
         {key: _scores(path / run_name(key), results[key], spec) for key in common}
         for path, results in zip(configs, runs, strict=True)
     ]
     metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
-    for metric in metrics:
+    for metric in metrics:  # validation scores cannot be computed again
         if metric not in known:
             raise ConfigError(f"metric '{metric}' is not in all of these results: {closest(metric, known)}")
-    differences = {}
-    for metric in metrics:
-        first, second = ({key: run[metric] for key, run in side.items()} for side in scores)
-        differences[metric] = paired_difference(first, second)
-    differing = differing_settings(
+    differences = {
+        metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
+        for metric in metrics
+    }
+    _, settings = labels_of_runs(
         [(path / run_name(common[0]), of[common[0]]["choices"]) for path, of in zip(configs, runs, strict=True)]
     )
     warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
-    return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(differing), tuple(warned))
+    return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(settings), tuple(warned))
 
 
 def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
@@ -146,12 +130,3 @@ def _cautions(
         cautions({**results[key], "search": spec_of_run(spec, results[key]).search, **scored_on}) for key in common
     ]
     return list(dict.fromkeys(note for notes in found for note in notes))
-
-
-def _require_same(configs: Sequence[Path], first: dict[str, Any], second: dict[str, Any]) -> None:
-    for key in _SAME:
-        if first[key] != second[key]:
-            raise RunError(
-                f"the configs differ in {key} ({first[key]} in {configs[0].name}, {second[key]} in {configs[1].name}); "
-                "only runs on the same data, protocol and seed are pairs"
-            )

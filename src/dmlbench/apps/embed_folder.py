@@ -5,12 +5,13 @@ import logging
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dmlbench.apps.loaded import TrainedModel
 from dmlbench.data.readers.folder import PART_FOLDERS
 from dmlbench.data.readers.layouts import images_below, images_in, subfolders
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
-from dmlbench.types import ConfigError, DataError, EmbeddingSet, RunError
+from dmlbench.types import ConfigError, DataError, EmbeddingSet
 
 OWN_DISTANCE = "distance"
 """Entry of a file's metadata: what compares its rows, where that is not the Euclidean distance of unit vectors."""
@@ -29,30 +30,22 @@ def embed_folder(
     images; the file's metadata names them (``paths``) and the classes (``classes``), as lists in JSON.
 
     Args:
-        model: what embeds.
-        folder: of the images.
-        output: file to write, ``.safetensors``.
         batch_size, num_workers, progress: see ``TrainedModel.embed``.
     """
     folder, output = Path(folder).expanduser(), Path(output).expanduser()
-    if output.suffix != ".safetensors":
-        raise ConfigError(f"output ({output}) must end in .safetensors")
-    if not output.parent.is_dir():
-        raise RunError(f"cannot write {output}: there is no folder {output.parent}")
+    if output.suffix != ".safetensors" or not output.parent.is_dir():
+        raise ConfigError(f"output: got {output}, expected a .safetensors file in an existing folder.")
     parts = _parts(folder)
     paths = [path for part in parts for path, _ in part]
     names = [name for part in parts for _, name in part]
-    classes = sorted(set(names))
-    labels = np.searchsorted(classes, names).astype(np.int64)
-    embedded = model.embed_set(
-        [folder / path for path in paths], labels=labels, progress=progress, batch_size=batch_size,
-        num_workers=num_workers,
-    )  # fmt: skip
-    cut = len(parts[0])
-    sets = [
-        EmbeddingSet(embedded.rows[at], embedded.labels[at], embedded.ids[at]) for at in (slice(cut), slice(cut, None))
-    ]
-    about = {**BY_ORDER, "model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes)}
+    classes, labels = np.unique(names, return_inverse=True)
+    rows = model.embed(
+        [folder / path for path in paths], progress=progress, batch_size=batch_size, num_workers=num_workers
+    )
+    count = len(parts[0])
+    columns = (rows, torch.from_numpy(labels), torch.arange(len(rows)))
+    sets = [EmbeddingSet(*(column[at] for column in columns)) for at in (slice(count), slice(count, None))]
+    about = {**BY_ORDER, "model": model.name, "paths": json.dumps(paths), "classes": json.dumps(classes.tolist())}
     if model.has_own_distance:
         about[OWN_DISTANCE] = type(model.network.distance).__name__
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
@@ -63,32 +56,25 @@ def embed_folder(
 def _parts(folder: Path) -> list[list[tuple[str, str]]]:
     """Paths relative to ``folder`` and classes: of all images, or of queries and gallery."""
     if not folder.is_dir():
-        raise DataError(f"images ({folder}) is not a folder; name one that holds images, or folders of them by class")
-    if sorted(subfolders(folder)) == ["gallery", "query"]:
-        if alone := images_in(folder):
-            raise DataError(f"'{folder / alone[0]}' lies beside query and gallery; move it into one of them, or away")
-        parts = [[(f"{top}/{path}", path) for path in images_below(folder / top)] for top in ("query", "gallery")]
-    else:
-        parts = [[(path, path) for path in images_below(folder)]]
-        tops = {path.split("/")[0] for path, _ in parts[0] if path.count("/") > 1}
-        if named := next((top for top in sorted(tops) if top.casefold() in PART_FOLDERS), ""):
-            raise DataError(
-                f"'{folder}' holds parts of a data set, such as '{named}', whose folders are the classes; "
-                "name one part, or a folder with query and gallery alone"
-            )
+        raise DataError(f"images: got {folder}, expected a folder of images, or of folders of them by class.")
+    prefixes = ["query/", "gallery/"] if sorted(subfolders(folder)) == ["gallery", "query"] else [""]
+    if prefixes != [""] and (alone := images_in(folder)):
+        raise DataError(f"'{folder / alone[0]}' lies beside query and gallery. Move it into one of them, or away.")
     found = []
-    for part in parts:
-        classed = ["/" in inner for _, inner in part]
+    for prefix in prefixes:
+        part = [(image, image.rpartition("/")[0].split("/")[0]) for image in images_below(folder / prefix)]
         if not part:
-            raise DataError(f"'{folder}' holds no images" + (" to query or to search" if len(parts) > 1 else ""))
-        if any(classed) != all(classed):
-            beside = part[classed.index(False)][0]
+            raise DataError(f"'{folder / prefix}' holds no images.")
+        nested = {top for image, top in part if image.count("/") > 1 and top.casefold() in PART_FOLDERS}
+        if nested and not prefix:
             raise DataError(
-                f"'{folder / beside}' lies beside folders of classes; move it into one, or the folders away"
+                f"'{folder}' holds parts of a data set, such as '{min(nested)}', whose folders are the classes. "
+                "Name one part, or a folder with query and gallery alone."
             )
-        if not any(classed):
-            log.warning(
-                "'%s' has no folders of classes: each image is one of its own, with nothing alike to find", folder
-            )
-        found.append([(path, inner.split("/")[0] if "/" in inner else path) for path, inner in part])
+        outside = [image for image, top in part if not top]
+        if outside and len(outside) < len(part):
+            raise DataError(f"'{folder / prefix / outside[0]}' lies beside folders of classes. Move it into one.")
+        if outside:
+            log.warning("'%s' has no folders of classes: each image is a class", folder / prefix)
+        found.append([(prefix + image, top or prefix + image) for image, top in part])
     return found

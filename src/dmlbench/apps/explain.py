@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.results.cautions import OTHER_DATA
@@ -26,19 +26,12 @@ _NUM_COLORS = 20
 
 @dataclass(frozen=True)
 class Explained:
-    """One run's view of images.
+    """One run's view of images."""
 
-    Attributes:
-        label: what the column is called.
-        images: [B, 3, H, W] uint8, as the network saw them.
-        weights: [B, H, W] contribution of each place relative to a uniform one, so that 1 is average pooling.
-        prototypes: [B, H, W] index of the dominant prototype; None for poolings without.
-    """
-
-    label: str
-    images: NDArray[np.uint8]
-    weights: NDArray[np.float32]
-    prototypes: IntArray | None
+    label: str  # of the column
+    images: NDArray[np.uint8]  # [B, 3, H, W], as the network saw them
+    weights: NDArray[np.float32]  # [B, H, W] contribution of each place, 1 being that of average pooling
+    prototypes: IntArray | None  # [B, H, W] index of the dominant prototype
 
 
 def explain_runs(
@@ -48,18 +41,13 @@ def explain_runs(
 
     Args:
         run_dirs: complete runs on the same data, with their weights kept.
-        images: rows of the data set's table or paths of images in it; None takes some of those that are tested on.
-        num_images: how many then, drawn with a fixed seed.
-        device: as in the configuration.
-        path: file to write.
+        images: rows of the data set's table or paths of images in it; None draws ``num_images`` test images.
     """
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
     if len({table.fingerprint for table in tables}) > 1:
         raise RunError("the runs are of different data; name runs of one data set")
     rows = _rows(runs[0], images, num_images)
-    if any(run.model.explains_pairs for run in runs):
-        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     explained = [explain_run(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
     labels = [one.label for one in explained]
     explained = [
@@ -83,6 +71,8 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
 
 def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
     """What the pooling of a loaded run looks at in images of its data set."""
+    if run.model.explains_pairs:
+        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)
@@ -138,10 +128,7 @@ def _bytes(fractions: NDArray[np.floating]) -> NDArray[np.uint8]:
 
 
 def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
-    """Write the picture: a row an image, a column for the image and one or two for each run, on one scale.
-
-    ``notes`` say how the data differ from the published ones.
-    """
+    """Write the picture: a row an image, a column for the image and one or two for each run, on one scale."""
     columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
     rows = len(captions)
     figure, axes = plt.subplots(
@@ -154,7 +141,7 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, no
             axis.imshow(pictures[row])
         axes[0, column].set_title(title, fontsize=8)
     for row, caption in enumerate(captions):
-        axes[row, 0].set_ylabel(_short(caption), fontsize=7)
+        axes[row, 0].set_ylabel(shortened(caption), fontsize=7)
     mappable = matplotlib.cm.ScalarMappable(_scale(most), "RdBu_r")
     bar = figure.colorbar(mappable, ax=axes, shrink=min(1.0, 3.0 / rows), pad=0.02)
     bar.set_label("weight over that of average pooling", fontsize=8)
@@ -172,8 +159,3 @@ def _columns(explained: Sequence[Explained], most: float) -> Iterator[tuple[str,
         yield one.label, weights
         if prototypes is not None:
             yield "prototypes", prototypes
-
-
-def _short(text: str, limit: int = 20) -> str:
-    """Names begin with what sorts them and end with what tells them apart."""
-    return text if len(text) <= limit else f"{text[: limit // 2 - 2]}...{text[-(limit // 2 - 1) :]}"

@@ -22,57 +22,33 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Inference:
-    """A node and what it is inferred from.
+    """A node and what it is inferred from."""
 
-    Attributes:
-        level: of the node, 0 being the lowest.
-        inferred: (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p.
-        below: nodes of the level below that it has edges to, strongest first.
-        weights: w~ of these edges.
-    """
-
-    level: int
+    level: int  # of the node, 0 being the lowest
     node: int
-    inferred: float
-    below: IntArray
-    weights: Floats
+    inferred: float  # (W~ delta-hat)_i, which replaces the node's own value with weight 1 - p
+    below: IntArray  # nodes of the level below that it has edges to, strongest first
+    weights: Floats  # w~ of these edges
 
 
 @dataclass(frozen=True)
 class PairExplanation:
-    """The distance of two images and all that it is made of; L levels, low to high, of r nodes.
-
-    Attributes:
-        images: the two.
-        pixels: [2, 3, H, W] uint8, as the network saw them.
-        maps: [2, r, h, w] of each level, activation maps in the scale of the unit embeddings.
-        embeddings: [2, L, r] unit embeddings.
-        nodes: delta [L, r].
-        reliabilities: p [L, r].
-        rectified: delta-hat [L, r].
-        sensitivities: lambda [L, r].
-        similar, dissimilar: [L, n] the nodes of least and of greatest delta among the reliable ones, in that order.
-        reliable: how many of a level's nodes count as reliable.
-        inferences: from the top, a node that is inferred and, of those shown below it, the one that is again; empty
-            where the distance infers nothing.
-        settings: variant and inference of the distance.
-        data_notes: how the data that the run learned from differ from the published ones.
-    """
+    """The distance of two images and all that it is made of; L levels, low to high, of r nodes."""
 
     images: tuple[NamedImage, NamedImage]
-    pixels: NDArray[np.uint8]
-    maps: tuple[NDArray[np.float32], ...]
-    embeddings: Floats
-    nodes: Floats
-    reliabilities: Floats
-    rectified: Floats
-    sensitivities: Floats
-    similar: IntArray
-    dissimilar: IntArray
-    reliable: int
-    inferences: tuple[Inference, ...]
-    settings: dict[str, str]
-    data_notes: tuple[str, ...] = ()
+    pixels: NDArray[np.uint8]  # [2, 3, H, W], as the network saw them
+    maps: tuple[NDArray[np.float32], ...]  # [2, r, h, w] of each level, in the scale of the unit embeddings
+    embeddings: Floats  # [2, L, r], of unit length
+    nodes: Floats  # delta [L, r]
+    reliabilities: Floats  # p [L, r]
+    rectified: Floats  # delta-hat [L, r]
+    sensitivities: Floats  # lambda [L, r]
+    similar: IntArray  # [L, n] the nodes of least delta among the reliable ones
+    dissimilar: IntArray  # [L, n] those of greatest, from the greatest
+    reliable: int  # how many of a level's nodes count as reliable
+    inferences: tuple[Inference, ...]  # from the top, an inferred node and, among those shown below it, the next
+    settings: dict[str, str]  # variant and inference of the distance
+    data_notes: tuple[str, ...] = ()  # how the data that the run learned from differ from the published ones
 
     @property
     def contributions(self) -> Floats:
@@ -95,14 +71,13 @@ class PairExplanation:
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, the top level first; levels count from 1 and nodes from 0."""
-        order = range(len(self.nodes) - 1, -1, -1)
         return {
             "images": [vars(image) for image in self.images],
             "distance": self.distance,
             **self.settings,
             **({"data_notes": list(self.data_notes)} if self.data_notes else {}),
             "reliable": self.reliable,
-            "levels": [self._level_json(level) for level in order],
+            "levels": [self._level_json(level) for level in reversed(range(len(self.nodes)))],
             "decomposition": [self._inference_json(one) for one in self.inferences],
         }
 
@@ -122,11 +97,10 @@ class PairExplanation:
         return {name: float(values[level, node]) for name, values in self._values.items()}
 
     def _level_json(self, level: int) -> dict[str, Any]:
-        shares = self.shares
         return {
             "level": level + 1,
             "contribution": float(self.contributions[level].sum()),
-            "share": None if shares is None else float(shares[level]),
+            "share": None if self.shares is None else float(self.shares[level]),
             "nodes": {name: values[level].tolist() for name, values in self._values.items()},
             "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
             "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
@@ -148,22 +122,17 @@ def explain_pair(
     """Explain AVSL's distance between two images by the model of a run.
 
     Args:
-        run_dir: a complete run of AVSL, with its weights kept.
         pair: rows of the data set's table, paths of images in it, or files anywhere, to which the run's transform is
             applied.
         num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
         reliable: they are picked among so many nodes of greatest reliability; r at most.
-        device: as in the configuration.
     """
     if len(pair) != 2:
-        raise ConfigError(f"pair names {len(pair)} images; give two: pair=[<image>,<another>]")
+        raise ConfigError(f"pair: got {len(pair)} images, expected two, as in pair=[<image>,<another>].")
     set_strict_float32()
     run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
     if not run.model.explains_pairs:
-        raise ConfigError(
-            f"{run_dir} has no distance of levels and nodes to take apart: pair explains runs of head=avsl; leave it "
-            "out to see what the pooling looks at"
-        )
+        raise ConfigError(f"pair explains runs of head=avsl, which {run_dir} is not. Leave it out.")
     (first, x), (second, y) = (read_one(run, image) for image in pair)
     explanation = explain_images(
         cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
@@ -191,9 +160,7 @@ def explain_images(
     reliable = min(reliable, distance.level_size)
     if not 1 <= num_nodes <= reliable // 2:
         raise ConfigError(
-            f"num_nodes ({num_nodes}) must lie in 1 .. {reliable // 2}: the most similar and the most dissimilar nodes "
-            f"are picked among {reliable} reliable ones; lower it or raise reliable (at most the level's "
-            f"{distance.level_size} nodes)"
+            f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of the reliable nodes. Raise reliable."
         )
     with autocast(images.device, precision):
         maps = model.maps(images)

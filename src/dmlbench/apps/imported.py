@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,16 @@ from dmlbench.results import store
 from dmlbench.results.cautions import UNKNOWN
 from dmlbench.results.config_table import IMPORTED
 from dmlbench.runtime import atomic_write, derive_seed, file_sha256, package_versions
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, RunError, Split, is_file_name
+from dmlbench.types import (
+    ConfigError,
+    EmbeddingSet,
+    ImageTable,
+    IntArray,
+    RetrievalSet,
+    RunError,
+    Split,
+    check_file_name,
+)
 
 FILES = ("embeddings", "labels", "gallery", "gallery_labels")
 """Keys of the configuration that are patterns of files, with {fold} and {repeat}."""
@@ -50,29 +58,25 @@ def import_config(cfg: DictConfig) -> Imported:
     the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
     stand in the table's order. Labels may be numbers of any kind, but one for each class.
 
-    Args:
-        cfg: of ``dmlbench import``.
     """
-    if cfg.name is None or not is_file_name(str(cfg.name)):
-        raise ConfigError(f"name ({cfg.name}) is what tables call the row: use letters, digits, '.', '_' and '-'")
+    check_file_name(cfg.name)
     protocol = component(cfg.protocol)
     patterns = {key: str(cfg[key]) for key in FILES if cfg[key] is not None}
     if "embeddings" not in patterns:
         raise ConfigError("say embeddings=<pattern of files>, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'")
-    counts = {"fold": protocol.num_folds, "repeat": protocol.num_repeats}
+    coordinates = [(fold, repeat) for fold in range(protocol.num_folds) for repeat in range(protocol.num_repeats)]
+    files = {at: _files_of(patterns, *at) for at in coordinates}
     for key, pattern in patterns.items():
-        _check_pattern(key, pattern, counts)
-    coordinates = [(fold, repeat) for fold in range(counts["fold"]) for repeat in range(counts["repeat"])]
-    files = {
-        at: {key: Path(p.format(fold=at[0], repeat=at[1])).expanduser() for key, p in patterns.items()}
-        for at in coordinates
-    }
+        if len({of[key] for of in files.values()}) < len(coordinates):
+            raise ConfigError(
+                f"{key}: got {pattern}, expected a file for each of {protocol.num_folds} {{fold}} and "
+                f"{protocol.num_repeats} {{repeat}}. Set protocol.num_repeats if there are others."
+            )
     missing = [at for at in coordinates if not files[at]["embeddings"].is_file()]
     if len(missing) == len(coordinates) or (missing and not cfg.allow_partial):
-        names = ", ".join(str(files[at]["embeddings"]) for at in missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise RunError(
-            f"{len(missing)} of the {len(coordinates)} files of protocol '{protocol.name}' are not there ({names}); "
-            "add them, correct the pattern, or take what there is with allow_partial=true"
+            f"{len(missing)} of the {len(coordinates)} files of protocol '{protocol.name}' are missing, such as "
+            f"{files[missing[0]]['embeddings']}. Add them, correct the pattern, or set allow_partial=true."
         )
     table: ImageTable = component(cfg.dataset.table)
     spec: EvaluationSpec = component(cfg.evaluation)
@@ -100,19 +104,11 @@ def import_config(cfg: DictConfig) -> Imported:
     return Imported(config, scores, tuple(dict.fromkeys(notes)))
 
 
-def _check_pattern(key: str, pattern: str, counts: Mapping[str, int]) -> None:
+def _files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:
     try:
-        fields = [name for _, name, _, _ in Formatter().parse(pattern) if name is not None]
-    except ValueError as error:
-        raise ConfigError(f"{key}={pattern} is no pattern ({error}); write {{fold}} and {{repeat}}") from error
-    if unknown := sorted(set(fields) - set(counts)):
-        raise ConfigError(f"{key}={pattern} has the unknown place {{{unknown[0]}}}; known: {{fold}}, {{repeat}}")
-    for name, count in counts.items():
-        if count > 1 and name not in fields:
-            raise ConfigError(
-                f"{key}={pattern} lacks {{{name}}}, of which the protocol has {count}; one file cannot stand for all"
-                + ("; protocol.num_repeats=1 says that there is one" if name == "repeat" else "")
-            )
+        return {key: Path(p.format(fold=fold, repeat=repeat)).expanduser() for key, p in patterns.items()}
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"expected no other places than {{fold}} and {{repeat}} in patterns, got {error}.") from error
 
 
 def _of_table(
@@ -141,13 +137,12 @@ def _of_table(
 
 def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> IntArray:
     """Where each of the table's rows stands among ``ids``."""
-    if len(strange := np.setdiff1d(ids, rows)):
+    if len(wrong := np.setxor1d(ids, rows)):
+        what = "lacks" if wrong[0] in rows else "has"
         raise RunError(
-            f"{source} has the id {strange[0]}, which is no test image of {table.name}; ids are rows of its table, "
-            f"from 0 in the published order: here {rows.min()} to {rows.max()}"
+            f"{source} {what} the id {wrong[0]}, expected the row of each test image of {table.name} once, from 0 in "
+            f"the published order: here {rows.min()} to {rows.max()}."
         )
-    if len(absent := np.setdiff1d(rows, ids)):
-        raise RunError(f"{source} lacks the id {absent[0]} of a test image of {table.name} and has another one twice")
     order = np.argsort(ids, kind="stable")
     return np.asarray(order[np.searchsorted(ids[order], rows)])
 
@@ -156,13 +151,12 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
     """Insist that numbers of classes stand one to one for those of the data set."""
     ours = table.labels[rows]
     pairs = np.unique(np.stack([theirs, ours]), axis=1)
-    for first, second, what in ((*pairs, "label"), (*pairs[::-1], "class")):
-        values, counts = np.unique(first, return_counts=True)
+    for values, what in zip(pairs, ("label", "class"), strict=True):
+        found, counts = np.unique(values, return_counts=True)
         if counts.max() > 1:
-            several = second[first == values[counts.argmax()]].tolist()
             raise RunError(
-                f"{source} is not of the test images of {table.name} in this order: {what} "
-                f"{values[counts.argmax()]} stands for {several}; give ids, or bring the rows into the data set's order"
+                f"{source} is not of the test images of {table.name} in this order: {what} {found[counts.argmax()]} "
+                f"stands for {counts.max()}. Give ids, or bring the rows into the data set's order."
             )
 
 
@@ -201,7 +195,7 @@ def _write(
     cfg: DictConfig, config: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
     about: Mapping[str, Any], spec: EvaluationSpec,
 ) -> Mapping[str, float]:  # fmt: skip
-    """One run; a complete one of the same file is left as it is."""
+    """One run; a complete one of the same file is skipped."""
     run_dir = config / store.run_name((cfg.fold, cfg.repeat))
     store.make_directory(run_dir)
     identity = _identity(cfg)

@@ -1,16 +1,13 @@
 """A trained model without its data: images to embeddings, and the distance between these."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,15 +20,16 @@ from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.identity import leaves
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.head import Head
 from dmlbench.models.net import MetricModel
 from dmlbench.models.pooling.base import Pooling
-from dmlbench.results.store import CONFIG, RESULT, read_result, require_own_files
+from dmlbench.results.store import CONFIG, read_result, require_own_files
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import ConfigError, EmbeddingSet, RunError, not_a_file
+from dmlbench.types import ConfigError, RunError
 
 WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.json", "dmlbench.json", "README.md"
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""
@@ -66,7 +64,6 @@ class TrainedModel:
 
     @property
     def embedding_size(self) -> int:
-        """D."""
         return self.network.embedding_size
 
     @property
@@ -89,25 +86,10 @@ class TrainedModel:
         Raises:
             ConfigError: the run's transform does not resize and images have another size than the run's.
             DataError: an image cannot be read, or is none.
-            RunError: an embedding holds NaN or infinity.
         """
-        return self.embed_set(images, progress=progress, batch_size=batch_size, num_workers=num_workers).rows
-
-    def embed_set(
-        self,
-        images: Given | Iterable[Given],
-        *,
-        labels: NDArray[np.int64] | None = None,
-        progress: bool = False,
-        batch_size: int = 128,
-        num_workers: int = 0,
-    ) -> EmbeddingSet:
-        """As ``embed``, with ``labels`` [N] (0 by default) and ids that count from 0, as ``evaluate`` takes them."""
         if self.network.training:
             raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")
         table, source = open_given(images, self.transform, self.image_size, device=self.device, of=self.name)
-        if labels is not None:
-            table = replace(table, labels=labels)
         batches = EvalBatches(
             table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
             device=self.device, num_workers=num_workers,
@@ -119,7 +101,7 @@ class TrainedModel:
             with autocast(self.device, self.config.fit.get("precision", "float32")):
                 return self.network(batch.contiguous(memory_format=memory_format)).embedding
 
-        return embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images")
+        return embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images").rows
 
     @torch.no_grad()
     def distance(self, a: Any, b: Any) -> Tensor:
@@ -130,9 +112,6 @@ class TrainedModel:
         Args:
             a: rows of ``embed``, [M, D]; a single row [D] counts as one.
             b: [N, D], likewise.
-
-        Raises:
-            RunError: rows of another width.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -158,13 +137,11 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
         ConfigError: an unknown device, or a class of somebody else.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise RunError(f"there is no folder {folder}; name a run directory, or a folder of `dmlbench export`")
     set_strict_float32()
     if (folder / MANIFEST).exists():
         return _exported(folder, device, tuple(modules))
-    if not (folder / RESULT).exists() and not (folder / CONFIG).exists():
-        raise RunError(f"{folder} is neither a run directory nor a folder of `dmlbench export`: it has no {MANIFEST}")
+    if not (folder / CONFIG).exists():
+        raise RunError(f"{folder} is neither a run directory nor a folder of `dmlbench export`: it has no {CONFIG}")
     result = read_result(folder)
     config = config_with_weights(folder)
     require_own_files(folder, result, (BEST,))
@@ -183,19 +160,12 @@ def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedMod
         )
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
         path = folder / name
-        if not path.is_file():
-            raise RunError(f"{path} is {not_a_file(path) or 'missing'}; get the folder again")
-        if file_sha256(path) != manifest["files"].get(name):
+        if not path.is_file() or file_sha256(path) != manifest["files"].get(name):
             raise RunError(f"{path} is not the file that {MANIFEST} names; get the folder again")
     config = load_config(folder / CONFIG)
     _require_known_classes(config, modules)
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise RunError(f"{folder / WEIGHTS} is damaged ({error}); get the folder again") from error
-    model = _made(folder, config, manifest["result"], device, weights, folder / WEIGHTS)
-    stored = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
-    now, then = (each["in_the_network"] for each in (preprocessing(model), stored))
+    model = _made(folder, config, manifest["result"], device, load_file(folder / WEIGHTS), folder / WEIGHTS)
+    now, then = (each["in_the_network"] for each in (preprocessing(model), read_json(folder / PREPROCESSING)))
     if now != then:
         raise RunError(
             f"{folder / PREPROCESSING} names {then}, but the versions of dmlbench and timm here have {now}; install "
@@ -237,42 +207,28 @@ def preprocessing(model: TrainedModel) -> dict[str, Any]:
 
 def foreign_modules(config: DictConfig) -> list[str]:
     """Packages other than dmlbench whose classes a model is made of, sorted."""
-    named = {target.partition(".")[0] for _, _, _, target in _parts_of(config) if not target.startswith(_PARTS)}
-    return sorted(named)
+    return sorted({target.partition(".")[0] for *_, target in _targets(config) if not target.startswith(_PARTS)})
 
 
 def _require_known_classes(config: DictConfig, modules: tuple[str, ...]) -> None:
     """Insist that a folder from elsewhere names nothing but parts of models and transforms."""
     trusted = (*_PARTS, *(f"{module}." for module in modules))
-    for key, kind, place, target in _parts_of(config):
+    for kind, place, target in _targets(config):
         if not target.startswith(trusted):
             raise ConfigError(
                 f"{place} is {target}, which is no part of dmlbench's models; if you trust that code, name its package "
                 f"in modules, here [{target.partition('.')[0]}]"
             )
         found = imported(target, place)
-        is_kind = place != f"{key}._target_" or kind is None or (isinstance(found, type) and issubclass(found, kind))
+        is_kind = kind is None or (isinstance(found, type) and issubclass(found, kind))
         if not is_kind or not f"{getattr(found, '__module__', '')}.".startswith(trusted):
-            raise ConfigError(f"{place} is {target}, which is no {key}; get the folder again")
+            raise ConfigError(f"{place} is {target}, which is no {place.partition('.')[0]}; get the folder again")
 
 
-def _parts_of(config: DictConfig) -> Iterable[tuple[str, type | None, str, str]]:
-    """Everything that a model is made of: its key, the kind that stands there, the place and the ``_target_``."""
-    for key, kind in (("backbone", Backbone), ("pooling", Pooling), ("head", Head), ("transform.eval", None)):
-        node: Any = OmegaConf.select(config, key)
-        if node is not None:
-            for place, target in _targets(OmegaConf.to_container(node, resolve=True), key):
-                yield key, kind, place, target
-
-
-def _targets(node: Any, path: str) -> Iterable[tuple[str, str]]:
-    """Every ``_target_`` within a node, by its key."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if key == "_target_":
-                yield f"{path}._target_", str(value)
-            else:
-                yield from _targets(value, f"{path}.{key}")
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from _targets(value, f"{path}[{i}]")
+def _targets(config: DictConfig) -> Iterable[tuple[type | None, str, str]]:
+    """Everything that a model is made of: the class that must stand there, if any, the place and the ``_target_``."""
+    container: Any = OmegaConf.to_container(config, resolve=True)
+    kinds = {"backbone._target_": Backbone, "pooling._target_": Pooling, "head._target_": Head}
+    for place, target in leaves(container):
+        if place.endswith("._target_") and place.startswith(("backbone.", "pooling.", "head.", "transform.eval.")):
+            yield kinds.get(place), place, str(target)

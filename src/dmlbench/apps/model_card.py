@@ -13,19 +13,18 @@ from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
 from dmlbench.results.cautions import cautions
+from dmlbench.results.table import markdown_lines
 
-_UNNAMED = ("None", "none", "default", "exact")
+_CHOICES = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
 
 
 def model_card(
     model: TrainedModel, *, license: str | None, graphs: Mapping[str, str], left_out: Mapping[str, str],
-    modules: Sequence[str] = (),
+    modules: Sequence[str],
 ) -> str:  # fmt: skip
     """Markdown with the header that hubs read.
 
     Args:
-        model: what is described.
-        license: of the weights, as hubs call it; None: not stated.
         graphs: files by format.
         left_out: reasons by format.
         modules: packages of somebody else that the model needs.
@@ -39,28 +38,22 @@ def model_card(
         "tags": ["metric-learning", "image-retrieval", *(["onnx"] if "onnx" in graphs else [])],
         **({"base_model": base} if base else {}),
     }
-    chosen = {k: v for k, v in result["choices"].items() if k in _CHOICES and v not in _UNNAMED}
+    chosen = {k: v for k, v in result["choices"].items() if k in _CHOICES and v.lower() != "none"}
+    compared = "the Euclidean distance of unit vectors"
+    if model.has_own_distance:
+        compared = f"a distance of their own ({type(model.network.distance).__name__}), not as unit vectors"
     lines = [
         "---", yaml.safe_dump(head, sort_keys=False).strip(), "---",
         f"# {result['config_id']}, fold {result['fold']}, repeat {result['repeat']}", "",
-        f"Images to embeddings of {model.embedding_size} numbers, compared by {_compared(model)}. Trained and tested "
+        f"Images to embeddings of {model.embedding_size} numbers, compared by {compared}. Trained and tested "
         f"with dmlbench {result['versions'].get('dmlbench', '')}: "
         + ", ".join(f"{group} `{option}`" for group, option in chosen.items()) + ".",
         "", "## Use", *_use(model, graphs, left_out, modules),
         "", "## Scores", *_scores(result),
         "", "## Data and training", *_training(model, origin),
-        "", "## Licence", *_licence(config, result, license, origin), "",
+        "", f"Licence of these weights: {license or 'not stated by who exported them'}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-_CHOICES = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
-
-
-def _compared(model: TrainedModel) -> str:
-    if model.has_own_distance:
-        return f"a distance of their own ({type(model.network.distance).__name__}), not as unit vectors"
-    return "the Euclidean distance of unit vectors"
 
 
 def _use(
@@ -106,19 +99,14 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Protocol `{result['protocol']}`, {fold}repeat {result['repeat']}, seed {result['seed']}. Selection: {how}."
     ]
-    parts = [part for part in ("test", "val") if part in metrics]
-    names = list(metrics[parts[0]])
     heads = {"test": f"test ({result['n_query']:,} queries in {result['n_gallery']:,})", "val": "validation"}
-    lines += ["", f"| percent | {' | '.join(heads[part] for part in parts)} |", "|---" + "|---:" * len(parts) + "|"]
-    for name in names:
-        score = score_named(name)
-        values = (metrics[part].get(name) for part in parts)
-        texts = ["–" if value is None else f"{score.scale * value:.2f}" for value in values]
-        lines.append(f"| {score.label} | {' | '.join(texts)} |")
-    lines += [
-        "",
-        f"Search: {result['search']}. One run; compare configs by all runs of a protocol.",
-    ]
+    parts = {head: metrics[part] for part, head in heads.items() if part in metrics}
+    rows = []
+    for score in map(score_named, next(iter(parts.values()))):
+        values = (scores.get(score.name) for scores in parts.values())
+        rows.append([score.label, *("–" if value is None else f"{score.scale * value:.2f}" for value in values)])
+    lines += ["", *markdown_lines(["percent", *parts], rows, "lrr"[: len(parts) + 1]), ""]
+    lines.append(f"Search: {result['search']}. One run; compare configs by all runs of a protocol.")
     if result.get("n_skipped_queries"):
         lines.append(f"{result['n_skipped_queries']} queries without a positive are left out.")
     not_started = int(not result.get("pooling_started", True) and result["steps"] > 0)
@@ -128,22 +116,17 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
 def _training(model: TrainedModel, origin: str) -> list[str]:
     result = model.result
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    source = SOURCES.get(result["dataset"])
+    is_drawn = ".glyphs." in model.config.dataset.table._target_
+    terms = source.terms if source else "drawn by dmlbench" if is_drawn else "unknown; ask who made them"
     return [
-        f"- data: `{result['dataset']}`, fingerprint `{result['dataset_fingerprint']}`",
+        f"- data: `{result['dataset']}`, fingerprint `{result['dataset_fingerprint']}`; terms: {terms}",
         f"- trained on {model.config.runtime.num_classes} classes, for {result['steps']:,} steps; configuration in "
         "[config.yaml](config.yaml)",
         f"- began from {origin}",
         f"- on {result.get('device', 'an unknown device')}; {versions}"
         + (f"; commit {result['git_commit']}" if result.get("git_commit") else ""),
     ]
-
-
-def _licence(config: DictConfig, result: Mapping[str, Any], license: str | None, origin: str) -> list[str]:
-    lines = [f"- these weights: {license or 'not stated by who exported them'}", f"- they began from {origin}"]
-    source = SOURCES.get(result["dataset"])
-    is_drawn = ".glyphs." in config.dataset.table._target_
-    terms = source.terms if source else "drawn by dmlbench" if is_drawn else "unknown; ask who made them"
-    return [*lines, f"- terms of the training data `{result['dataset']}`: {terms}"]
 
 
 def _origin(config: DictConfig, result: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -15,6 +15,11 @@ from matplotlib import pyplot as plt
 DPI = 130
 
 
+def shortened(name: str, limit: int = 20) -> str:
+    """Names begin with what sorts them and end with what tells them apart."""
+    return name if len(name) <= limit else f"{name[: limit // 2 - 2]}...{name[-(limit // 2 - 1) :]}"
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, atomically, and close it."""
     image = io.BytesIO()

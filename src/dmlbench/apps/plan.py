@@ -24,19 +24,9 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """What planning needs to know of a config.
+    """What planning needs to know of a config."""
 
-    Attributes:
-        overrides: of ``dmlbench train``, without fold and repeat.
-        dataset, protocol, name: parts of the path of its runs.
-        sha256: its hash.
-        num_folds, num_repeats: of its protocol.
-        base_seed: of its runs.
-        inputs: JSON of the nodes of its data set and, if it has weights, of its backbone.
-        planned_by: overrides of the config whose runs must come first, if there is one.
-    """
-
-    overrides: Overrides
+    overrides: Overrides  # of ``dmlbench train``, without fold and repeat
     dataset: str
     protocol: str
     name: str
@@ -44,8 +34,8 @@ class PlannedConfig:
     num_folds: int
     num_repeats: int
     base_seed: int
-    inputs: tuple[str, ...]
-    planned_by: Overrides | None
+    inputs: tuple[str, ...]  # JSON of the nodes of its data set and, if it has weights, of its backbone
+    planned_by: Overrides | None  # overrides of the config whose runs must come first
 
     @property
     def place(self) -> str:
@@ -54,23 +44,15 @@ class PlannedConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A run and its state.
-
-    Attributes:
-        config, fold, repeat, path: which run it is, and its directory.
-        is_requested: whether the command line asks for its fold and repeat.
-        state: done, running, failed, stale, missing, or unusable (the result is damaged or of another run).
-        problem: why it failed or is unusable; what files a done run has lost.
-        result: of a done run, else empty.
-    """
+    """A run and its state."""
 
     config: PlannedConfig
     fold: int
     repeat: int
     path: Path
-    is_requested: bool
-    state: str = "missing"
-    problem: str = ""
+    is_requested: bool  # whether the command line asks for its fold and repeat
+    state: str = "missing"  # done, running, failed, stale, missing, or unusable (damaged or of another run)
+    problem: str = ""  # why it failed or is unusable; what files a done run has lost
     result: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -118,19 +100,12 @@ def _config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a table.
+    """The runs of a table."""
 
-    Attributes:
-        configs: those of its rows, in their order.
-        first: by a config's overrides, the config whose runs must come before.
-        runs: of the configs at all folds and repeats, the first repeat of all of them before the next.
-        preparing: runs of the configs of ``first``, in the same order.
-    """
-
-    configs: tuple[PlannedConfig, ...]
-    first: Mapping[Overrides, PlannedConfig]
-    runs: tuple[Run, ...]
-    preparing: tuple[Run, ...]
+    configs: tuple[PlannedConfig, ...]  # of its rows, in their order
+    first: Mapping[Overrides, PlannedConfig]  # by a config's overrides, the config whose runs must come before
+    runs: tuple[Run, ...]  # at all folds and repeats, the first repeat of all configs before the next
+    preparing: tuple[Run, ...]  # of the configs of ``first``, in the same order
 
     @property
     def requested(self) -> list[Run]:
@@ -161,16 +136,10 @@ class Plan:
 def make_plan(
     configs: Sequence[PlannedConfig], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
 ) -> Plan:
-    """The runs of configs at all folds and repeats of their protocols.
-
-    Args:
-        configs: of the table's rows.
-        compose: for configs whose runs must come first.
-        output_dir: root of the run directories.
-        coordinates: the requested folds and repeats; without them all are requested.
-    """
+    """The runs of configs at all folds and repeats of their protocols; ``coordinates`` narrow what is requested."""
     folds = max((config.num_folds for config in configs), default=0)
-    if configs and (beyond := [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]):
+    beyond = [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]
+    if configs and beyond:
         raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
     known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
@@ -192,8 +161,7 @@ def _runs(
     configs: Sequence[PlannedConfig], output_dir: str, coordinates: Mapping[str, Sequence[int]]
 ) -> tuple[Run, ...]:
     placed = []
-    bar = tqdm(configs, "reading runs", unit="config", disable=not sys.stderr.isatty() or len(configs) < 20)
-    for i, config in enumerate(bar):
+    for i, config in enumerate(configs):
         folds, repeats = range(config.num_folds), range(config.num_repeats)
         asked_folds, asked_repeats = coordinates.get("fold", folds), coordinates.get("repeat", repeats)
         for fold in folds:
@@ -224,22 +192,13 @@ def with_state(run: Run) -> Run:
 
 def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]:
     """Why the runs of configs cannot begin, by ``sha256``; each data set and file of weights is loaded once."""
-    errors: dict[str, DmlbenchError | None] = {}
-    found: dict[str, DmlbenchError] = {}
-    for config in configs:
-        for node in config.inputs:
-            if node not in errors:
-                errors[node] = _error_of(node)
-            if (error := errors[node]) is not None:
-                found.setdefault(config.sha256, error)
-    return found
-
-
-def _error_of(node: str) -> DmlbenchError | None:
-    try:
-        component(OmegaConf.create(json.loads(node)))
-    except DmlbenchError as error:
-        return error
-    except (HydraException, OmegaConfBaseException):  # the run reports it with more context
-        return None
-    return None
+    configs = list(configs)
+    errors: dict[str, DmlbenchError] = {}
+    for node in {node for config in configs for node in config.inputs}:
+        try:
+            component(OmegaConf.create(json.loads(node)))
+        except DmlbenchError as error:
+            errors[node] = error
+        except (HydraException, OmegaConfBaseException):  # the run reports it with more context
+            pass
+    return {config.sha256: errors[node] for config in configs for node in reversed(config.inputs) if node in errors}

@@ -7,7 +7,6 @@ from typing import Any
 
 from dmlbench.config import read_config
 from dmlbench.runtime import cached_sha256
-from dmlbench.types import RunError
 
 PUBLISHED = {"bn_inception": "52deb4733", "googlenet": "1378be20", "resnet50": "0676ba61"}
 """First digits of the SHA-256 of the papers' pretrained weights, by backbone."""
@@ -17,29 +16,15 @@ _OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where runs come from.
+    """Where runs come from."""
 
-    Attributes:
-        other_weights: how their pretrained weights differ from the papers'.
-        embedding_size: D of the compared embeddings; None if the runs do not say.
-    """
-
-    other_weights: tuple[str, ...] = ()
-    embedding_size: int | None = None
+    other_weights: tuple[str, ...] = ()  # how their pretrained weights differ from the papers'
+    embedding_size: int | None = None  # D of the compared embeddings; None if the runs do not say
 
 
 def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
-    """The provenance of a config's runs.
-
-    Args:
-        config_file: of one of them.
-        backbone: their option.
-        hashes: SHA-256 of the runs' weights files; None for a run that names none.
-    """
-    try:
-        config = read_config(config_file)
-    except RunError as error:
-        return Provenance((f"UNKNOWN WEIGHTS: {error}",))
+    """The provenance of a config's runs, by the configuration of one and the SHA-256 of all runs' weights files."""
+    config = read_config(config_file)
     head, said = config.get("head") or {}, config.get("runtime") or {}
     size = said.get("embedding_size")
     if "level_size" in head:  # what is compared is a level, or all of them one after the other

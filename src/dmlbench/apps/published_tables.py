@@ -15,15 +15,9 @@ _ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence
 
 
 def summarize_tables(folder: Path) -> str:
-    """Markdown of separated / concatenated scores of the tables below ``folder``.
+    """Markdown of separated / concatenated scores of the tables below ``folder``, as ``dmlbench table`` writes them.
 
     A table counts if all of its scores have a standard deviation, or if its rows have one run of every fold.
-
-    Args:
-        folder: with ``<name>/<data set>-<protocol>.csv``, as ``dmlbench table`` writes them.
-
-    Raises:
-        DataError: there is no such table.
     """
     rows, notes = [], []
     for path in sorted(folder.glob("*/*-*.csv")):

@@ -12,9 +12,9 @@ from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench.apps.embed_folder import OWN_DISTANCE
 from dmlbench.apps.loaded import load
-from dmlbench.apps.trained import distance_of_run, load_run
+from dmlbench.apps.trained import distance_of_run, load_run, table_of_run
 from dmlbench.components import component
-from dmlbench.config import load_config
+from dmlbench.data.image_table import shorten
 from dmlbench.evaluation.analysis import (
     HardQuery,
     check_hardest,
@@ -30,7 +30,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import cautions
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files, require_tested
+from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files, require_tested
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
 
@@ -42,25 +42,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What was evaluated, and its scores.
-
-    Attributes:
-        gallery: None where the queries were searched among themselves.
-        stored: a run's scores in its ``result.json``, else None.
-        table: the images that the ids count, where they were asked for and found.
-        distance: by which rows were compared; None is that of unit vectors.
-        cautions: what a run's scores are not (``results.cautions``).
-    """
+    """What was evaluated, and its scores."""
 
     source: str
     queries: EmbeddingSet
-    gallery: EmbeddingSet | None
+    gallery: EmbeddingSet | None  # None where the queries were searched among themselves
     spec: EvaluationSpec
     evaluation: Evaluation
-    stored: dict[str, float] | None = None
-    table: ImageTable | None = None
-    distance: BaseDistance | None = None
-    cautions: tuple[str, ...] = ()
+    stored: dict[str, float] | None = None  # a run's scores in its ``result.json``
+    table: ImageTable | None = None  # the images that the ids count, where they were asked for and found
+    distance: BaseDistance | None = None  # by which rows were compared; None is that of unit vectors
+    cautions: tuple[str, ...] = ()  # what a run's scores are not (``results.cautions``)
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -68,13 +60,10 @@ class Evaluated:
         if n.n_skipped_queries:
             skipped = f"{n.n_skipped_queries} of {n.n_query} queries"
             result.append(f"{skipped} have no positive and are left out of the means")
-        parts = {"query": self.queries} | ({} if self.gallery is None else {"gallery": self.gallery})
-        for name, part in parts.items():
-            zeros = zero_rows(part)
-            if zeros:
-                more = " ..." if len(zeros) > 5 else ""
-                ids = ", ".join(map(str, zeros[:5]))
-                result.append(f"zero vectors, similar to nothing: {len(zeros)} in the {name} set (ids {ids}{more})")
+        for name, part in (("query", self.queries), ("gallery", self.gallery)):
+            if part is not None and (zeros := zero_rows(part)):
+                ids = shorten(list(map(str, zeros)))
+                result.append(f"zero vectors, similar to nothing: {len(zeros)} in the {name} set (ids {ids})")
         beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
         if beyond and "recall_at_k" in self.spec.metrics:
             result.append(f"recall at {', '.join(map(str, beyond))} looks at the whole gallery of {n.n_gallery}")
@@ -115,10 +104,9 @@ def _check_request(cfg: DictConfig) -> None:
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
     if cfg.rerank is not None and not (cfg.run is not None and cfg.from_checkpoint):
         raise ConfigError("rerank compares cells of the test images' maps; give run=<directory> from_checkpoint=true")
-    if cfg.run is not None:
-        for key in (*INPUTS[1:], "model"):
-            if cfg[key] is not None:
-                raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
+    for key in (*INPUTS[1:], "model"):
+        if cfg.run is not None and cfg[key] is not None:
+            raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
     outputs = [Path(cfg[key]) for key in OUTPUTS if cfg[key] is not None]
     for path in outputs:
         if not path.parent.is_dir():
@@ -178,8 +166,12 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
         kept = load_embeddings(run_dir / EMBEDDINGS)
         distance = distance_of_run(run_dir)
         evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance)
-        named = cfg.per_class is not None or cfg.hardest is not None
-        table = _table_of_run(run_dir, result["dataset_fingerprint"]) if named else None
+        table = None
+        if cfg.per_class is not None or cfg.hardest is not None:
+            try:
+                table = table_of_run(run_dir, result)
+            except (DataError, RunError) as error:
+                log.warning("ids and labels stay without names: %s", error)
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
     asked = OmegaConf.to_container(cfg.evaluation, resolve=True)  # whose values are this command's own keys
@@ -191,17 +183,3 @@ def _evaluate_run(cfg: DictConfig) -> Evaluated:
     if trained.rerank is not None:
         warned = tuple(cautions({**result, "search": spec.search, "rerank": trained.rerank.description}))
     return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)
-
-
-def _table_of_run(run_dir: Path, fingerprint: str) -> ImageTable | None:
-    """The images of a run, or None, with a warning, where they are not on this machine: ids then have to do."""
-    config = load_config(run_dir / CONFIG)
-    try:
-        table: ImageTable = component(config.dataset.table)
-    except DataError as error:
-        log.warning("ids and labels stay without names, the data are not here: %s", error)
-        return None
-    if table.fingerprint != fingerprint:
-        log.warning("ids and labels stay without names: %s here is not the data of the run", table.name)
-        return None
-    return table

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
 from dmlbench.apps.provenance import Provenance, are_published, provenance_of
 from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_configs
-from dmlbench.apps.trained import distances_by_config
+from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
@@ -36,34 +36,23 @@ _MOVES_NOTHING = (
 )
 _WEIGHTS = "backbone.weights_file"
 
-_UNKNOWN = Provenance()
-
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a config's runs.
+    """A summary of a config's runs."""
 
-    Attributes:
-        found: folder, runs and summary; None if no run is complete or the runs cannot be summarized.
-        problem: why they cannot.
-        provenance: of the runs.
-    """
-
-    found: Found | None
-    problem: str = ""
-    provenance: Provenance = _UNKNOWN
+    found: Found | None  # None if no run is complete or the runs cannot be summarized
+    problem: str = ""  # why they cannot
+    provenance: Provenance = field(default_factory=Provenance)
 
 
-def summarize(plan: Plan, spec: EvaluationSpec | Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
-    """Summarize all complete runs of each config, by ``sha256``; ``spec`` is for all configs or by ``sha256``."""
+def summarize(plan: Plan, specs: Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
+    """Summarize all complete runs of each config, by ``sha256``, as are the ``specs``."""
     bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
     runs: dict[str, list[Run]] = {config.sha256: [] for config in plan.configs}
     for run in plan.runs:
         runs[run.config.sha256].append(run)
-    return {
-        config.sha256: _summary(runs[config.sha256], spec if isinstance(spec, EvaluationSpec) else spec[config.sha256])
-        for config in bar
-    }
+    return {config.sha256: _summary(runs[config.sha256], specs[config.sha256]) for config in bar}
 
 
 def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
@@ -95,7 +84,7 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
         if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
             return known
     return aggregate_config(
-        runs, spec, allow_partial=True, distance_of=distances_by_config(), progress=sys.stderr.isatty()
+        runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty()
     )  # fmt: skip
 
 
@@ -106,16 +95,11 @@ def compare_rows(
     """Compare every score of a paper with ours; also returns notes on our rows' deviations.
 
     Args:
-        rows: with scores.
-        plan: of the rows' runs.
         configs: by the rows' overrides, or why these cannot be composed.
         blocked: why runs could not begin, by ``sha256``.
         reasons: why no row is comparable with the paper.
     """
-    of_rows: dict[Overrides, PlannedConfig] = {}
-    for row in rows:
-        if not isinstance(config := configs.get(row.overrides, ""), str):
-            of_rows[row.overrides] = config
+    of_rows = {key: config for key, config in configs.items() if not isinstance(config, str)}
     labels: dict[str, list[str]] = {}
     for row in rows:
         if row.overrides in of_rows:
@@ -129,14 +113,14 @@ def compare_rows(
             comparisons.append(Comparison(row.score, row.blocker.partition(" ")[0], note=row.blocker))
         elif known is None:
             comparisons.append(Comparison(row.score, NOT_RUN, note=str(configs[row.overrides])))
-        elif (found := summaries[known.sha256].found) is None:
-            note = str(blocked.get(known.sha256, summaries[known.sha256].problem))
-            comparisons.append(Comparison(row.score, NOT_RUN, note=note))
+        elif (own := summaries[known.sha256]).found is None:
+            comparisons.append(Comparison(row.score, NOT_RUN, note=str(blocked.get(known.sha256, own.problem))))
         else:
-            differing = differences_to_paper(row.score, found[2], summaries[known.sha256].provenance)
-            why = [*([row.doubt] if row.doubt else []), *reasons, *differing, *incomparable(found[2])]
-            comparisons.append(compare(row.score, found[2], why, label=row.metric))
-            deviations[row.label] = found[2].get("deviations", ())
+            _, _, summary = own.found
+            why = [row.doubt, *reasons, *differences_to_paper(row.score, summary, own.provenance)]
+            why = [reason for reason in (*why, *incomparable(summary)) if reason]
+            comparisons.append(compare(row.score, summary, why, label=row.metric))
+            deviations[row.label] = summary.get("deviations", ())
     return comparisons, by_fact(list(deviations.values()), list(deviations))
 
 
@@ -180,25 +164,18 @@ def _key_of(override: str) -> str:
 
 
 def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
-    """Notes on complete runs of one table by different code, or of different data of one name.
-
-    Args:
-        runs: of a table.
-        to_do: whether the installed code will add runs.
-    """
-    done = [run for run in runs if run.state == "done"]
+    """Notes on complete runs of one table by different code, to which ``to_do`` adds the installed one, or data."""
     code: Counter[str] = Counter()
     data: dict[str, Counter[str]] = {}
-    for run in done:
-        code.update(list(dict.fromkeys(filter(None, (code_of(run.result), run.result.get("weights_code"))))))
-        data.setdefault(run.config.dataset, Counter())[run.result["dataset_fingerprint"][:12]] += 1
+    for run in runs:
+        if run.state == "done":
+            code.update(dict.fromkeys([code_of(run.result), run.result.get("weights_code") or code_of(run.result)], 1))
+            data.setdefault(run.config.dataset, Counter())[run.result["dataset_fingerprint"][:12]] += 1
     if to_do and code:
         code[git_commit() or __version__] += 0
     found = []
     if len(code) > 1:
-        listed = ", ".join(
-            f"{str(name)[:12]}{'+changes' * ('+' in str(name))} ({count} runs)" for name, count in code.items()
-        )
+        listed = ", ".join(f"{name[:12]}{'+changes' * ('+' in name)} ({count} runs)" for name, count in code.items())
         found.append(f"MIXED CODE: {listed}")
     for dataset, prints in data.items():
         if len(prints) > 1:

@@ -38,28 +38,21 @@ QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
 NARROWING = ("dataset", "protocol", "backbone")
 """Groups that select among the scores of a paper's table."""
+_FIELDS = {"datasets": "dataset", "embedding_sizes": "embedding_size", "rows": "row", "settings": "setting"}
+"""Parts that have overrides by a field of ``PaperScore``; later ones win."""
 _PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "commands", "hours_per_run", "also")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, for one score of a paper if the table has any.
+    """A row of a table, for one score of a paper if the table has any."""
 
-    Attributes:
-        label: of the row; empty in a grid.
-        overrides: of ``dmlbench train``, without fold and repeat.
-        score: of the paper.
-        blocker: verdict (``QUOTED``, "needs") and reason if nothing can be run.
-        doubt: why the paper's row may be another config.
-        metric: label of our metric that the score is compared with.
-    """
-
-    label: str
-    overrides: tuple[str, ...]
+    label: str  # empty in a grid
+    overrides: tuple[str, ...]  # of ``dmlbench train``, without fold and repeat
     score: PaperScore | None = None
-    blocker: str = ""
-    doubt: str = ""
-    metric: str = ""
+    blocker: str = ""  # verdict (``QUOTED``, "needs") and reason if nothing can be run
+    doubt: str = ""  # why the paper's row may be another config
+    metric: str = ""  # label of our metric that the score is compared with
 
 
 def experiments(folders: Sequence[Path]) -> dict[str, Path]:
@@ -76,9 +69,9 @@ def paper_tables(folders: Sequence[Path]) -> list[str]:
     """Names of the papers' tables and figures, paper by paper, those with printed scores first."""
     known = papers.tables()
     drawn = [name for name in experiments(folders) if name.partition("/")[2].startswith(("table", "figure"))]
-    of_papers = dict.fromkeys(name.partition("/")[0] for name in known)
-    everything = dict.fromkeys([*known, *drawn])
-    return [name for paper in of_papers for name in everything if name.startswith(f"{paper}/")]
+    of_papers = list(dict.fromkeys(name.partition("/")[0] for name in known))
+    found = [name for name in dict.fromkeys([*known, *drawn]) if name.partition("/")[0] in of_papers]
+    return sorted(found, key=lambda name: of_papers.index(name.partition("/")[0]))
 
 
 def reproduce_of(path: Path | None) -> dict[str, Any]:
@@ -101,31 +94,14 @@ def checked(reproduce: Any, where: str) -> dict[str, Any]:
 
 def words(overrides: Any) -> list[str]:
     """Overrides in a text, separated by blanks, or in a list."""
-    if overrides is None:
-        return []
-    if isinstance(overrides, str):
-        return overrides.split()
-    if isinstance(overrides, list | tuple):
-        return [str(override) for override in overrides]
-    raise ConfigError(f"{overrides!r} are no overrides; write 'loss=triplet pooling=gap', or a list of them")
+    return overrides.split() if isinstance(overrides, str) else [str(override) for override in overrides or ()]
 
 
 def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str, str]) -> list[Row]:
-    """A row for every score of the paper's table.
-
-    Args:
-        name: of the table, as in "gsp/table2".
-        reproduce: of its experiment.
-        composed: the experiment's options of the groups ``NARROWING``.
-    """
+    """A row for every score of the paper's table ``name``; ``composed`` are its experiment's options."""
     scores = load_table(name)
-    labels: dict[str, list[Any]] = {
-        "rows": [score.row for score in scores],
-        "settings": [score.setting for score in scores],
-        "datasets": [score.dataset for score in scores],
-        "embedding_sizes": [score.embedding_size for score in scores],
-    }
-    for part, known in labels.items():
+    for part, field in _FIELDS.items():
+        known = [getattr(score, field) for score in scores]
         for label in reproduce.get(part) or {}:
             if label not in known:
                 listed = list(dict.fromkeys(map(str, known)))
@@ -139,13 +115,7 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
     if score.row not in (reproduce.get("rows") or {}):
         blocker = instead_of_rows(reproduce) or "needs a command: its experiment does not name this row"
         return Row(score.row, (), score, blocker)
-    keys = {
-        "datasets": score.dataset,
-        "embedding_sizes": score.embedding_size,
-        "rows": score.row,
-        "settings": score.setting,
-    }
-    parts = [(reproduce.get(part) or {}).get(label) for part, label in keys.items()]
+    parts = [(reproduce.get(part) or {}).get(getattr(score, field)) for part, field in _FIELDS.items()]
     base = [f"experiment={name}"]
     for group in NARROWING:
         option = getattr(score, group)
@@ -185,8 +155,6 @@ def own_rows(
     """The rows of a table without printed scores: rows by settings by data sets.
 
     Args:
-        name: of the experiment.
-        reproduce: of the experiment.
         labels: of the rows to keep, or shell patterns of them; None keeps all.
         datasets: instead of the experiment's, if any.
     """
@@ -212,8 +180,7 @@ def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> 
 
 def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
     """The last override of each key."""
-    latest = {override.partition("=")[0].lstrip("~+"): override for override in overrides}
-    return tuple(dict.fromkeys(latest[override.partition("=")[0].lstrip("~+")] for override in overrides))
+    return tuple({override.partition("=")[0].lstrip("~+"): override for override in overrides}.values())
 
 
 def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Row]:
@@ -233,16 +200,11 @@ def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[
     return [row for row in rows if row.label in kept]
 
 
-def _matching(labels: Sequence[str], rows: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for row in rows:
-        matching = {label for label in labels if row == label or fnmatchcase(label, row)}
-        if not matching:
-            raise ConfigError(
-                f"rows: '{row}' matches no row; {closest(row, labels)} (patterns such as '*GSP*' work, too)"
-            )
-        found |= matching
-    return found
+def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    found = {pattern: {x for x in labels if x == pattern or fnmatchcase(x, pattern)} for pattern in patterns}
+    if unknown := [pattern for pattern in patterns if not found[pattern]]:
+        raise ConfigError(f"rows: '{unknown[0]}' matches no row; {closest(unknown[0], labels)} (or as in '*GSP*')")
+    return set().union(*found.values())
 
 
 def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
@@ -259,18 +221,14 @@ def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[st
         values = [text]
         if override.is_sweep_override():
             values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.key_or_group in COORDINATES:
-            coordinates[override.key_or_group] = [_number(value) for value in values]
+        if (key := override.key_or_group) in COORDINATES:
+            numbers = [value.partition("=")[2] for value in values]
+            if not all(number.isdecimal() for number in numbers):
+                raise ConfigError(f"{text}: {key} is a number from 0, or several of them, such as {key}=0,1")
+            coordinates[key] = [int(number) for number in numbers]
         else:
             axes.append(values)
     return [tuple(config) for config in itertools.product(*axes)], coordinates
-
-
-def _number(override: str) -> int:
-    key, _, value = override.partition("=")
-    if not value.isdecimal():
-        raise ConfigError(f"{override}: {key} is a number from 0, or several of them, such as {key}=0,1")
-    return int(value)
 
 
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:

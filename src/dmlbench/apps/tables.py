@@ -30,21 +30,13 @@ Found = tuple[Path, list[RunInfo], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ConfigSummary:
-    """An aggregated config.
-
-    Attributes:
-        path: its folder.
-        runs: of the config.
-        summary: of ``aggregate_config``.
-        label: of its row.
-        differing: notes on settings in which the configs of its table differ beyond their labels.
-    """
+    """An aggregated config."""
 
     path: Path
     runs: tuple[RunInfo, ...]
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # of ``aggregate_config``
     label: str
-    differing: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()  # notes on settings in which the configs of its table differ beyond their labels
 
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
@@ -59,10 +51,6 @@ def find_configs(
     """Aggregated configs by (data set, protocol), trained ones first.
 
     Requested scores that a summary lacks are computed and kept.
-
-    Raises:
-        RunError: nothing matches; a config is not aggregated, was aggregated from other runs, or is partial without
-            ``allow_partial``.
     """
     configs = runs_by_config(find_runs(output_dir, pattern))
     if not configs:
@@ -94,15 +82,9 @@ def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[
     """Label configs by (data set, protocol), trained ones first."""
     result = {}
     for key, everything in grouped.items():
-        configs = {
-            path: read_config(next(run.path for run in runs if run.state == "done") / CONFIG)
-            for path, runs, _ in everything
-        }
-        settings = {path: config_settings(dict(config)) for path, config in configs.items()}
-        labels, differing = config_labels(
-            [(summary["choices"], settings[path]) for path, _, summary in everything],
-            [changed_settings(configs[path], NAMING_GROUPS) for path, _, _ in everything],
-        )
+        done = [next(run.path for run in runs if run.state == "done") for _, runs, _ in everything]
+        choices = [summary["choices"] for _, _, summary in everything]
+        labels, differing = labels_of_runs(list(zip(done, choices, strict=True)))
         labels = _distinct(labels, [path for path, _, _ in everything])
         named = [
             ConfigSummary(path, tuple(runs), summary, label, tuple(differing))
@@ -137,14 +119,11 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
     return frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]]
 
 
-def differing_settings(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> list[str]:
-    """Notes on settings in which configs of runs, given with their choices, differ beyond their labels."""
+def labels_of_runs(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> tuple[list[str], list[str]]:
+    """Labels of the configs of runs, given with their choices, and notes on settings in which these differ."""
     stored = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
-    changed = [changed_settings(container, NAMING_GROUPS) for container in stored]
-    configs = [
-        (choices, config_settings(dict(container))) for (_, choices), container in zip(runs, stored, strict=True)
-    ]
-    return config_labels(configs, changed)[1]
+    settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
+    return config_labels(settings, [changed_settings(config, NAMING_GROUPS) for config in stored])
 
 
 def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:

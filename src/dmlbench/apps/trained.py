@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.build import make_setup
+from dmlbench.components import component
 from dmlbench.config import load_config
-from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given, GivenImages
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
-from dmlbench.experiment import Data, Setup
+from dmlbench.experiment import Setup
 from dmlbench.identity import changed_code
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
@@ -53,29 +53,8 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     return distance
 
 
-def distances_by_config() -> Callable[[Path], BaseDistance | None]:
-    """``distance_of_run`` for many runs: of a config that compares unit vectors one configuration is read."""
-    of_unit_vectors: set[Path] = set()
-
-    def distance_of(run_dir: Path) -> BaseDistance | None:
-        if run_dir.parent in of_unit_vectors:
-            return None
-        distance = distance_of_run(run_dir)
-        if distance is None:
-            of_unit_vectors.add(run_dir.parent)
-        return distance
-
-    return distance_of
-
-
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:
-    """The model of a complete run with the weights of its best step, in evaluation mode.
-
-    Args:
-        run_dir: the run.
-        overrides: values that replace those of the run's configuration.
-        device: as in the configuration.
-    """
+    """The model of a complete run, with other values by ``overrides``, by its best weights, in evaluation mode."""
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
@@ -83,17 +62,27 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
     config.merge_with(dict(overrides))
 
-    def check_data(data: Data, open_images: object) -> None:
-        if data.table.fingerprint != result["dataset_fingerprint"]:
-            raise RunError(
-                f"{data.table.name} is not the data of the run: fingerprint {data.table.fingerprint[:12]} now, "
-                f"{result['dataset_fingerprint'][:12]} then"
-            )
-
-    setup = make_setup(config, select_device(device), before_model=check_data)
+    setup = make_setup(
+        config, select_device(device), before_model=lambda data, open_images: _require_data_of(result, data.table)
+    )
     put_weights(setup.model, load_checkpoint(run_dir / BEST)["model"], run_dir / BEST)
     setup.model.eval()
     return setup
+
+
+def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
+    """The data set of a run with its result, or its aggregate."""
+    table: ImageTable = component(load_config(run_dir / CONFIG).dataset.table)
+    _require_data_of(result, table)
+    return table
+
+
+def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
+    then = result["dataset_fingerprint"]
+    if table.fingerprint != then:
+        raise RunError(
+            f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:12]}, not {then[:12]}"
+        )
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:
@@ -127,47 +116,27 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
 
 def row_of(table: ImageTable, image: int | str) -> int:
     """The row of an image that is named by its row or by its path in the data set."""
-    if isinstance(image, bool) or not isinstance(image, int | str):
-        raise ConfigError(
-            f"image {image!r} is neither a row nor a path of {table.name}; give a number such as 3, or a path"
-        )
     if isinstance(image, int):
         if not 0 <= image < len(table):
             raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
         return image
-    found = np.flatnonzero(table.paths == image)
+    found = np.flatnonzero(table.paths == str(image))
     if not len(found):
-        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(image, table.paths.tolist())}")
+        raise ConfigError(f"image '{image}' is no path of {table.name}; {closest(str(image), table.paths.tolist())}")
     return int(found[0])
 
 
 def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
-    """An image as the run's network sees it in evaluation, [1, 3, H, W] uint8, and what it is called.
-
-    Args:
-        run: what applies its transform.
-        image: a row of its data set, a path of it, or a file anywhere.
-    """
+    """An image as the run's network sees it, [1, 3, H, W] uint8: a row or a path of its data set, or any file."""
     table = run.data.table
-    if isinstance(image, str) and image not in table.paths:
-        if Path(image).expanduser().is_file():
-            return NamedImage(image), _file(run, Path(image).expanduser())
-        raise ConfigError(
-            f"image '{image}' is neither a file nor a path of {table.name}; {closest(image, table.paths.tolist())}"
-        )
+    if isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file():
+        size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
+        given, source = open_given(image, run.transform, tuple(size), device=run.device, of=table.name)
+        (batch,) = replace(run, data=replace(run.data, table=given), images=source).batches(np.array([0]))
+        return NamedImage(image), batch.images
     row = row_of(table, image)
     (batch,) = run.batches(np.array([row]))
     return NamedImage(str(table.paths[row]), row, table.class_names[table.labels[row]]), batch.images
-
-
-def _file(run: Setup, path: Path) -> Tensor:
-    size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
-    table, source = open_given(path, run.transform, tuple(size), device=run.device, of=run.data.table.name)
-    batches = EvalBatches(
-        table, np.zeros(1, dtype=np.int64), images=source, transform=run.transform, batch_size=1, device=run.device
-    )
-    (batch,) = batches
-    return batch.images
 
 
 def open_given(
@@ -176,10 +145,8 @@ def open_given(
     """Images from anywhere as a table of one class, and what reads them as a run reads its own.
 
     Args:
-        images: one or many.
         transform: of the run, for evaluation.
         size: height and width of the run's images; others are refused where the transform does not resize.
-        device: where images that are not read one by one are held.
         of: what the error calls the run.
     """
     if isinstance(transform, CropTransform):
@@ -196,9 +163,7 @@ def open_given(
     for row, name in enumerate(given.names):
         image = given.read(row)
         if image.shape[:2] != size:
-            raise ConfigError(
-                f"image {name} has {image.shape[0]} x {image.shape[1]} pixels, those of {of} have "
-                f"{size[0]} x {size[1]} and the run's transform does not resize; resize it"
-            )
+            height, width = image.shape[:2]
+            raise ConfigError(f"image {name}: got {height} x {width} pixels, expected {size} as in {of}. Resize it.")
         pixels[row] = image
     return table, torch.from_numpy(pixels).to(device)

@@ -55,7 +55,7 @@ def print_table(
         write_table(side_by_side(table.name, about(table.name), comparisons, [*of_paper, *notes, *deviations]), base)
         return
     spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
-    summaries = summarize(plan, spec)
+    summaries = summarize(plan, {config.sha256: spec for config in plan.configs})
     for config in plan.configs:
         if problem := summaries[config.sha256].problem:
             print(f"{config.name} cannot be summarized: {problem}")

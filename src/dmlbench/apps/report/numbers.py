@@ -20,7 +20,6 @@ from dmlbench.results.store import CONFIG, coordinates_of, read_result
 from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
-from dmlbench.types import RunError
 
 PER_QUERY = "per_query.csv"
 _LEVEL = 0.95
@@ -51,10 +50,10 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
 
 
 def _entry(entry: Entry | str | None, best: float | None) -> Any:
-    """The text is that of the table, for a browser rounds otherwise."""
     if not isinstance(entry, Entry):
         return entry
     std = None if entry.std is None else _short(entry.std)
+    # the text is that of the table, for a browser rounds otherwise
     return {"text": str(entry), "mean": _short(entry.mean), "std": std, "best": round(entry.mean, 2) == best}
 
 
@@ -113,13 +112,9 @@ def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
 
 
 def _curves(config: ConfigSummary) -> dict[str, Any]:
-    columns = ["step", "name", "value"]
-    logged = [pd.DataFrame(read_history(path / HISTORY), columns=columns) for path in _complete(config)]
-    logged = [one for one in logged if len(one)]
-    if not logged:
-        return {}
+    logged = [entry for path in _complete(config) for entry in read_history(path / HISTORY)]
     found = {}
-    for name, rows in pd.concat(logged).groupby("name"):
+    for name, rows in pd.DataFrame(logged, columns=["step", "name", "value"]).groupby("name"):
         by_step = rows.groupby("step")["value"].agg(["mean", "min", "max", "size"])
         most = by_step["size"].max()
         kept = by_step[by_step["size"] == most]
@@ -143,52 +138,40 @@ def classes(
     """Scores by class of the queries, a config's being means over its complete runs.
 
     Args:
-        configs: of one data set.
         metrics: scores to show; what belongs to whole sets has no classes.
         names: by label, or None where they are not known.
         most: classes to keep, those of the lowest first score, averaged over the configs.
     """
-    frames = [_by_class(config) for config in configs]
-    shown = [name for name in metrics if any(frame is not None and name in frame for frame in frames)]
+    table = pd.concat({i: _by_class(config) for i, config in enumerate(configs)}, names=["config"])
+    shown = [name for name in metrics if name in table]
     if not shown:
         return {"metrics": [], "rows": [], "of": 0}
-    labels = sorted({int(label) for frame in frames if frame is not None for label in frame.index})
-    table = {
-        name: np.array([
-            [np.nan] * len(labels) if frame is None or name not in frame
-            else score_named(name).scale * frame[name].reindex(labels).to_numpy() for frame in frames
-        ]) for name in shown
-    }  # fmt: skip
-    filled = ~np.isnan(table[shown[0]])
-    hardness = np.where(filled, table[shown[0]], 0).sum(0) / np.maximum(filled.sum(0), 1)
-    kept = sorted(np.argsort(hardness, kind="stable")[:most].tolist())
-    queries = [
-        max(int(frame["queries"].get(labels[i], 0)) for frame in frames if frame is not None) for i in kept
-    ]  # fmt: skip
+    hardness = table[shown[0]].groupby("label").mean()
+    queries = table["queries"].groupby("label").max()
+    kept = hardness.sort_values(kind="stable").index[:most].sort_values()
+    scores = {name: table[name].unstack("config").reindex(columns=range(len(configs))) for name in shown}
     return {
         "metrics": [{"name": name, "label": score_named(name).label} for name in shown],
-        "of": len(labels),
+        "of": len(hardness),
         "rows": [
-            {"name": names[labels[i]] if names is not None and labels[i] < len(names) else str(labels[i]),
-             "queries": count,
-             "scores": [[None if np.isnan(x) else _short(x) for x in table[name][:, i]] for name in shown]}
-            for i, count in zip(kept, queries, strict=True)
+            {"name": names[label] if names is not None and label < len(names) else str(label),
+             "queries": int(queries[label]),
+             "scores": [
+                 [None if np.isnan(x) else _short(score_named(name).scale * x) for x in scores[name].loc[label]]
+                 for name in shown
+             ]}
+            for label in kept.tolist()
         ],
     }  # fmt: skip
 
 
-def _by_class(config: ConfigSummary) -> pd.DataFrame | None:
-    """Means by label over the queries of a run, then over runs; None where no run has kept its queries' scores."""
+def _by_class(config: ConfigSummary) -> pd.DataFrame:
+    """Means by label over the queries of a run, then over runs; empty where no run has kept its queries' scores."""
     found = []
     for path in filter(Path.exists, (run / PER_QUERY for run in _complete(config))):
-        try:
-            grouped = pd.read_csv(path).drop(columns="id").groupby("label")
-        except (OSError, ValueError, KeyError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}); remove the run with `dmlbench clean` and run it again"
-            ) from error
+        grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         found.append(grouped.mean().assign(queries=grouped.size()))
-    return pd.concat(found).groupby(level=0).mean() if found else None
+    return pd.concat(found).groupby("label").mean() if found else pd.DataFrame(index=pd.Index([], name="label"))
 
 
 def settings(config: ConfigSummary) -> dict[str, str]:
@@ -203,6 +186,7 @@ def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
     first, summary = runs[0], config.summary
     told = summary.get("imported")
     selected = "on the test set" if summary["val_is_test"] else "on validation classes"
+    finished = [str(run.get("finished", "")) for run in runs]
     # fmt: off
     found: list[tuple[str, str]] = [
         ("folder", "/".join(config.path.parts[-3:])),
@@ -218,7 +202,7 @@ def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
         ("versions", _listed(", ".join(f"{k} {v}" for k, v in run.get("versions", {}).items()) for run in runs)),
         ("hours, all runs", f"{sum(run['wall_s'] for run in runs) / 3600:.2f}"),
         ("memory, at most", f"{max(run.get('peak_memory_bytes', 0) for run in runs) / 2**30:.1f} GiB"),
-        ("finished", " to ".join(dict.fromkeys([min(_finished(runs)), max(_finished(runs))]))),
+        ("finished", " to ".join(dict.fromkeys([min(finished), max(finished)]))),
     ]
     # fmt: on
     return [(name, value) for name, value in found if value]
@@ -230,10 +214,6 @@ def _recipe(run: dict[str, Any]) -> str:
         return ""
     other = f"; other values: {', '.join(map(str, recipe['overridden']))}" if recipe.get("overridden") else ""
     return f"{recipe['name']} ({recipe['side']}){other}"
-
-
-def _finished(runs: Sequence[dict[str, Any]]) -> list[str]:
-    return [str(run.get("finished", "")) for run in runs]
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -1,7 +1,9 @@
 """One HTML file of aggregated configs, with styles, code, charts and images; needs no server and no network."""
 
+import base64
 import datetime
 import html
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,18 +11,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from dmlbench import __version__
+from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
 from dmlbench.apps.report import numbers
 from dmlbench.apps.report.paper_scores import paper_scores
-from dmlbench.apps.report.pictures import galleries, overlays
-from dmlbench.apps.report.retrievals import table_of
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
+from dmlbench.apps.trained import load_run, table_of_run
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
-from dmlbench.types import DmlbenchError
+from dmlbench.types import DmlbenchError, ImageTable
+
+_SIDE = 96  # pixels of a longer side of an image in the page
+_QUALITY = 80
 
 
 def write_page(
@@ -38,13 +47,10 @@ def write_page(
 
     Args:
         grouped: what ``find_configs`` found.
-        path: file to write.
         spec: the scores to show.
-        num_queries: queries to show with what is nearest to them; 0 for none.
-        num_nearest: images a query.
+        num_queries: queries to show with the ``num_nearest`` images nearest to them; 0 for none.
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.
-        device: for these.
     """
     tables = build_tables(grouped, spec)
     groups = []
@@ -76,17 +82,77 @@ def _images(
     """Galleries and overlays, or why there are none, and the names of the classes where the data are there."""
     nothing: dict[str, Any] = {"configs": {}}
     try:
-        table = table_of(configs[0])
+        table = table_of_run(first_run(configs[0]), configs[0].summary)
     except DmlbenchError as error:  # tables, curves and differences need no images
         why = {"why": f"the images are not there: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None
     if not num_queries:
         return {"gallery": nothing | {"why": "left out: queries=0"}, "overlays": nothing}, table.class_names
-    gallery, rows = galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
-    laid = nothing | {"why": "left out: overlays=false"}
-    if device is not None:
-        laid = overlays(configs, rows, device=device) if rows else nothing | {"why": gallery["why"]}
+    gallery = _galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
+    laid = nothing | {"why": gallery.get("why", "left out: overlays=false")}
+    if device is not None and "queries" in gallery:
+        laid = _overlays(configs, gallery["queries"], device=device)
     return {"gallery": gallery, "overlays": laid}, table.class_names
+
+
+def _galleries(
+    configs: Sequence[ConfigSummary], table: ImageTable, *, num_queries: int, num_nearest: int
+) -> dict[str, Any]:
+    """The same queries of every trained config and what is nearest to them, in its first run."""
+    shown = that_can_be_shown(configs)
+    if not shown:
+        return {"configs": {}, "why": "no trained config has kept its embeddings"}
+    chosen, num_drawn = chosen_queries(shown, num_queries)
+    found: dict[str, Any] = {}
+    used: dict[int, None] = {}
+    rows: list[int] = []
+    for config in shown:
+        lines = retrieved(config, chosen, num_nearest)
+        rows = [row for row, _ in lines]
+        found[str(configs.index(config))] = {"run": first_run(config).name, "nearest": [near for _, near in lines]}
+        used |= dict.fromkeys([*rows, *(row for _, near in lines for row, _ in near)])
+    return {
+        "configs": found,
+        "queries": rows,
+        "drawn": num_drawn,
+        "images": {str(row): _thumbnail(image(table, row)) for row in used},
+        "names": {str(row): table.class_names[table.labels[row]].replace("_", " ") for row in used},
+    }
+
+
+def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: str) -> dict[str, Any]:
+    """What the pooling of each config's first run looks at in images, by config, or why it does not say.
+
+    One scale holds for all: white is the weight of average pooling.
+    """
+    explained: dict[int, Explained] = {}
+    why: dict[str, str] = {}
+    for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not sys.stderr.isatty())):
+        run_dir = first_run(config)
+        try:
+            run = load_run(run_dir, {"num_workers": 0}, device=device)
+            explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
+        except DmlbenchError as error:
+            why[str(i)] = str(error).replace(str(run_dir), "/".join(run_dir.parts[-2:]))
+    if not explained:
+        return {"configs": {}, "why": why}
+    most = greatest_weight(list(explained.values()))
+    found = {}
+    for i, one in explained.items():
+        pictures = overlay(one, most)
+        found[str(i)] = [
+            [None if part is None else _thumbnail(part[row]) for part in pictures] for row in range(len(rows))
+        ]
+    return {"configs": found, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
+
+
+def _thumbnail(pixels: NDArray[np.uint8]) -> str:
+    """A data URI of an image [H, W] or [H, W, 3], made smaller where it is large."""
+    picture = Image.fromarray(pixels).convert("RGB")
+    picture.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", quality=_QUALITY)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _filled(content: Mapping[str, Any]) -> str:

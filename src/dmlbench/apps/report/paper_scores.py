@@ -30,9 +30,6 @@ def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
 
     What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
     said with each; a score of which anything differs has no verdict but "not comparable".
-
-    Args:
-        configs: of one data set and protocol, trained with a recipe; others have no paper.
     """
     with_recipe = [
         config for config in configs if config.summary["choices"].get("recipe", "none") not in ("none", "small")

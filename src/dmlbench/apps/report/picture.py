@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, nearest, table_of, that_can_be_shown
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
+from dmlbench.apps.trained import table_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.config_table import KINDS
@@ -20,8 +21,6 @@ from dmlbench.types import ConfigError, ImageTable, IntArray
 
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
-_MOST_NAMES = 4  # configs whose names fit under their bars
-_LONGEST_NAME = 24  # letters under a bar; longer ones are named below
 _LINE = 150  # letters across the figure
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
@@ -32,30 +31,23 @@ def draw_report(
     *,
     title: str,
     metrics: Sequence[str],
-    num_queries: int = 5,
-    num_nearest: int = 5,
+    num_queries: int,
+    num_nearest: int,
 ) -> None:
     """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
     Args:
-        configs: aggregated configs of one data set and protocol.
-        path: file to write.
-        title: what the configs have in common.
-        metrics: scores to draw.
+        configs: of one data set and protocol.
         num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
             trained config, if it has enough.
-        num_nearest: retrieved images a query.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
         raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
     shown = that_can_be_shown(configs)
     kinds = [kind for kind in KINDS if any(kind in config.summary["scores"] for config in configs)]
-    row_height = 0.82
-    long = any(len(_name(config)) > _LONGEST_NAME for config in configs)
-    named_below = long or len(configs) > _MOST_NAMES
-    bars_height = 3.0 + 0.2 * (len(configs) if long else -(-len(configs) // 4)) * named_below
-    grid_height = row_height * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
+    bars_height = 3.0 + 0.2 * len(configs)
+    grid_height = 0.82 * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
     figure.suptitle(title, fontsize=13)
     top: Any = figure
@@ -65,13 +57,13 @@ def draw_report(
     axes = top.subplots(1, len(held), sharey=False, squeeze=False)[0]
     for axis, (kind, metric) in zip(axes, held, strict=True):
         _bars(axis, configs, kind, metric)
-        if named_below:
-            axis.set_xticks([])
-    if named_below:
-        named = [Patch(color=COLORS[i % len(COLORS)], label=_name(config)) for i, config in enumerate(configs)]
-        top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False, ncols=1 if long else 4)
+    named = [
+        Patch(color=COLORS[i % len(COLORS)], label=config.label + " PARTIAL" * bool(config.summary["missing"]))
+        for i, config in enumerate(configs)
+    ]
+    top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
     if shown:
-        table = table_of(shown[0])
+        table = table_of_run(first_run(shown[0]), shown[0].summary)
         chosen, _ = chosen_queries(shown[:1], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
@@ -97,8 +89,7 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
     for x, (score, value, deviation) in enumerate(zip(scores, values, deviations, strict=True)):
         text = f"{value:.1f}" if asked.metric.percent else f"{value:.3f}"
         axis.text(x, max(value + deviation, 0), text if score else "–", ha="center", va="bottom", fontsize=9)
-    names = [_name(config).replace(" (untrained)", "\nuntrained") for config in configs]
-    axis.set_xticks(range(len(configs)), names, fontsize=8)
+    axis.set_xticks([])
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
     sizes = sorted({c.summary["dimension"][kind] for c in configs if kind in c.summary.get("dimension", {})})
@@ -108,23 +99,16 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _name(config: ConfigSummary) -> str:
-    return config.label + (" PARTIAL" if config.summary["missing"] else "")
-
-
 def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
-    some, searched, neighbors = nearest(config, chosen, num_nearest)
+    lines = retrieved(config, chosen, num_nearest)
     title = f"{config.label}: query and its {num_nearest} nearest ({first_run(config).name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
-    axes = panel.subplots(len(chosen), 1 + neighbors.index.shape[1], squeeze=False)
-    for row, line in enumerate(axes):
-        found = neighbors.index[row].tolist()
-        ids = [int(some.ids[row]), *(int(searched.ids[i]) for i in found)]
-        right = [None, *(bool(searched.labels[i] == some.labels[row]) for i in found)]
-        name = table.class_names[table.labels[ids[0]]].replace("_", " ")
+    axes = panel.subplots(len(lines), 1 + len(lines[0][1]), squeeze=False)
+    for line, (query, near) in zip(axes, lines, strict=True):
+        name = table.class_names[table.labels[query]].replace("_", " ")
         line[0].set_ylabel(textwrap.fill(name, 14), fontsize=6, rotation=0, ha="right", va="center")
-        for axis, image_id, is_right in zip(line, ids, right, strict=True):
-            pixels = image(table, image_id)
+        for axis, (row, is_right) in zip(line, [(query, None), *near], strict=True):
+            pixels = image(table, row)
             axis.imshow(pixels, cmap="gray" if pixels.ndim == 2 else None, vmin=0, vmax=255)
             axis.set(xticks=[], yticks=[])
             color, linewidth, linestyle = _FRAMES[is_right]

@@ -2,24 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.components import component
-from dmlbench.config import load_config
 from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.search import nearest as search
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import generator
-from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors, RunError
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors
 
 DRAWN_FOR_EACH = 8
 """Queries from which each one that is shown is chosen."""
+_TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 
 
 def first_run(config: ConfigSummary) -> Path:
@@ -34,12 +32,7 @@ def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
     ]
     for run_dir in map(first_run, shown):
         require_own_files(run_dir, read_result(run_dir))
-    # The same queries of every config: those that were tested on other images cannot show them.
-    return [config for config in shown if _tested_on(config) == _tested_on(shown[0])]
-
-
-def _tested_on(config: ConfigSummary) -> tuple[Any, ...]:
-    return tuple(config.summary[key] for key in ("dataset_fingerprint", "n_query", "n_gallery"))
+    return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
 
 
 def chosen_queries(shown: Sequence[ConfigSummary], count: int) -> tuple[IntArray, int]:
@@ -49,23 +42,26 @@ def chosen_queries(shown: Sequence[ConfigSummary], count: int) -> tuple[IntArray
     """
     total = shown[0].summary["n_query"]
     drawn = np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
-    some, searched, _ = nearest(shown[0], drawn, 1)
+    some, searched, _ = _nearest(shown[0], drawn, 1)
     positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
     drawn = drawn[positive.any(1).numpy()]
-    wrong = np.sum([_failing(config, drawn) for config in shown], axis=0)
+    wrong = np.sum([[not near[0][1] for _, near in retrieved(config, drawn, 1)] for config in shown], axis=0)
     order = np.argsort(-wrong, kind="stable")
     half = min(count // 2, int((wrong > 0).sum()))
     rest = order[half:][::-1][: count - half]
     return drawn[np.concatenate([order[:half], rest])], len(drawn)
 
 
-def _failing(config: ConfigSummary, rows: IntArray) -> NDArray[np.bool_]:
-    """Whether what is nearest to each of the queries ``rows`` is of another class."""
-    queries, searched, neighbors = nearest(config, rows, 1)
-    return np.asarray((searched.labels[neighbors.index[:, 0]] != queries.labels).numpy())
+def retrieved(config: ConfigSummary, chosen: IntArray, count: int) -> list[tuple[int, list[tuple[int, bool]]]]:
+    """Chosen queries as rows of the table, and the rows nearest to them, each with whether it is of their class."""
+    queries, searched, neighbors = _nearest(config, chosen, count)
+    return [
+        (int(row), [(int(searched.ids[j]), bool(searched.labels[j] == label)) for j in line])
+        for row, label, line in zip(queries.ids, queries.labels, neighbors.index.tolist(), strict=True)
+    ]
 
 
-def nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
+def _nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
     """The queries ``rows`` of a config's first run, what is searched, and the nearest of it."""
     stored = load_embeddings(first_run(config) / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
@@ -79,12 +75,3 @@ def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
     if table.pixels is not None:
         return np.asarray(table.pixels[row])
     return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
-
-
-def table_of(config: ConfigSummary) -> ImageTable:
-    """The data set of a config."""
-    stored = load_config(first_run(config) / CONFIG)
-    table: ImageTable = component(stored.dataset.table)
-    if table.fingerprint != config.summary["dataset_fingerprint"]:
-        raise RunError(f"{table.name} on disk is not the data of {config.path}; its images cannot be shown")
-    return table
