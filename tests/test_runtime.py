@@ -3,20 +3,13 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dmlbench import runtime
-from dmlbench.config import load_config
-from dmlbench.evaluation.embeddings.embed import load_distance, load_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.models.weights import read_weights
-from dmlbench.results import store
-from dmlbench.types import ConfigError, DmlbenchError, RunError
+from dmlbench.types import ConfigError, RunError
 
 
 def test_derived_seed_is_a_frozen_function_of_its_parts() -> None:
@@ -130,21 +123,3 @@ def test_a_name_that_is_taken_for_a_leftover_before_its_lock_is_not_used(tmp_pat
 def test_unknown_device_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         runtime.select_device(name)
-
-
-READERS: dict[str, Callable[[Path], object]] = {
-    "config": load_config,
-    "embeddings": load_embeddings,
-    "embeddings.npz": read_embeddings,
-    "distance": lambda path: load_distance(path, None),  # type: ignore[arg-type]
-    "weights": read_weights,
-    store.LOCK: lambda path: store.is_locked(path.parent),
-    store.EMBEDDINGS: lambda path: store.hashes_of(path.parent),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_pipe_is_refused_by_its_name_instead_of_waited_for(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(DmlbenchError, match=rf"{name}'? (is|are) a pipe"):
-        READERS[name](tmp_path / name)

@@ -16,10 +16,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.recipes import register_recipes, settle_recipe
-from dmlbench.types import ConfigError, RunError, not_a_file
+from dmlbench.types import ConfigError, RunError
 
 
 def config_folder() -> Path:
@@ -62,7 +61,7 @@ def _settle_splits(protocol: Any) -> None:
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
         given = "" if OmegaConf.is_missing(protocol, "splits") else protocol.splits
         path = Path(given if isinstance(given, str) else "").expanduser()
-        if not path.name or not_a_file(path) or not path.exists():
+        if not path.is_file():
             raise ConfigError(
                 f"protocol.splits ({given or 'not given'}) must be a file of splits; make one with "
                 "`dmlbench oodml splits dataset=...`, then protocol.splits=<file>"
@@ -203,24 +202,14 @@ def listed(value: Any) -> list[Any]:
 
 def load_config(path: Path) -> DictConfig:
     """``read_config`` as a DictConfig."""
-    remedy = "remove the run with `dmlbench clean` and run it again"
-    try:
-        present = OmegaConf.create(read_config(path))
-    except OmegaConfBaseException as error:
-        raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
+    present = OmegaConf.create(read_config(path))
     assert isinstance(present, DictConfig)
     return present
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration that a run has stored, as plain values.
-
-    Raises:
-        RunError: it is missing or damaged.
-    """
+    """The configuration that a run has stored, as plain values."""
     remedy = "remove the run with `dmlbench clean` and run it again"
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; {remedy}")
     try:
         config = yaml.load(path.read_bytes(), _Loader)
     except FileNotFoundError:

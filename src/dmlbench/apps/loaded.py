@@ -31,7 +31,7 @@ from dmlbench.results.store import CONFIG, RESULT, read_result, require_own_file
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import ConfigError, EmbeddingSet, RunError, not_a_file
+from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.json", "dmlbench.json", "README.md"
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""
@@ -184,7 +184,7 @@ def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedMod
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
         path = folder / name
         if not path.is_file():
-            raise RunError(f"{path} is {not_a_file(path) or 'missing'}; get the folder again")
+            raise RunError(f"{path} is missing; get the folder again")
         if file_sha256(path) != manifest["files"].get(name):
             raise RunError(f"{path} is not the file that {MANIFEST} names; get the folder again")
     config = load_config(folder / CONFIG)

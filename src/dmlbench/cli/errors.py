@@ -18,10 +18,6 @@ from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempte
 from dmlbench.types import ConfigError, DmlbenchError, closest
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
-_DISK = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
-)
 _NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
 
 
@@ -62,7 +58,7 @@ def _described(error: Exception) -> tuple[str, int] | None:
     if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
         what = next(iter(str(cause).splitlines()), "")
         return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
-    if isinstance(cause, OSError) and cause.errno in _DISK and (cause.filename or cause.errno == errno.ENOSPC):
+    if isinstance(cause, OSError) and (cause.filename or cause.errno == errno.ENOSPC):
         place = f"{cause.filename2 or cause.filename}: " if cause.filename else ""
         return f"{place}{cause.strerror}; make room, or choose another file or folder", EXIT_FAILED
     return None
