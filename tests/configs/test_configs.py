@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench.checks import check
-from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.errors import guarded
 from dmlbench.components import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
@@ -350,36 +349,6 @@ def test_backbone_without_weights_says_how_to_place_the_file() -> None:
         build.build_model(compose("train", ["backbone=bn_inception"]))
     with pytest.raises(ConfigError, match=r"nowhere\.pth.*weights_file"):
         build.build_model(compose("train", ["backbone=bn_inception", f"backbone.weights_file={Path('nowhere.pth')}"]))
-
-
-def hydra_takes(*arguments: str, command: str = "train") -> list[str]:
-    return for_hydra(command, parse(command, arguments))
-
-
-def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
-    arguments = ["-m", "pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
-    assert hydra_takes(*arguments) == [
-        "pooling=gap,gsp", "pooling.memory_rows=choice(16)", "+pooling.x=choice([1,2])", "fold=0", "loss.scale=1"
-    ]  # fmt: skip
-    for left_alone in (
-        ["pooling=gap,gsp", "pooling.width=null"],
-        ["pooling=glob(*,exclude=none)"],
-        ["~miner", "loss.x=1"],
-    ):
-        assert hydra_takes("-m", *left_alone) == left_alone
-
-
-def test_null_takes_a_group_out_of_the_configuration() -> None:
-    arguments = [
-        "schedule=null",
-        "regularizer=null,zsr",
-        "logger=null",
-        "pooling.width=null",
-    ]
-    assert hydra_takes("-m", *arguments) == [
-        "schedule=none", "regularizer=none,zsr", "logger=none", "pooling.width=null"
-    ]  # fmt: skip
-    assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 
 
 def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:

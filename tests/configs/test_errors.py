@@ -14,7 +14,6 @@ import pytest
 from dmlbench.apps.pictures import save_figure
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.main import main
-from dmlbench.results.store import remove_run
 from dmlbench.types import RunError
 
 matplotlib.use("Agg")
@@ -77,18 +76,6 @@ main(["status"])
         _, error = process.communicate(timeout=30)
     assert process.returncode == 75
     assert error == "dmlbench: stopped; start the same command again to continue\n"
-
-
-def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "result.json").touch()
-    run = tmp_path / "glyphs/mlrc/config/fold0_rep0"
-    run.parent.mkdir(parents=True)
-    run.symlink_to(kept)
-    remove_run(run)
-    assert not run.parent.exists()
-    assert (kept / "result.json").exists()
 
 
 def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, monkeypatch) -> None:
