@@ -107,8 +107,6 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, capsys, m
         (["report", "paths.output_dir=' '"], 2, "is empty; name"),
         (["table", "name=../../evil"], 2, "expected a file name"),
         (["table", "name='a b'"], 2, "expected a file name"),
-        (["explain", "run=no_run", "output=nope/x.png"], 1, "there is no folder nope; choose another output"),
-        (["explain", "run=no_run", "output=nope/x.png", "pair=0,1"], 1, "there is no folder nope"),
     ],
 )
 def test_commands_write_nowhere_else(tmp_path: Path, capsys, monkeypatch, command, code, message) -> None:
