@@ -2,8 +2,9 @@
 
 import copy
 import functools
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.config import compose
 
@@ -16,3 +17,18 @@ def composed(*overrides: str) -> DictConfig:
 @functools.cache
 def _composed(*overrides: str) -> DictConfig:
     return compose("train", list(overrides))
+
+
+def value(cfg: DictConfig, key: str) -> Any:
+    """One value by its key, or what a paper speaks of instead of it."""
+    if key == "batch":
+        sampler = cfg.sampler
+        return (sampler.classes_per_batch, sampler.get("images_per_class", sampler.get("batch_size")))
+    if key == "rate of proxies":
+        return cfg.optim.lr * cfg.optim.lr_multipliers.loss
+    if key == "pooling":
+        return cfg.pooling._target_.rpartition(".")[2] if cfg.pooling is not None else None
+    if key == "regularizers":
+        return sorted(set(cfg.regularizer or ()) - {"mixing"})
+    found = OmegaConf.select(cfg, key)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found

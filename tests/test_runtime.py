@@ -3,20 +3,13 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dmlbench import runtime
-from dmlbench.config import load_config
-from dmlbench.evaluation.embeddings.embed import load_distance, load_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.models.weights import read_weights
-from dmlbench.results import store
-from dmlbench.types import ConfigError, DmlbenchError, RunError
+from dmlbench.types import ConfigError, RunError
 
 
 def test_derived_seed_is_a_frozen_function_of_its_parts() -> None:

@@ -21,9 +21,8 @@ from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.shortlist import check_shortlist
 from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.types import ConfigError, closest, is_file_name
+from dmlbench.types import ConfigError, check_file_name, closest
 
-_MOST_WORKERS = 256
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 
 
@@ -62,12 +61,7 @@ def check_values(cfg: DictConfig) -> None:
     for part in ("train", "eval"):
         if not container["transform"].get(part):
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
-    if not is_file_name(str(cfg.dataset.name)):
-        raise ConfigError(f"dataset.name ({cfg.dataset.name!r}) names a folder: use letters, digits, '.', '_' and '-'")
-    if not 0 <= (cfg.num_workers or 0) <= _MOST_WORKERS:
-        raise ConfigError(f"num_workers ({cfg.num_workers}) must lie in [0, {_MOST_WORKERS}]; null chooses")
-    if cfg.eval_batch_size < 1:
-        raise ConfigError(f"eval_batch_size ({cfg.eval_batch_size}) must be at least 1")
+    check_file_name(cfg.dataset.name, "dataset.name")
     # What is cheap to make is made: its constructor knows the ranges of its values.
     for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
         if node is not None and not _waits_for_data(node):
@@ -81,15 +75,10 @@ def check_values(cfg: DictConfig) -> None:
         )
     scores = component(cfg.evaluation).scores
     known_scores = [score.name for score in scores if score.metric.better is not None]
-    if cfg.fit.monitor in [score.name for score in scores if score.metric.better is None]:
-        raise ConfigError(
-            f"fit.monitor ({cfg.fit.monitor}) is a distance: neither large nor small is good, a collapsed model has "
-            f"small ones; choose one of {', '.join(known_scores)}"
-        )
     if cfg.fit.monitor not in known_scores:
         raise ConfigError(
-            f"fit.monitor ({cfg.fit.monitor}) is no score that evaluation.metrics and evaluation.recall_at ask for: "
-            f"{closest(cfg.fit.monitor, known_scores)}"
+            f"fit.monitor: got {cfg.fit.monitor}, expected a score with a direction that evaluation.metrics and "
+            f"evaluation.recall_at ask for: {closest(cfg.fit.monitor, known_scores)}"
         )
     protocol = component(cfg.protocol)
     plateau = cfg.schedule is None or issubclass(imported(cfg.schedule._target_, "schedule"), ReduceLROnPlateau)
@@ -102,10 +91,9 @@ def check_values(cfg: DictConfig) -> None:
         check_periods(container["schedule"], "schedule")
     for group in ("loss", "miner"):
         _check_distances(container[group], group)
-    for key, value, limit in (("fold", cfg.fold, protocol.num_folds), ("repeat", cfg.repeat, None)):
-        if value < 0 or (limit is not None and value >= limit):
-            possible = f"0 to {limit - 1}" if limit is not None else "0 or more"
-            raise ConfigError(f"{key} ({value}) is outside of protocol '{protocol.name}', which has {key} {possible}")
+    protocol.check_fold(cfg.fold)
+    if cfg.repeat < 0:
+        raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
 
 
 def _check_distances(node: Any, path: str) -> None:

@@ -30,6 +30,11 @@ def config_folder() -> Path:
     raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
 
 
+def config_folders(folder: Path | None) -> list[Path]:
+    """The user's folder, if any, and the project's; options of the first win."""
+    return [*([folder] if folder else []), config_folder()]
+
+
 def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """Compose the configuration ``name`` outside of its command."""
     with composing():
@@ -90,7 +95,7 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     stands for any. Recipes of the user's ``folder`` come first.
     """
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
-    register_recipes([*([folder.resolve()] if folder else []), config_folder()])
+    register_recipes(config_folders(folder and folder.resolve()))
     store = ConfigStore.instance()
     for each in command_names() if name is None else [name]:  # making all takes as long as importing numpy
         if f"{each}.yaml" not in store.repo.get("schema", {}):
@@ -202,21 +207,13 @@ def listed(value: Any) -> list[Any]:
 
 def load_config(path: Path) -> DictConfig:
     """``read_config`` as a DictConfig."""
-    remedy = "remove the run with `dmlbench clean` and run it again"
-    try:
-        present = OmegaConf.create(read_config(path))
-    except OmegaConfBaseException as error:
-        raise RunError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
+    present = OmegaConf.create(read_config(path))
     assert isinstance(present, DictConfig)
     return present
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration that a run has stored, as plain values.
-
-    Raises:
-        RunError: it is missing or damaged.
-    """
+    """The configuration that a run has stored, as plain values."""
     remedy = "remove the run with `dmlbench clean` and run it again"
     try:
         config = load_yaml(path)

@@ -111,17 +111,7 @@ def is_complete(cfg: DictConfig, run_dir: Path) -> bool:
 
 
 def require_result_of(run_dir: Path, result: Mapping[str, Any], config: str, base_seed: int) -> None:
-    """Insist that a result is that of a config and base seed, in the folder of its fold and repeat.
-
-    Args:
-        run_dir: where it is.
-        result: as ``store.read_result`` has it.
-        config: config hash.
-        base_seed: of the run.
-
-    Raises:
-        RunError: it belongs elsewhere.
-    """
+    """Raise RunError unless a result is that of a config hash and base seed, in the folder of its fold and repeat."""
     store.require_own_place(run_dir, result)
     if result.get("config_sha256", config) != config:
         raise RunError(

@@ -234,10 +234,10 @@ def is_file_name(text: str) -> bool:
     return re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", text) is not None
 
 
-def check_file_name(name: object) -> None:
-    """Raise ConfigError unless ``name=...`` of a command can name files."""
+def check_file_name(name: object, key: str = "name") -> None:
+    """Raise ConfigError unless the value of ``key`` can name files."""
     if not is_file_name(str(name)):
-        raise ConfigError(f"name: got {name!r}, expected a file name of letters, digits, '.', '_' and '-'.")
+        raise ConfigError(f"{key}: got {name!r}, expected a file name of letters, digits, '.', '_' and '-'.")
 
 
 def escape_latex(text: str) -> str:

@@ -9,7 +9,7 @@ from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.main import COMMANDS, main
 from dmlbench.cli.oodml import WORDS
 from dmlbench.cli.study import STUDIES
-from dmlbench.config import schema_of
+from dmlbench.config import compose, schema_of
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:
@@ -93,6 +93,27 @@ def test_lists_patterns_and_file_names_need_no_quotes(command: str, argument: st
     assert hydra_takes(command, argument) == [taken]
 
 
+def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
+    arguments = ["-m", "pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
+    assert hydra_takes("train", *arguments) == [
+        "pooling=gap,gsp", "pooling.memory_rows=choice(16)", "+pooling.x=choice([1,2])", "fold=0", "loss.scale=1"
+    ]  # fmt: skip
+    for left_alone in (
+        ["pooling=gap,gsp", "pooling.width=null"],
+        ["pooling=glob(*,exclude=none)"],
+        ["~miner", "loss.x=1"],
+    ):
+        assert hydra_takes("train", "-m", *left_alone) == left_alone
+
+
+def test_null_takes_a_group_out_of_the_configuration() -> None:
+    arguments = ["schedule=null", "regularizer=null,zsr", "logger=null", "pooling.width=null"]
+    assert hydra_takes("train", "-m", *arguments) == [
+        "schedule=none", "regularizer=none,zsr", "logger=none", "pooling.width=null"
+    ]  # fmt: skip
+    assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
+
+
 LINES = [*(name for name in COMMANDS if name not in ("oodml", "study")), *(f"oodml {word}" for word in WORDS)]
 LINES += [f"study {name}" for name in STUDIES]
 
@@ -113,10 +134,8 @@ def test_every_command_shows_examples_and_lists_its_keys(capsys, tmp_path, monke
         assert key in error.partition("known: ")[2]
 
 
-@pytest.mark.parametrize("order", ["before", "after", "equals"])
-def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, monkeypatch, order) -> None:
-    """Folder and module are siblings; the place of ``--config-dir`` on the line does not matter."""
-    name = f"my_module_{order}"
+def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, monkeypatch) -> None:
+    name = "my_module_beside"
     (tmp_path / f"{name}.py").write_text(
         "from pytorch_metric_learning.losses import ContrastiveLoss\nclass MyLoss(ContrastiveLoss):\n    pass\n"
     )
@@ -135,8 +154,6 @@ def test_a_module_beside_the_user_s_configuration_is_found(capsys, tmp_path, mon
 
     monkeypatch.setattr("dmlbench.runner.run", run)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
-    option = ["--config-dir=my_conf"] if order == "equals" else ["--config-dir", "my_conf"]
-    rest = ["loss=mine", "loss.neg_margin=0.5"]
-    dmlbench(capsys, "train", *([*rest, *option] if order == "after" else [*option, *rest]))
+    dmlbench(capsys, "train", "--config-dir", "my_conf", "loss=mine", "loss.neg_margin=0.5")
     assert taken[0]._target_ == f"{name}.MyLoss"
     assert dict(taken[0])["neg_margin"] == 0.5

@@ -8,28 +8,14 @@ from typing import Any
 
 import pytest
 from commands_of_tables import Command, commands
-from omegaconf import DictConfig, OmegaConf
+from composed import value
+from omegaconf import OmegaConf
 
 from dmlbench.checks import check
 from dmlbench.config import compose
 
 SMALL = ("cub200", "cars196")
 Values = dict[str, Any]
-
-
-def value(cfg: DictConfig, key: str) -> Any:
-    """One value by its key, or what a paper speaks of instead of it."""
-    if key == "batch":
-        sampler = cfg.sampler
-        return (sampler.classes_per_batch, sampler.get("images_per_class", sampler.get("batch_size")))
-    if key == "rate of proxies":
-        return cfg.optim.lr * cfg.optim.lr_multipliers.loss
-    if key == "pooling":
-        return cfg.pooling._target_.rpartition(".")[2] if cfg.pooling is not None else None
-    if key == "regularizers":
-        return sorted(set(cfg.regularizer or ()) - {"mixing"})
-    found = OmegaConf.select(cfg, key)
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
 # GSP: supplement, 1.6.7 (CUB, Cars196, In-shop, SOP); C2, MS and triplet by the code's defaults (losses/*.py).
@@ -190,7 +176,10 @@ def of_proxynca_pp(command: Command) -> Values:
     if score.dataset == "inshop":
         wanted |= {"schedule": None, "fit.validate_every": 850}
     else:
-        wanted |= {"schedule.patience": 4, "schedule.factor": 0.1, "protocol.stage": 2}
+        wanted |= {
+            "schedule.patience": 4, "schedule.factor": 0.1, "protocol.stage": 2,
+            "schedule.threshold": 1e-4, "schedule.threshold_mode": "rel",
+        }  # fmt: skip
     if match := re.match(r"(T|k)=(?:1/)?([\d.]+)", row):
         key = "loss.temperature" if of_norm_softmax else "loss.softmax_scale"
         wanted |= {"T": {key: float(match[2])}, "k": {"pooling.k": int(float(match[2])), "pooling": "KMax"}}[match[1]]
@@ -213,13 +202,14 @@ def of_avsl(command: Command) -> Values:
     wanted: Values = {
         "optim.optimizer._target_": "torch.optim.AdamW", "optim.weight_decay": 1e-4, "transform.train.crop": 224,
         "fit.monitor": "recall_at_1", "fit.warmup_steps": 50, "protocol.num_repeats": 3, "fit.max_steps": 610,
-        "fit.patience": 3 if dataset == "sop" else 15,
+        "fit.patience": 3 if dataset == "sop" else 15, "fit.validate_every": 50 if dataset == "sop" else 10,
         "backbone.name": "resnet50.tv_in1k", "backbone.batch_norm": "none" if dataset == "sop" else "all",
         "evaluation.recall_at": [1, 10, 100] if dataset == "sop" else [1, 2, 4, 8],
     }  # fmt: skip
     of_margin_loss: Values = {
         "batch": (45, 4), "optim.lr": 1e-5, "rate of proxies": 1e-2, "schedule.step_size": 100,
         "backbone.batch_norm": "all", "fit.warmup_steps": 0,
+        "optim.lr_multipliers.head": 10.0, "optim.lr_multipliers.distance": 10.0,
     }  # fmt: skip
     if row == "Margin [41]":
         return wanted | of_margin_loss | {
@@ -230,6 +220,7 @@ def of_avsl(command: Command) -> Values:
             "optim.lr": 6e-4 if dataset == "sop" else 1e-4, "head.out_features": 512, "pooling": "GapGmp",
             "loss.alpha": 32,
             "loss.margin": 0.1, "sampler.batch_size": 180, "rate of proxies": 6e-2 if dataset == "sop" else 1e-2,
+            **({"schedule.step_size": 100} if dataset == "cars196" else {}),
         }  # fmt: skip
     wanted |= {"head.level_size": 512, "head.top_k": 128, "head.momentum": 0.5, "head.inference": "rectified",
                "head.reliability": "learned" if "LR" in row else "std", "pooling": None}  # fmt: skip
@@ -238,9 +229,11 @@ def of_avsl(command: Command) -> Values:
         return wanted | of_margin_loss | levels
     wanted |= {
         "loss.alpha": 16, "loss.pos_margin": 1.8, "loss.neg_margin": 2.4 if dataset == "sop" else 2.2,
+        "loss.final_pos_margin": 1.8, "loss.final_neg_margin": 2.2, "fit.warmup_frozen": ["backbone"],
         "optim.lr": TRUNK[dataset],
         "loss.level_weights": [0.5, 1.0, 0.5] if dataset == "cub200" else [1.0, 4.0, 4.0], "sampler.batch_size": 180,
         "rate of proxies": COLLECTOR[dataset], "optim.lr_multipliers.head": EMBEDDER[dataset] / TRUNK[dataset],
+        "optim.lr_multipliers.distance": COLLECTOR[dataset] / TRUNK[dataset],
         "schedule.step_size": {"cub200": 100, "cars196": 50, "sop": 150}[dataset],
         "schedule.gamma": 0.25 if dataset == "sop" else 0.5, "head.inference": INFERENCE.get(row, "rectified"),
     }  # fmt: skip

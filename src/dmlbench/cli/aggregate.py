@@ -41,7 +41,5 @@ def task(cfg: DictConfig) -> None:
             values = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items())
             print(f"      {kind}: {values}")
     if failures:  # every config that can be summarized is
-        count = f"{len(failures)} of {len(configs)} configs could not be summarized: " if len(configs) > 1 else ""
-        raise type(failures[0])(
-            f"{count}{failures[0]}" + (" (the others are named above)" if len(failures) > 1 else "")
-        )
+        count = f"{len(failures)} of {len(configs)} configs could not be summarized"
+        raise type(failures[0])(f"{count}: {failures[0]}")

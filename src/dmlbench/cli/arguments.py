@@ -108,6 +108,11 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     return _of_each_job(given, parsed) if line.is_sweep else given
 
 
+def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
+    """Overrides of ``dmlbench train`` in Hydra's grammar."""
+    return for_hydra("train", CommandLine(overrides=tuple(given), is_sweep=is_grid))
+
+
 def _renamed(argument: str) -> str:
     key, equals, value = argument.partition("=")
     return f"{_IN_TRAIN.get(key, key)}{equals}{value}"

@@ -1,21 +1,24 @@
 """Compose a command's configuration and run the command on it."""
 
+import contextlib
 import logging
 import string
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.sweeps import raise_failures
-from dmlbench.config import composing, config_folder, register_schemas, settle
+from dmlbench.config import composing, config_folders, register_schemas, settle
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
@@ -43,29 +46,42 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
     prepare_process(line.config_dir, name)
     overrides = for_hydra(name, line)
     with composing(line.config_dir, name):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
+        composer = GlobalHydra.instance().hydra
+        assert composer is not None
         if line.help:
-            print(_help(hydra, name, overrides, line.config_dir))
+            print(_help(composer, name, overrides, line.config_dir))
         elif line.cfg:
-            hydra.show_cfg(name, overrides, cfg_type=line.cfg, package=line.package, resolve=line.resolve)
-        elif line.is_sweep or (name == "train" and hydra.get_mode(name, list(overrides)) == RunMode.MULTIRUN):
-            done = hydra.multirun(name, Job(name, task, line.config_dir), [*overrides, "hydra.mode=MULTIRUN"])
+            composer.show_cfg(name, overrides, cfg_type=line.cfg, package=line.package, resolve=line.resolve)
+        elif line.is_sweep or (name == "train" and composer.get_mode(name, list(overrides)) == RunMode.MULTIRUN):
+            done = composer.multirun(name, Job(name, task, line.config_dir), [*overrides, "hydra.mode=MULTIRUN"])
             raise_failures([job for batch in done for job in batch])
         else:
-            error = hydra.run(name, Job(name, task, line.config_dir), overrides).return_value
+            error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value
             if isinstance(error, Exception):
                 raise error
 
 
-def _help(hydra: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
+@contextlib.contextmanager
+def composed_command(name: str, line: CommandLine) -> Iterator[DictConfig]:
+    """The configuration of a command that composes configurations of runs, too."""
+    prepare_process(line.config_dir)
+    with composing(line.config_dir):
+        cfg = hydra.compose(name, for_hydra(name, line), return_hydra_config=True)
+        configure_log(cfg.hydra.job_logging)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        require_output_dir(cfg)
+        yield cfg
+
+
+def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
     """``hydra.help.template`` filled in; Hydra's own way of listing the groups takes a second."""
-    cfg = hydra.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
+    cfg = composer.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
     template = string.Template(cfg.hydra.help.template)
     with open_dict(cfg):
         del cfg["hydra"]
     options: dict[str, list[str]] = {}
-    for folder in (*([config_dir] if config_dir else []), config_folder()):
+    for folder in config_folders(config_dir):
         for path in sorted(folder.glob("*/**/*.yaml")):
             group = path.parent.relative_to(folder).as_posix()
             if not group.startswith("hydra"):

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import run_command
 from dmlbench.cli.target_overrides import key_of
-from dmlbench.config import config_folder
+from dmlbench.config import config_folders
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main(line: CommandLine) -> None:
 
 
 def _files(config_dir: Path | None) -> dict[str, Path]:
-    folders = [config_folder(), *([config_dir] if config_dir else [])]
+    folders = reversed(config_folders(config_dir))
     return {path.stem: path for folder in folders for path in sorted((folder / "dataset").glob("*.yaml"))}
 
 

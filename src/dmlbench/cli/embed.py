@@ -6,11 +6,6 @@ from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.types import ConfigError
-
-    for key in ("model", "images", "output"):
-        if cfg[key] is None:
-            raise ConfigError(f"say {key}=...; see dmlbench embed --help")
     from dmlbench.apps.embed_folder import embed_folder
     from dmlbench.apps.loaded import load
 

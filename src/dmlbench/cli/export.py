@@ -4,11 +4,6 @@ from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.types import ConfigError
-
-    for key in ("run", "output"):
-        if cfg[key] is None:
-            raise ConfigError(f"say {key}=...; see dmlbench export --help")
     from dmlbench.apps.export import export_run
 
     formats = None if cfg.formats is None else list(cfg.formats)

@@ -13,7 +13,7 @@ import pandas as pd
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.apps.trained import distance_of_run
-from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.arguments import in_train
 from dmlbench.cli.train import composed_run
 from dmlbench.config import compose, composing
 from dmlbench.evaluation.embeddings.arrays import Array
@@ -38,9 +38,8 @@ def run(*overrides: str) -> Path:
     """
     from dmlbench.runner import run as run_config
 
-    line = CommandLine(overrides=overrides)
     with composing():
-        cfg = composed_run(for_hydra("train", line))
+        cfg = composed_run(in_train(overrides))
     return run_config(cfg)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.utils import JobReturn, configure_log
+from hydra.core.utils import JobReturn
 from omegaconf import DictConfig
 
 from dmlbench.apps.published_tables import summarize_tables
@@ -23,14 +22,14 @@ from dmlbench.apps.table_rows import (
     states,
 )
 from dmlbench.cli import train
-from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.cli.command import Job, prepare_process, require_output_dir, run_command
+from dmlbench.cli.arguments import CommandLine, in_train
+from dmlbench.cli.command import Job, composed_command, run_command
 from dmlbench.cli.errors import groups
 from dmlbench.cli.sweeps import launch, raise_failures
 from dmlbench.cli.table_output import print_table
-from dmlbench.cli.table_selection import Table, in_train, known_name, select_table, shard_of
+from dmlbench.cli.table_selection import Table, known_name, select_table, shard_of
 from dmlbench.cli.target_overrides import key_of
-from dmlbench.config import composing, config_folder, schema_of
+from dmlbench.config import config_folder, config_folders, schema_of
 from dmlbench.types import ConfigError, DmlbenchError, RunError, closest
 
 if TYPE_CHECKING:
@@ -54,12 +53,8 @@ def main(line: CommandLine) -> None:
     if line.help or line.cfg:
         run_command("reproduce", lambda cfg: None, own)
         return
-    prepare_process(line.config_dir)
-    with composing(line.config_dir):
-        cfg = hydra.compose("reproduce", for_hydra("reproduce", own), return_hydra_config=True)
-        configure_log(cfg.hydra.job_logging)
-        require_output_dir(cfg)
-        folders = [*([line.config_dir] if line.config_dir else []), config_folder()]
+    with composed_command("reproduce", own) as cfg:
+        folders = config_folders(line.config_dir)
         if cfg.list:
             _print_list(folders)
         elif cfg.measured:

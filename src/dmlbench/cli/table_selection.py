@@ -24,7 +24,7 @@ from dmlbench.apps.table_rows import (
     rows_of_paper,
     words,
 )  # fmt: skip
-from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.arguments import in_train
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
@@ -148,11 +148,6 @@ def _composed(name: str) -> tuple[dict[str, str], dict[str, Any]]:
     checked(OmegaConf.to_container(cfg.reproduce, resolve=False) if cfg.reproduce else None, f"experiment={name}")
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper.params, resolve=False) if cfg.hydra.sweeper.params else {}
     return {group: str(option) for group, option in cfg.hydra.runtime.choices.items()}, params
-
-
-def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
-    """Overrides of ``dmlbench train`` in Hydra's grammar."""
-    return for_hydra("train", CommandLine(overrides=tuple(given), is_sweep=is_grid))
 
 
 def _options_of(given: Sequence[str], key: str) -> list[str]:

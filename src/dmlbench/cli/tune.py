@@ -6,11 +6,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.utils import configure_log
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.cli.command import prepare_process, require_output_dir, run_command
+from dmlbench.cli.arguments import CommandLine, in_train
+from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.reproduce import parts_of, quiet
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.cli.train import composed_run
@@ -33,13 +32,7 @@ def main(line: CommandLine) -> None:
         return
     if other := next((override for override in launching if override.startswith("hydra")), None):
         raise ConfigError(f"{other}: tune has no launcher. Start the same command in several shells.")
-    prepare_process(line.config_dir)
-    with composing(line.config_dir):
-        cfg = hydra.compose("tune", for_hydra("tune", own), return_hydra_config=True)
-        configure_log(cfg.hydra.job_logging)
-        with open_dict(cfg):
-            del cfg["hydra"]
-        require_output_dir(cfg)
+    with composed_command("tune", own) as cfg:
         _tune(cfg, given, line.config_dir)
 
 
@@ -48,10 +41,10 @@ def _tune(cfg: DictConfig, given: Sequence[str], config_dir: Path | None) -> Non
 
     def compose(overrides: Sequence[str]) -> DictConfig:
         with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
-            return composed_run(_for_train(overrides))
+            return composed_run(in_train(overrides))
 
     def choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
-        composed = hydra.compose("train", _for_train(overrides), return_hydra_config=True)
+        composed = hydra.compose("train", in_train(overrides), return_hydra_config=True)
         return dict(composed.hydra.runtime.choices)
 
     search = make_search(cfg, given, choices)
@@ -103,10 +96,6 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
     )  # fmt: skip
 
 
-def _for_train(overrides: Sequence[str]) -> list[str]:
-    return for_hydra("train", CommandLine(overrides=tuple(overrides)))
-
-
 def _write_recipe(
     search: "Search", best: "Outcome", compose: Any, choices: Any, config_dir: Path | None
 ) -> tuple[Path, list[str]]:
@@ -121,7 +110,7 @@ def _write_recipe(
     atomic_write(path, content.encode())
     searching = [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
     with composing(search.folder), quiet("dmlbench.recipes"):
-        made = settings(composed_run([*_for_train([*asked, f"recipe={search.name}"]), *searching]))
+        made = settings(composed_run([*in_train([*asked, f"recipe={search.name}"]), *searching]))
     if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:
         raise RunError(
             f"{path} cannot hold all settings of the best trial ({', '.join(lost)}). Give these on the command line "

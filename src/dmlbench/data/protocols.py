@@ -55,9 +55,12 @@ class Protocol:
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
         """The rows of one fold, checked by ``check_split``."""
+        self.check_fold(fold)
+        return check_split(self._split(table, fold), table)
+
+    def check_fold(self, fold: int) -> None:
         if not 0 <= fold < self.num_folds:
             raise ConfigError(f"fold ({fold}) of protocol '{self.name}' must lie in [0, {self.num_folds - 1}]")
-        return check_split(self._split(table, fold), table)
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         raise NotImplementedError

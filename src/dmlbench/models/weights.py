@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dmlbench.runtime import reason_of
-from dmlbench.types import ConfigError, not_a_file
+from dmlbench.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.is_file():
-        found = not_a_file(path)
-        what = f"{found}, not a file" if found else "not there"
         raise ConfigError(
-            f"weights file '{path}' is {what}. Correct weights_file, or set weights_file=null and pretrained=false."
+            f"weights file '{path}' is not there. Correct weights_file, or set weights_file=null and pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":

@@ -20,7 +20,7 @@ from dmlbench.results.store import (
     runs_in,
 )
 from dmlbench.runtime import read_json, remove_leftovers, write_json
-from dmlbench.types import RunError, not_a_file
+from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +191,6 @@ def is_current(config_dir: Path, summary: Mapping[str, Any]) -> bool:
 def is_of_runs(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:
     """Whether a summary was made from exactly the results of these runs, as they are now."""
     results = [config_dir / run_name(key) / RESULT for key in sorted(coordinates)]
-    if any(not_a_file(path) for path in results):
-        return False
     return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 

@@ -23,7 +23,7 @@ from dmlbench.results.collections import collections, confidence_interval, mean_
 from dmlbench.results.run_scores import DistanceOf, scores_of_run
 from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, run_name
 from dmlbench.runtime import atomic_write
-from dmlbench.types import RunError, closest, not_a_file
+from dmlbench.types import RunError, closest
 
 COLLECTIONS = "collections.csv"
 
@@ -269,8 +269,6 @@ def rule_named(name: str) -> AggregationRule:
 
 def stored_collections(config_dir: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
     """The scores of all collections that a config's summary is of; None if their file is missing or another."""
-    if not_a_file(config_dir / COLLECTIONS):
-        return None
     try:
         text = (config_dir / COLLECTIONS).read_bytes()
         frame = pd.read_csv(io.BytesIO(text), dtype=str).astype(float)

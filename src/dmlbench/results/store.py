@@ -13,9 +13,8 @@ from typing import Any, Literal
 from dmlbench.results.locks import LOCK as LOCK
 from dmlbench.results.locks import is_locked as is_locked
 from dmlbench.results.locks import locked as locked
-from dmlbench.results.locks import require_file
 from dmlbench.runtime import derive_seed, file_sha256, read_json, write_json
-from dmlbench.types import ConfigError, RunError, check_choice, not_a_file
+from dmlbench.types import ConfigError, RunError, check_choice
 
 RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
     "result.json",
@@ -88,7 +87,6 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
     files = [name for name in files if (run_dir / name).exists()]
     hashes = {}
     for name in files:
-        require_file(run_dir / name)
         try:
             hashes[f"{Path(name).stem}_sha256"] = file_sha256(run_dir / name)
         except OSError as error:
@@ -144,8 +142,6 @@ def run_state(run_dir: Path) -> State:
 
 def last_error(run_dir: Path) -> str:
     """The last line of what a failed run left; empty where it cannot be read."""
-    if what := not_a_file(run_dir / ERROR):
-        return f"{run_dir / ERROR} is {what}, not a file"
     with contextlib.suppress(OSError):
         return " ".join((run_dir / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:])
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dmlbench.runtime import atomic_write, reason_of
-from dmlbench.types import RunError, not_a_file
+from dmlbench.types import RunError
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -34,8 +34,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         RunError: the file is truncated, damaged, unreadable or not a checkpoint.
     """
-    if what := not_a_file(path):
-        raise RunError(f"the checkpoint {path} is {what}, not a file; remove it to start this run again")
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:

@@ -12,7 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import ConfigError, RunError, not_a_file
+from dmlbench.types import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,6 @@ class History:
 def read_history(path: Path) -> list[tuple[int, str, float]]:
     """Read a ``history.csv``, without a last line that a kill cut off."""
     remedy = "remove it, or the run's checkpoints to start the run again"
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; {remedy}")
     if not path.exists():
         return []
     try:

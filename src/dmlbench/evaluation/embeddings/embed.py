@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dmlbench.device_copies import to_device
 from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.runtime import atomic_write
-from dmlbench.types import Batch, EmbeddingSet, RunError, not_a_file
+from dmlbench.types import Batch, EmbeddingSet, RunError
 
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
 BY_ORDER = {"ids": "by order"}
@@ -184,8 +184,6 @@ def _read(path: str | os.PathLike[str], missing: str) -> tuple[dict[str, Tensor]
         RunError: the file is damaged or cannot be read; ``missing`` if there is none.
     """
     path = Path(path)
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; remove the run's folder and run it again")
     if not path.is_file():
         raise RunError(missing)
     try:

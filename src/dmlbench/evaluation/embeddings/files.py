@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, load_embeddings
 from dmlbench.runtime import reason_of
-from dmlbench.types import EmbeddingSet, RunError, not_a_file
+from dmlbench.types import EmbeddingSet, RunError
 
 ROWS, LABELS, IDS = ("rows", "embeddings", "features"), ("labels", "targets"), ("ids",)
 """Names under which a file may hold each part."""
@@ -103,8 +103,6 @@ def _read(path: str | Path) -> dict[str, Array]:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise RunError(f"{path} is of an unknown kind; known: {', '.join(SUFFIXES)}")
-    if what := not_a_file(path):
-        raise RunError(f"{path} is {what}, not a file; name a file of embeddings")
     if not path.is_file():
         raise RunError(f"there is no file {path}")
     try:
