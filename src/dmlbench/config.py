@@ -14,7 +14,6 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from dmlbench.external import load_json, load_yaml
 from dmlbench.recipes import register_recipes, settle_recipe

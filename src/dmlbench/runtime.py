@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dmlbench.external import load_json
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, require_file
 
 Precision = Literal["float32", "bf16"]
 
@@ -174,6 +174,7 @@ _CHECKSUM = "checksum"
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
+    require_file(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -273,6 +273,12 @@ def not_a_file(path: str | os.PathLike[str]) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raise RunError for a pipe, a folder or a device; opening a pipe waits without end."""
+    if what := not_a_file(path):
+        raise RunError(f"{path} is {what}, not a file. Remove it.")
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
     if not isinstance(node, dict):

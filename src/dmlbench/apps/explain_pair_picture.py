@@ -39,7 +39,7 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     width, height = _NODE
     size = (max(8.0, 1.4 + explanation.num_below * width), 1.2 + sum(rows) * height)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    head, levels, *inferences = figure.subfigures(len(rows), 1, height_ratios=rows)
+    head, levels, *inferences = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     _draw_head(head, explanation)
     _draw_levels(levels, explanation)
     for part in inferences:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, require_file
 
 _SECOND = "_2"
 """Suffix of an image of the second folder whose name the first folder has, too."""
@@ -106,6 +106,7 @@ def read_official(path: Path, merge_order: Sequence[str]) -> OfficialEpisodes:
             "official needs merge_order=[<folder>,<folder>]: the order in which two folders of images were merged "
             "tells which files were renamed. If you do not know it, leave official out to draw own episodes."
         )
+    require_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -191,6 +191,8 @@ def is_current(config_dir: Path, summary: Mapping[str, Any]) -> bool:
 def is_of_runs(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:
     """Whether a summary was made from exactly the results of these runs, as they are now."""
     results = [config_dir / run_name(key) / RESULT for key in sorted(coordinates)]
+    if not all(path.is_file() for path in results):
+        return False
     return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from dmlbench.runtime import is_open_at, remove_leftovers
-from dmlbench.types import RunError, RunInUse
+from dmlbench.types import RunError, RunInUse, require_file
 
 LOCK = "run.lock"
 BEAT_S, SILENT_S = 15.0, 90.0
@@ -26,6 +26,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         RunInUse: another process holds it.
     """
+    require_file(run_dir / LOCK)
     try:
         file = (run_dir / LOCK).open("a+")
     except OSError as error:
@@ -135,6 +136,7 @@ def _lock(descriptor: int) -> None:
 
 def is_locked(run_dir: Path) -> bool:
     """Whether a living process holds the run directory."""
+    require_file(run_dir / LOCK)
     try:
         with (run_dir / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

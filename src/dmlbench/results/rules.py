@@ -269,6 +269,8 @@ def rule_named(name: str) -> AggregationRule:
 
 def stored_collections(config_dir: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:
     """The scores of all collections that a config's summary is of; None if their file is missing or another."""
+    if not (config_dir / COLLECTIONS).is_file():
+        return None
     try:
         text = (config_dir / COLLECTIONS).read_bytes()
         frame = pd.read_csv(io.BytesIO(text), dtype=str).astype(float)

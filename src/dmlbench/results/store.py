@@ -14,7 +14,7 @@ from dmlbench.results.locks import LOCK as LOCK
 from dmlbench.results.locks import is_locked as is_locked
 from dmlbench.results.locks import locked as locked
 from dmlbench.runtime import derive_seed, file_sha256, read_json, write_json
-from dmlbench.types import ConfigError, RunError, check_choice
+from dmlbench.types import ConfigError, RunError, check_choice, require_file
 
 RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
     "result.json",
@@ -142,7 +142,8 @@ def run_state(run_dir: Path) -> State:
 
 def last_error(run_dir: Path) -> str:
     """The last line of what a failed run left; empty where it cannot be read."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RunError):
+        require_file(run_dir / ERROR)
         return " ".join((run_dir / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:])
     return ""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dmlbench.runtime import atomic_write, reason_of
-from dmlbench.types import RunError
+from dmlbench.types import RunError, require_file
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -34,6 +34,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         RunError: the file is truncated, damaged, unreadable or not a checkpoint.
     """
+    require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:

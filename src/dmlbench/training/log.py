@@ -12,7 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, require_file
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
     remedy = "remove it, or the run's checkpoints to start the run again"
     if not path.exists():
         return []
+    require_file(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = list(csv.reader(file))[1:]
