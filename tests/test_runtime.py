@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,6 +110,26 @@ with whole_file({str(tmp_path / "x.png")!r}) as file:
         process.kill()
     runtime.remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_appears_whole_and_leftovers_of_killed_processes_go(tmp_path) -> None:
+    code = f"""
+import time; from pathlib import Path; from dmlbench.runtime import whole_folder
+with whole_folder(Path({str(tmp_path / "x")!r})) as folder:
+    (folder / "weights").write_text("secret"); print("written", flush=True); time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+        (left,) = tmp_path.iterdir()
+        with runtime.whole_folder(tmp_path / "x") as folder:
+            (folder / "a").write_text("whole")
+        assert left.exists()  # somebody fills it
+        process.kill()
+    shutil.rmtree(tmp_path / "x")
+    with pytest.raises(ValueError), runtime.whole_folder(tmp_path / "x"):
+        assert not left.exists()
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_taken_for_a_leftover_before_its_lock_is_not_used(tmp_path, monkeypatch) -> None:

@@ -10,7 +10,9 @@ import os
 import pickle
 import platform
 import random
+import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -157,6 +159,34 @@ def _locked_temporary(path: Path) -> tuple[Path, IO[bytes]]:
         if is_open_at(temporary, file.fileno()):
             return temporary, file
         file.close()  # it was taken for a leftover before it had its lock
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``path`` at the end of the block; an error in the block removes it.
+
+    Folders that killed processes were filling are removed first.
+    """
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), _locked_folder(leftover):
+            shutil.rmtree(leftover)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as temporary,
+        _locked_folder(Path(temporary)),
+    ):
+        (folder := Path(temporary) / path.name).mkdir()
+        yield folder
+        os.replace(folder, path)
+
+
+@contextlib.contextmanager
+def _locked_folder(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) -> None:

@@ -1,7 +1,12 @@
 """Trained models without their data: the embeddings of the run again, from its folder or an exported one."""
 
+import contextlib
 import json
+import socketserver
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,27 +170,89 @@ def test_embeddings_of_a_folder_are_evaluated_by_the_models_distance(of_letters,
         embed_folder(dmlbench.load(of_letters), tmp_path / "classed", file)
 
 
+@contextlib.contextmanager
+def listener() -> Iterator[tuple[str, list[bytes]]]:
+    """A server on the loopback address, and what it was sent."""
+    received: list[bytes] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            received.append(self.request.recv(1000))
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+        server.shutdown()
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change values of an exported configuration, and its hash in the manifest."""
+    config = OmegaConf.load(folder / CONFIG)
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    OmegaConf.save(config, folder / CONFIG)
+    manifest = read_json(folder / MANIFEST)
+    manifest["files"][CONFIG] = export.file_sha256(folder / CONFIG)
+    write_json(folder / MANIFEST, manifest)
+
+
+@pytest.mark.parametrize(
+    "place", ["transform.eval", "transform.eval.extra", "backbone.extra", "head.extra", "pooling.extra"]
+)
+def test_an_exported_folder_opens_no_connection_and_reads_no_variable(of_letters, tmp_path, monkeypatch, place) -> None:
+    folder = tmp_path / "folder"
+    export_run(of_letters, folder, formats=[])
+    sound = (folder / CONFIG).read_bytes()
+    monkeypatch.setenv("CANARY", "a-secret")
+    with listener() as (url, received):
+        call = {"_target_": "dmlbench.models.timm_weights.reachable", "hub_id": None, "url": f"{url}/?s=a-secret"}
+        rewrite(folder, **{place: call})
+        with pytest.raises(
+            ConfigError, match=rf"{place}._target_: got dmlbench.models.timm_weights.reachable, expected"
+        ):
+            dmlbench.load(folder)
+        for resolver in ("oc.env:CANARY", "oc.decode:'{a: 1}'", "paths.data_dir"):
+            (folder / CONFIG).write_bytes(sound)
+            rewrite(
+                folder, **{place: {"_target_": "dmlbench.data.batches.transforms.identity", "x": f"${{{resolver}}}"}}
+            )
+            with pytest.raises(ConfigError, match=rf"{place}.x is an interpolation, expected a value"):
+                dmlbench.load(folder)
+    assert received == []
+
+
 def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> None:
     folder = tmp_path / "folder"
     export_run(of_letters, folder, formats=[])
-
-    def rewritten(key: str, target: str) -> None:
-        config = OmegaConf.load(folder / CONFIG)
-        OmegaConf.update(config, key, target)
-        OmegaConf.save(config, folder / CONFIG)
-        manifest = read_json(folder / MANIFEST)
-        manifest["files"][CONFIG] = export.file_sha256(folder / CONFIG)
-        write_json(folder / MANIFEST, manifest)
-
-    for target, message in (
-        ("os.system", r"pooling._target_ is os.system, which is no part of dmlbench's models; .*\[os\]"),
-        ("dmlbench.results.store.remove_run", "which is no part of dmlbench's models"),
-        ("dmlbench.models.weights.read_weights", "which is no pooling"),
-        ("dmlbench.models.weights.torch.load", "cannot be imported"),
+    for key, target, message in (
+        ("pooling._target_", "os.system", r"pooling._target_: got os.system, expected a component .* here \[os\]"),
+        ("pooling._target_", "dmlbench.results.store.remove_run", "expected a component of dmlbench"),
+        (
+            "pooling._target_",
+            "dmlbench.models.projection.Projection",
+            "pooling._target_: got dmlbench.models.projection",
+        ),
+        ("pooling._target_", ["os.system"], "expected a component of dmlbench"),
+        ("backbone.name", "hf_hub:someone/model", "backbone.name: got hf_hub:someone/model, which would be fetched"),
     ):
-        rewritten("pooling._target_", target)
+        sound = (folder / CONFIG).read_bytes()
+        rewrite(folder, **{key: target})
         with pytest.raises(ConfigError, match=message):
             dmlbench.load(folder)
+        (folder / CONFIG).write_bytes(sound)
+    with pytest.raises(ConfigError, match="which is not of the package os"):
+        rewrite(folder, **{"pooling._target_": "os.path.join"})
+        dmlbench.load(folder, modules=["os"])
+    (folder / CONFIG).write_bytes(sound)
+    for change, message in (({"files": 3}, "files: got 3, expected an object"), ({"result": None}, "result: got None")):
+        manifest = read_json(folder / MANIFEST)
+        write_json(folder / MANIFEST, manifest | change)
+        with pytest.raises(RunError, match=rf"dmlbench.json is damaged \({message}"):
+            dmlbench.load(folder)
+        write_json(folder / MANIFEST, manifest)
+    rewrite(folder)
+    dmlbench.load(folder)
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4])
     with pytest.raises(RunError, match=r"is not the file that dmlbench.json names"):
         dmlbench.load(folder)

@@ -4,8 +4,6 @@ import contextlib
 import importlib.util
 import io
 import logging
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ from dmlbench.apps.loaded import (
 )
 from dmlbench.apps.model_card import model_card
 from dmlbench.results.store import CONFIG
-from dmlbench.runtime import atomic_write, file_sha256, package_versions, write_json
+from dmlbench.runtime import atomic_write, file_sha256, package_versions, whole_folder, write_json
 from dmlbench.types import ConfigError, RunError, check_choice
 
 GRAPHS = {"torch_export": "model.pt2", "onnx": "model.onnx"}
@@ -84,11 +82,8 @@ def export_run(
         raise ConfigError(f"output: {output} exists, expected a new folder.")
     model = load(run_dir, device="cpu")
     try:
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.", suffix=".tmp") as place:
-            folder = Path(place) / output.name
-            folder.mkdir()
+        with whole_folder(output) as folder:
             left_out = _fill(folder, model, formats, license)
-            os.replace(folder, output)
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror or error}. Choose another folder.") from error
     return left_out

@@ -1,6 +1,7 @@
 """A trained model without its data: images to embeddings, and the distance between these."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dmlbench import build
 from dmlbench.apps.trained import config_with_weights, open_given, put_weights, without_pretrained
 from dmlbench.components import component, imported
-from dmlbench.config import load_config
+from dmlbench.config import config_folder, load_config, read_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.given import Given
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
+from dmlbench.external import Schema, load_yaml, validated
 from dmlbench.identity import leaves
 from dmlbench.models.backbones import Backbone
-from dmlbench.models.head import Head
 from dmlbench.models.net import MetricModel
-from dmlbench.models.pooling.base import Pooling
 from dmlbench.results.store import CONFIG, read_result, require_own_files
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
@@ -35,8 +36,17 @@ WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.jso
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""
 EXPORT_SCHEMA = 1
 
-_PARTS = ("dmlbench.models.", "dmlbench.data.batches.transforms.")
-"""Where the classes live that a configuration from elsewhere may name."""
+
+class Manifest(Schema):
+    """What ``dmlbench.json`` of an exported folder says."""
+
+    version: int = Field(alias="schema")
+    files: dict[str, str]
+    embedding_size: int
+    modules: list[str]
+    left_out: dict[str, str]
+    versions: dict[str, str]
+    result: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -129,8 +139,8 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
     Args:
         path: the folder.
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
-        modules: packages of your own whose classes an exported folder may name. Its configuration is data: only classes
-            of networks, poolings and heads of dmlbench and of these are made. Run directories are taken as they are.
+        modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
+            components of dmlbench's options and of these packages are made. Run directories are taken as they are.
 
     Raises:
         RunError: it is neither, it is incomplete or damaged, or it was made by an incompatible version.
@@ -150,22 +160,22 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
 
 def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedModel:
     try:
-        manifest = read_json(folder / MANIFEST)
+        content = read_json(folder / MANIFEST)
+        if content.get("schema") != EXPORT_SCHEMA:
+            raise RunError(
+                f"{folder / MANIFEST} has schema {content.get('schema')}, this version reads {EXPORT_SCHEMA}; install "
+                "the version that wrote it"
+            )
+        manifest = validated(content, Manifest)
     except ValueError as error:
         raise RunError(f"{folder / MANIFEST} is damaged ({error}); get the folder again") from error
-    if manifest.get("schema") != EXPORT_SCHEMA:
-        raise RunError(
-            f"{folder / MANIFEST} has schema {manifest.get('schema')}, this version reads {EXPORT_SCHEMA}; install "
-            "the version that wrote it"
-        )
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
         path = folder / name
-        if not path.is_file() or file_sha256(path) != manifest["files"].get(name):
+        if not path.is_file() or file_sha256(path) != manifest.files.get(name):
             raise RunError(f"{path} is not the file that {MANIFEST} names; get the folder again")
-    config = load_config(folder / CONFIG)
-    _require_known_classes(config, modules)
-    model = _made(folder, config, manifest["result"], device, load_file(folder / WEIGHTS), folder / WEIGHTS)
-    now, then = (each["in_the_network"] for each in (preprocessing(model), read_json(folder / PREPROCESSING)))
+    config = _plain_config(folder / CONFIG, modules)
+    model = _made(folder, config, manifest.result, device, load_file(folder / WEIGHTS), folder / WEIGHTS)
+    now, then = (each.get("in_the_network") for each in (preprocessing(model), read_json(folder / PREPROCESSING)))
     if now != then:
         raise RunError(
             f"{folder / PREPROCESSING} names {then}, but the versions of dmlbench and timm here have {now}; install "
@@ -207,28 +217,48 @@ def preprocessing(model: TrainedModel) -> dict[str, Any]:
 
 def foreign_modules(config: DictConfig) -> list[str]:
     """Packages other than dmlbench whose classes a model is made of, sorted."""
-    return sorted({target.partition(".")[0] for *_, target in _targets(config) if not target.startswith(_PARTS)})
+    targets = [str(value) for place, value in _leaves_of_model(config) if place.endswith("._target_")]
+    return sorted({target.partition(".")[0] for target in targets} - {"dmlbench"})
 
 
-def _require_known_classes(config: DictConfig, modules: tuple[str, ...]) -> None:
-    """Insist that a folder from elsewhere names nothing but parts of models and transforms."""
-    trusted = (*_PARTS, *(f"{module}." for module in modules))
-    for kind, place, target in _targets(config):
-        if not target.startswith(trusted):
-            raise ConfigError(
-                f"{place} is {target}, which is no part of dmlbench's models; if you trust that code, name its package "
-                f"in modules, here [{target.partition('.')[0]}]"
-            )
-        found = imported(target, place)
-        is_kind = kind is None or (isinstance(found, type) and issubclass(found, kind))
-        if not is_kind or not f"{getattr(found, '__module__', '')}.".startswith(trusted):
-            raise ConfigError(f"{place} is {target}, which is no {place.partition('.')[0]}; get the folder again")
+def _plain_config(path: Path, modules: tuple[str, ...]) -> DictConfig:
+    """A configuration from elsewhere, if it is data: no interpolation, no place in a network, and known components.
+
+    Args:
+        path: of the file.
+        modules: packages whose components are allowed, too.
+    """
+    content = read_config(path)
+    if place := next((place for place, value in leaves(content) if "${" in f"{place}{value}"), None):
+        raise ConfigError(f"{path}: {place} is an interpolation, expected a value. Get the folder again.")
+    config = load_config(path)
+    known = _components()
+    for place, value in _leaves_of_model(config):
+        if "_target_" in place and value not in known.get(place, ()):
+            package = str(value).partition(".")[0]
+            if package not in modules:
+                remedy = f"If you trust that code, name its package in modules, here [{package}]"
+                raise ConfigError(f"{place}: got {value}, expected a component of dmlbench. {remedy}.")
+            if not f"{getattr(imported(str(value), place), '__module__', '')}.".startswith(f"{package}."):
+                raise ConfigError(f"{place}: got {value}, which is not of the package {package}. Get the folder again.")
+        if place == "backbone.name" and ":" in str(value):
+            raise ConfigError(f"{place}: got {value}, which would be fetched. Get a folder whose network timm has.")
+    return config
 
 
-def _targets(config: DictConfig) -> Iterable[tuple[type | None, str, str]]:
-    """Everything that a model is made of: the class that must stand there, if any, the place and the ``_target_``."""
-    container: Any = OmegaConf.to_container(config, resolve=True)
-    kinds = {"backbone._target_": Backbone, "pooling._target_": Pooling, "head._target_": Head}
-    for place, target in leaves(container):
-        if place.endswith("._target_") and place.startswith(("backbone.", "pooling.", "head.", "transform.eval.")):
-            yield kinds.get(place), place, str(target)
+def _leaves_of_model(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Values by their place of everything that a loaded model is made of."""
+    for part in ("backbone", "pooling", "head", "transform.eval"):
+        node = OmegaConf.select(config, part)
+        yield from leaves(OmegaConf.to_container(node) if OmegaConf.is_config(node) else node, part)
+
+
+@functools.cache
+def _components() -> dict[str, set[str]]:
+    """The components of dmlbench's own options by the place where they stand."""
+    found: dict[str, set[str]] = {}
+    for group in ("backbone", "pooling", "head", "transform"):
+        for path in (config_folder() / group).glob("*.yaml"):
+            for place, value in leaves(load_yaml(path)):
+                found.setdefault(f"{group}.{place}", set()).add(value)
+    return {place: values for place, values in found.items() if place.endswith("._target_")}
