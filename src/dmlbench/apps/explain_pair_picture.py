@@ -1,6 +1,7 @@
 """The picture of why two images are, or are not, alike to AVSL, and a file of its numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -39,7 +40,8 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     width, height = _NODE
     size = (max(8.0, 1.4 + explanation.num_below * width), 1.2 + sum(rows) * height)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    head, levels, *inferences = figure.subfigures(len(rows), 1, height_ratios=rows)
+    parts: Any = figure.subfigures(len(rows), 1, height_ratios=rows)
+    head, levels, *inferences = parts
     _draw_head(head, explanation)
     _draw_levels(levels, explanation)
     for part in inferences:
