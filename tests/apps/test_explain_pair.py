@@ -147,7 +147,7 @@ def test_averages_of_the_maps_differ_by_what_the_node_says(variant) -> None:
         assert maps.shape == (2, SIZE, 8 >> level, 8 >> level)
         means = maps.astype(np.float64).mean((2, 3))
         assert_allclose(means, found.embeddings[:, level], atol=1e-6)
-        assert_allclose((means[0] - means[1]) ** 2, found.nodes[level], atol=1e-6)
+        assert_allclose((means[0] - means[1]) ** 2, found.values["delta"][level], atol=1e-6)
 
 
 def test_equal_images_are_at_distance_zero_of_which_there_are_no_shares(tmp_path) -> None:
@@ -157,7 +157,7 @@ def test_equal_images_are_at_distance_zero_of_which_there_are_no_shares(tmp_path
     assert found["distance"] == 0
     assert [level["share"] for level in found["levels"]] == [None, None, None]
     # nothing is inferred to any node more than to another: the least reliable one is shown
-    assert found["decomposition"][0]["node"] == int(explanation.reliabilities[-1].argmin())
+    assert found["decomposition"][0]["node"] == int(explanation.values["reliability"][-1].argmin())
     write_pair(explanation, tmp_path / "same.png")
     assert "null" in (tmp_path / "same.json").read_text()
 
@@ -227,7 +227,7 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["pair=3,900"], "image 900 is not in glyphs_collage, which has rows 0 to 63"),
-    (["pair=3,none.jpg"], "image 'none.jpg' is no path of glyphs_collage"),
+    (["pair=3,none.jpg"], "image 'none.jpg' is not in glyphs_collage"),
     (["pair=3,large.png"], "large.png: got 40 x 40 pixels, expected (32, 32) as in glyphs_collage"),
     (["pair=3,4", "num_nodes=9"], "num_nodes: got 9, expected 1 to 8"),
     ([], "give pair=<image>,<another> and one run"),

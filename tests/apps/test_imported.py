@@ -85,8 +85,8 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
     run = next(iter(find_runs(tmp_path / "out"))).path
     assert read_result(run)["imported"]["ids"] == "by order"
     for changed, message in (
-        ({"ids": None, "labels": np.roll(in_order, 1)}, r"in this order: label \d+ stands for 2"),
-        ({"ids": None, "labels": np.arange(24)}, r"in this order: class \d+ stands for 4"),
+        ({"ids": None, "labels": np.roll(in_order, 1)}, r"in this order: label \d+ stands for 2 classes"),
+        ({"ids": None, "labels": np.arange(24)}, r"in this order: class \d+ stands for 4 labels"),
         ({"ids": None, "labels": np.zeros(24, int)}, "label 0 stands for"),
         ({"ids": np.arange(10, 34)}, r"has the id 10, expected the row of each test image of .*: here 24 to 47"),
         (

@@ -197,9 +197,10 @@ def rewrite(folder: Path, **changes: Any) -> None:
     write_json(folder / MANIFEST, manifest)
 
 
-@pytest.mark.parametrize(
-    "place", ["transform.eval", "transform.eval.extra", "backbone.extra", "head.extra", "pooling.extra"]
-)
+PLACES = ("transform.eval", "transform.eval.extra", "backbone.extra", "head.extra", "pooling.extra")
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_an_exported_folder_opens_no_connection_and_reads_no_variable(of_letters, tmp_path, monkeypatch, place) -> None:
     folder = tmp_path / "folder"
     export_run(of_letters, folder, formats=[])
@@ -208,15 +209,11 @@ def test_an_exported_folder_opens_no_connection_and_reads_no_variable(of_letters
     with listener() as (url, received):
         call = {"_target_": "dmlbench.models.timm_weights.reachable", "hub_id": None, "url": f"{url}/?s=a-secret"}
         rewrite(folder, **{place: call})
-        with pytest.raises(
-            ConfigError, match=rf"{place}._target_: got dmlbench.models.timm_weights.reachable, expected"
-        ):
+        with pytest.raises(ConfigError, match=rf"{place}._target_: got dmlbench.models.timm_weights"):
             dmlbench.load(folder)
         for resolver in ("oc.env:CANARY", "oc.decode:'{a: 1}'", "paths.data_dir"):
             (folder / CONFIG).write_bytes(sound)
-            rewrite(
-                folder, **{place: {"_target_": "dmlbench.data.batches.transforms.identity", "x": f"${{{resolver}}}"}}
-            )
+            rewrite(folder, **{place: {"x": f"${{{resolver}}}"}})
             with pytest.raises(ConfigError, match=rf"{place}.x is an interpolation, expected a value"):
                 dmlbench.load(folder)
     assert received == []
@@ -231,7 +228,7 @@ def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> 
         (
             "pooling._target_",
             "dmlbench.models.projection.Projection",
-            "pooling._target_: got dmlbench.models.projection",
+            "got dmlbench.models.projection",
         ),
         ("pooling._target_", ["os.system"], "expected a component of dmlbench"),
         ("backbone.name", "hf_hub:someone/model", "backbone.name: got hf_hub:someone/model, which would be fetched"),

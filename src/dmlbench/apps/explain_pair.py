@@ -39,10 +39,7 @@ class PairExplanation:
     pixels: NDArray[np.uint8]  # [2, 3, H, W], as the network saw them
     maps: tuple[NDArray[np.float32], ...]  # [2, r, h, w] of each level, in the scale of the unit embeddings
     embeddings: Floats  # [2, L, r], of unit length
-    nodes: Floats  # delta [L, r]
-    reliabilities: Floats  # p [L, r]
-    rectified: Floats  # delta-hat [L, r]
-    sensitivities: Floats  # lambda [L, r]
+    values: dict[str, Floats]  # [L, r]: delta, reliability p, rectified delta-hat, sensitivity lambda, contribution
     similar: IntArray  # [L, n] the nodes of least delta among the reliable ones
     dissimilar: IntArray  # [L, n] those of greatest, from the greatest
     reliable: int  # how many of a level's nodes count as reliable
@@ -52,17 +49,17 @@ class PairExplanation:
 
     @property
     def contributions(self) -> Floats:
-        """lambda delta [L, r]; their sum is the distance."""
-        return self.sensitivities * self.nodes
+        """Of the levels [L]; their sum is the distance."""
+        return self.values["contribution"].sum(1)
 
     @property
     def distance(self) -> float:
-        return float(self.contributions.sum())
+        return float(self.values["contribution"].sum())
 
     @property
     def shares(self) -> Floats | None:
         """[L] of the distance; None where it is 0, of which there are no shares."""
-        return self.contributions.sum(1) / self.distance if self.distance > 0 else None
+        return self.contributions / self.distance if self.distance > 0 else None
 
     @property
     def num_below(self) -> int:
@@ -77,31 +74,20 @@ class PairExplanation:
             **self.settings,
             **({"data_notes": list(self.data_notes)} if self.data_notes else {}),
             "reliable": self.reliable,
-            "levels": [self._level_json(level) for level in reversed(range(len(self.nodes)))],
+            "levels": [self._level_json(level) for level in reversed(range(len(self.maps)))],
             "decomposition": [self._inference_json(one) for one in self.inferences],
         }
 
-    @property
-    def _values(self) -> dict[str, Floats]:
-        """What there is of every node [L, r], by its name in the JSON file."""
-        return {
-            "delta": self.nodes,
-            "reliability": self.reliabilities,
-            "rectified": self.rectified,
-            "sensitivity": self.sensitivities,
-            "contribution": self.contributions,
-        }
-
     def of_node(self, level: int, node: int) -> dict[str, float]:
-        """The numbers of one node, by their names in the JSON file."""
-        return {name: float(values[level, node]) for name, values in self._values.items()}
+        """The values of one node."""
+        return {name: float(values[level, node]) for name, values in self.values.items()}
 
     def _level_json(self, level: int) -> dict[str, Any]:
         return {
             "level": level + 1,
-            "contribution": float(self.contributions[level].sum()),
+            "contribution": float(self.contributions[level]),
             "share": None if self.shares is None else float(self.shares[level]),
-            "nodes": {name: values[level].tolist() for name, values in self._values.items()},
+            "nodes": {name: values[level].tolist() for name, values in self.values.items()},
             "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
             "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
         }
@@ -169,7 +155,8 @@ def explain_images(
     nodes, reliabilities, rectified, sensitivities = (
         x[0].cpu().numpy() for x in (found.nodes, found.reliabilities, found.rectified, found.sensitivities)
     )
-    picked = [_pick(*values, num_nodes, reliable) for values in zip(nodes, reliabilities, strict=True)]
+    values = {"delta": nodes, "reliability": reliabilities, "rectified": rectified, "sensitivity": sensitivities}
+    picked = [_pick(*level, num_nodes, reliable) for level in zip(nodes, reliabilities, strict=True)]
     inferences: tuple[Inference, ...] = ()
     if distance.inference == "rectified":
         inferences = _decompose(reliabilities, rectified, distance.normalized_edges().cpu().numpy(), 2 * num_nodes)
@@ -178,10 +165,7 @@ def explain_images(
         pixels=images.cpu().numpy(),
         maps=tuple(x.float().cpu().numpy() for x in model.head.unit_activations(maps)),
         embeddings=distance.levels(rows)[0].cpu().numpy(),
-        nodes=nodes,
-        reliabilities=reliabilities,
-        rectified=rectified,
-        sensitivities=sensitivities,
+        values=values | {"contribution": sensitivities * nodes},
         similar=np.stack([similar for similar, _ in picked]),
         dissimilar=np.stack([dissimilar for _, dissimilar in picked]),
         reliable=reliable,

@@ -80,7 +80,9 @@ def import_config(cfg: DictConfig) -> Imported:
         )
     table: ImageTable = component(cfg.dataset.table)
     spec: EvaluationSpec = component(cfg.evaluation)
-    config, scores, notes = _config_of(cfg, protocol.name), {}, list[str]()
+    name = f"{cfg.name}-imported-{config_sha256(_identity(cfg))[:8]}"
+    config = Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol.name / name
+    scores, notes = {}, list[str]()
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
@@ -151,12 +153,12 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
     """Insist that numbers of classes stand one to one for those of the data set."""
     ours = table.labels[rows]
     pairs = np.unique(np.stack([theirs, ours]), axis=1)
-    for values, what in zip(pairs, ("label", "class"), strict=True):
+    for values, what, others in zip(pairs, ("label", "class"), ("classes", "labels"), strict=True):
         found, counts = np.unique(values, return_counts=True)
         if counts.max() > 1:
             raise RunError(
                 f"{source} is not of the test images of {table.name} in this order: {what} {found[counts.argmax()]} "
-                f"stands for {counts.max()}. Give ids, or bring the rows into the data set's order."
+                f"stands for {counts.max()} {others}. Give ids, or bring the rows into the data set's order."
             )
 
 
@@ -184,11 +186,6 @@ def _identity(cfg: DictConfig) -> DictConfig:
     )  # fmt: skip
     assert isinstance(identity, DictConfig)
     return identity
-
-
-def _config_of(cfg: DictConfig, protocol: str) -> Path:
-    digest = config_sha256(_identity(cfg))[:8]
-    return Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol / f"{cfg.name}-imported-{digest}"
 
 
 def _write(

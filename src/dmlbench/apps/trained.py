@@ -122,7 +122,7 @@ def row_of(table: ImageTable, image: int | str) -> int:
         return image
     found = np.flatnonzero(table.paths == str(image))
     if not len(found):
-        raise ConfigError(f"image '{image}' is no path of {table.name}; {closest(str(image), table.paths.tolist())}")
+        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(str(image), table.paths.tolist())}")
     return int(found[0])
 
 

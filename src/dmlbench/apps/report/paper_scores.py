@@ -1,5 +1,6 @@
 """Numbers that papers print for the choices of a config, beside the config's own."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,17 @@ def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
         return []
     known = experiments([config_folder()])
     found = []
-    composed: dict[tuple[str, ...], DictConfig] = {}
-    for name in papers.tables():
-        if name not in known:
-            continue
+    for name in [table for table in papers.tables() if table in known]:
         for row in rows_of_paper(name, reproduce_of(known[name]), {}):
             for config in with_recipe:
-                if not row.overrides or not _may_be(row, config):
-                    continue
-                if row.overrides not in composed:
-                    composed[row.overrides] = compose("train", row.overrides, with_hydra=True)
-                if _is(composed[row.overrides], config):
-                    found.append(_beside(name, row, composed[row.overrides], config, configs.index(config)))
+                if row.overrides and _may_be(row, config) and _is(cfg := _composed(row.overrides), config):
+                    found.append(_beside(name, row, cfg, config, configs.index(config)))
     return [one for one in found if one["verdict"] != NEEDS]
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose("train", overrides, with_hydra=True)
 
 
 def _may_be(row: Row, config: ConfigSummary) -> bool:
