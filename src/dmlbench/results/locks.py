@@ -40,8 +40,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             file.seek(0)
             raise RunInUse(
                 f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir", run_dir,
-            ) from error  # fmt: skip
+                "another paths.output_dir"
+            ) from error
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
@@ -49,12 +49,12 @@ def locked(run_dir: Path) -> Iterator[None]:
                 f"the file system of {run_dir} has no locks ({error.strerror}); choose another paths.output_dir"
             ) from error
         if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
+            raise RunInUse(f"{run_dir} was released by another process just now; start the command again")
         if elsewhere := _living_elsewhere(file):
             raise RunInUse(
                 f"{run_dir} is in use by process {elsewhere}, which was there a moment ago; if it was killed, "
-                f"the run is free after {SILENT_S:.0f} seconds", run_dir,
-            )  # fmt: skip
+                f"the run is free after {SILENT_S:.0f} seconds"
+            )
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()
