@@ -124,8 +124,8 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
         cfg.backbone.pretrained = False
     name = cfg.dataset.name
     cfg.dataset.table = {"_target_": "effective.given"}
-    with _Given(table or published_table(name)):
-        data = build.build_data(cfg)
+    _tables.append(table or published_table(name))
+    data = build.build_data(cfg)
     seed_everything(0)
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
@@ -142,23 +142,12 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
     )  # fmt: skip
 
 
+_tables: list[ImageTable] = []
+
+
 def given() -> ImageTable:
-    """The table that ``effective`` was asked about, as the configuration's data set."""
-    assert _Given.table is not None
-    return _Given.table
-
-
-class _Given:
-    table: ImageTable | None = None
-
-    def __init__(self, table: ImageTable) -> None:
-        self.own = table
-
-    def __enter__(self) -> None:
-        _Given.table = self.own
-
-    def __exit__(self, *_: object) -> None:
-        _Given.table = None
+    """The table that ``effective`` was last asked about, as the configuration's data set."""
+    return _tables.pop()
 
 
 def _named(model: MetricModel, objective: Objective) -> dict[str, torch.nn.Parameter]:

@@ -99,14 +99,10 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
 def imported(name: str, path: str) -> Any:
     """The object that a ``_target_`` at ``path`` names."""
     module_name, _, attribute = str(name).rpartition(".")
-    if not module_name or not attribute:
-        raise ConfigError(f"{path}._target_ is '{name}', which is no importable name, such as torch.nn.ReLU")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}._target_ is '{name}', but {module_name or name!r} cannot be imported: {error}"
-        ) from error
+    except (ImportError, ValueError) as error:  # ValueError: an empty name
+        raise ConfigError(f"{path}._target_ is '{name}', but '{module_name}' cannot be imported: {error}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

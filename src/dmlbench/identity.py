@@ -7,6 +7,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -244,8 +245,10 @@ def _user_code(modules: set[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     while waiting:
         folder, name = waiting.pop()
-        for package in _with_parents(name):
-            path = next((p for p in _files_of(folder, package) if p.is_file()), None)
+        for package in itertools.accumulate(name.split("."), "{}.{}".format):
+            place = folder.joinpath(*package.split("."))
+            files = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+            path = next(filter(Path.is_file, files), None)
             if path is None or (relative := path.relative_to(folder).as_posix()) in found:
                 continue
             found[relative], imports = _source(package, path)
@@ -266,16 +269,6 @@ def _user_folder(top: str) -> Path | None:
 @functools.cache
 def _has_installed_packages(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _files_of(folder: Path, name: str) -> tuple[Path, Path]:
-    place = folder.joinpath(*name.split("."))
-    return place.with_name(f"{place.name}.py"), place / "__init__.py"
 
 
 def _source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:

@@ -116,7 +116,7 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     if kept.exists() and not found.exists():
         return load_plan(kept)
     if not found.exists() and store.is_locked(found.parent):
-        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it", found.parent)
+        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it")
     plan = load_plan(found)
     if kept.exists() and load_plan(kept) != plan:
         raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it again")

@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,13 +42,6 @@ class RunError(DmlbenchError):
 class RunInUse(RunError):
     """Another process has the run."""
 
-    def __init__(self, message: str, run_dir: Path) -> None:
-        super().__init__(message, run_dir)
-        self.run_dir = run_dir
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class Diverged(RunError):
     """The loss or a gradient is not finite; starting again ends alike."""
@@ -59,11 +51,8 @@ class Pruned(RunError):
     """A training was ended at a validation, after ``step`` optimizer steps; it can be resumed."""
 
     def __init__(self, message: str, step: int) -> None:
-        super().__init__(message, step)
+        super().__init__(message)
         self.step = step
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True)

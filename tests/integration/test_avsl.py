@@ -1,16 +1,15 @@
 """AVSL from training to collections: resumed to the same bits, evaluated from files alone, joined by sums."""
 
-import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed_runs import killed_after
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from dmlbench import build as build_module
 from dmlbench import runner as run_module
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.trained import distance_of_run
@@ -39,33 +38,10 @@ def config(folder: Path, *overrides: str) -> DictConfig:
     return cfg
 
 
-class Killed(Exception):
-    """Stands for a kill between two steps."""
-
-
 @pytest.mark.parametrize("loss", ["layered_proxy_anchor", pytest.param("layered", marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -> None:
     whole = run_module.run(config(tmp_path / "whole", f"loss={loss}", "fit.keep=both"))
-    cfg = config(tmp_path / "parts", f"loss={loss}", "fit.keep=both")
-    build = build_module.build_train_batches
-
-    def killed_after_four(*arguments, **options):
-        batches = build(*arguments, **options)
-        following, count = type(batches).__next__, itertools.count(1)
-
-        class Dying(type(batches)):
-            def __next__(self):
-                if next(count) > 4:
-                    raise Killed
-                return following(self)
-
-        batches.__class__ = Dying
-        return batches
-
-    monkeypatch.setattr(build_module, "build_train_batches", killed_after_four)
-    with pytest.raises(Killed):
-        run_module.run(cfg)
-    monkeypatch.setattr(build_module, "build_train_batches", build)
+    killed_after(4, monkeypatch, config(tmp_path / "parts", f"loss={loss}", "fit.keep=both"))
     resumed = run_module.run(config(tmp_path / "parts", f"loss={loss}", "fit.keep=both"))
     for name in ("best.ckpt", "last.ckpt"):
         ours, theirs = (torch.load(path / name, weights_only=True) for path in (resumed, whole))

@@ -157,7 +157,6 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
     [
         ("stats cub20", "did you mean 'cub200'?"),
         ("prepare glyphs", "there is nothing to prepare for 'glyphs'"),
-        ("verify glyphs jobs=0", "jobs (0) must be 1 or more"),
         ("look glyphs", "'look' is none of these"),
         ("verify glyphs decod=false", "did you mean 'decode'?"),
     ],

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from composed import composed
+from killed_runs import killed_after
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
@@ -25,10 +25,6 @@ TINY = (
     "sampler.classes_per_batch=4", "sampler.images_per_class=4", "fit.max_steps=6", "fit.validate_every=3",
     "fit.log_every=2", "fit.checkpoint_every=4", "fit.keep=both", "device=cpu", "num_workers=0",
 )  # fmt: skip
-
-
-class Killed(Exception):
-    """Stands for a kill between two steps."""
 
 
 def config(folder: Path, *overrides: str) -> DictConfig:
@@ -52,30 +48,6 @@ def shown(run_dir: Path) -> Any:
     )
     guidance = {"scalars": 0, "images": 0, "tensors": 0}
     return accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance=guidance).Reload()
-
-
-def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, cfg: DictConfig) -> None:
-    """A run that ends after so many steps, as if killed."""
-    build = build_module.build_train_batches
-
-    def dying(*arguments: Any, **options: Any) -> Any:
-        batches = build(*arguments, **options)
-        following, count = type(batches).__next__, itertools.count(1)
-
-        class Dying(type(batches)):  # type: ignore[misc]
-            def __next__(self) -> Any:
-                if next(count) > steps:
-                    raise Killed
-                return following(self)
-
-        batches.__class__ = Dying
-        return batches
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "build_train_batches", dying)
-        with pytest.raises(Killed):
-            run_module.run(cfg)
-    time.sleep(1.1)  # files of TensorBoard and folders of W&B are named by the second
 
 
 def assert_same_numbers(ours: Path, theirs: Path) -> None:
@@ -105,6 +77,7 @@ def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
     embed = Setup._embed_rows
     monkeypatch.setattr(Setup, "_embed_rows", lambda *given: (embedded.append(given[1]), embed(*given))[1])
     killed_after(5, monkeypatch, config(tmp_path, "logger=tensorboard"))  # one after its last checkpoint
+    time.sleep(1.1)  # files of TensorBoard are named by the second
     assert len(embedded) == 1
     run_dir = run_module.run(config(tmp_path, "logger=tensorboard"))
     assert len(embedded) == 4  # the validations at steps 3 and 6, test, validation of the best: none for a picture
@@ -157,6 +130,7 @@ def test_wandb_and_tensorboard_follow_one_run(plain: Path, tmp_path: Path, monke
     both = config(tmp_path, "logger=[tensorboard,wandb]")
     assert both.logger.wandb.mode == "offline"
     killed_after(5, monkeypatch, both)
+    time.sleep(1.1)  # folders of W&B are named by the second, too
     run_dir = run_module.run(config(tmp_path, "logger=[tensorboard,wandb]"))
     assert_same_numbers(run_dir, plain)
     files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))

@@ -39,8 +39,6 @@ def main(line: CommandLine) -> None:
             raise ConfigError(f"data set '{name}' is unknown: {closest(name, known)}")
 
     def task(cfg: DictConfig) -> None:
-        if cfg.jobs is not None and cfg.jobs < 1:
-            raise ConfigError(f"jobs ({cfg.jobs}) must be 1 or more")
         if command == "list":
             _list(cfg, line.config_dir)
         elif command == "stats":

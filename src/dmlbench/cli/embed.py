@@ -6,12 +6,13 @@ from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
+    path, images, output = cfg.model, cfg.images, cfg.output  # if missing, before torch is imported
     from dmlbench.apps.embed_folder import embed_folder
     from dmlbench.apps.loaded import load
 
-    model = load(cfg.model, device=cfg.device, modules=cfg.modules)
+    model = load(path, device=cfg.device, modules=cfg.modules)
     stored = embed_folder(
-        model, cfg.images, cfg.output, batch_size=cfg.batch_size, num_workers=cfg.num_workers,
+        model, images, output, batch_size=cfg.batch_size, num_workers=cfg.num_workers,
         progress=sys.stderr.isatty(),
     )  # fmt: skip
     gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from dmlbench.cli.sweeps import SweepFailed
 from dmlbench.config import config_folder
@@ -123,6 +123,8 @@ def explain(error: Exception) -> str:
         parent = cause.parent_node
         known = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
         return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{cause.full_key} is missing: expected {cause.full_key}=<value>"
     if isinstance(cause, OmegaConfBaseException):
         key = f"{cause.full_key}: " if cause.full_key else ""
         return f"{key}{' '.join(str(cause.msg or cause).partition('full_key:')[0].split())}"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig
 
-from dmlbench.apps.published_tables import summarize_tables
 from dmlbench.apps.table_rows import (
     experiments,
     hours_per_run,
@@ -58,6 +57,8 @@ def main(line: CommandLine) -> None:
         if cfg.list:
             _print_list(folders)
         elif cfg.measured:
+            from dmlbench.apps.published_tables import summarize_tables  # pandas comes with it
+
             print(summarize_tables(Path(cfg.measured)), end="")
         else:
             _reproduce(cfg, folders, given, launching, line.config_dir)

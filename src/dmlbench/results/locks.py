@@ -41,8 +41,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             file.seek(0)
             raise RunInUse(
                 f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir", run_dir,
-            ) from error  # fmt: skip
+                "another paths.output_dir"
+            ) from error
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
@@ -54,8 +54,8 @@ def locked(run_dir: Path) -> Iterator[None]:
         if (elsewhere := _living_elsewhere(file)) and not _is_silent(file):
             raise RunInUse(
                 f"{run_dir} is in use by process {elsewhere}, which was there a moment ago; if it was killed, "
-                f"the run is free after {SILENT_S:.0f} seconds", run_dir,
-            )  # fmt: skip
+                f"the run is free after {SILENT_S:.0f} seconds"
+            )
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
         file.flush()

@@ -299,7 +299,7 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
         try:
             return read_result(run(cfg, follow))
         except RunInUse as error:  # another trial of these values has it
-            log.info("waiting for another process in %s", error.run_dir)
+            log.info("waiting: %s", error)
             time.sleep(_WAIT_S)
 
 
