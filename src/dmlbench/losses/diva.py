@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")
 """Parts of an embedding, equal in size, in their order."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.types import check_at_least, check_positive
 
 
 class MultiSimilarityOodml(WholeBatchLoss):

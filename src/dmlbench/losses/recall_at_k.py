@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least, check_positive
 
 
 class RecallAtKSurrogate(WholeBatchLoss):
