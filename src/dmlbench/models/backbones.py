@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
+from dmlbench.models.tokens import as_map, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice
 
@@ -192,7 +192,7 @@ class TimmBackbone(Backbone):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         if self._out_indices is None:
-            output = features(self.model, images, name=self._name)
+            output = self.model.forward_features(images)
             maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
             # What follows the last stage that is asked for is not computed.
@@ -208,7 +208,7 @@ class TimmBackbone(Backbone):
 
     def native(self, images: Tensor) -> Tensor:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
-        vector = self.model.forward_head(features(self.model, images, name=self._name), pre_logits=True)
+        vector = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         if not isinstance(vector, Tensor) or vector.shape != (images.shape[0], self.native_channels):
             raise ConfigError(
                 f"timm's own pooling of '{self._name}' returns {getattr(vector, 'shape', type(vector).__name__)} "
