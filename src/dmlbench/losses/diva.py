@@ -55,7 +55,6 @@ class Diva(WholeBatchLoss):
     CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_diva_main.py.
     """
 
-    compares: ClassVar[str] = "draws triplets of its own for each part of the embedding"
     labels_on_host: ClassVar[bool] = True
 
     def __init__(

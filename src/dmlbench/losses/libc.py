@@ -29,7 +29,6 @@ class Libc(WholeBatchLoss):
     """
 
     has_proxies: ClassVar[bool] = True
-    compares: ClassVar[str] = "tells the classes of a whole batch"
 
     def __init__(
         self,

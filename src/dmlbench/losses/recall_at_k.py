@@ -28,7 +28,6 @@ class RecallAtKSurrogate(WholeBatchLoss):
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
     """
 
-    compares: ClassVar[str] = "ranks the whole batch"
     labels_on_host: ClassVar[bool] = True  # how many pairs there are decides shapes
 
     def __init__(

@@ -25,7 +25,6 @@ class SoftTriple(WholeBatchLoss):
     """
 
     has_proxies: ClassVar[bool] = True
-    compares: ClassVar[str] = "compares images with classes"
 
     def __init__(
         self,
