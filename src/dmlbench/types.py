@@ -5,6 +5,7 @@ Shapes: B batch, N set, Q queries, R references, C channels, D embedding, m prot
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -250,6 +251,27 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ConfigError unless ``value``, given as ``name``, is one of ``known``."""
     if value not in known:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+
+
+def check_positive(**values: float) -> None:
+    """Check that numbers are above 0 and finite."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name}: got {value}, expected a positive number.")
+
+
+def check_at_least(least: float, **values: float) -> None:
+    """Check that numbers are finite and not below a limit."""
+    for name, value in values.items():
+        if not least <= value < math.inf:
+            raise ConfigError(f"{name}: got {value}, expected at least {least}.")
+
+
+def check_share(**values: float) -> None:
+    """Check that numbers are in [0, 1)."""
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name}: got {value}, expected a number in [0, 1).")
 
 
 def not_a_file(path: str | os.PathLike[str]) -> str:

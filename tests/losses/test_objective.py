@@ -30,14 +30,6 @@ def test_objective_leaves_autocast() -> None:
     assert torch.equal(inside, objective(ModelOutput(embeddings.float()), labels, step=1)["loss"])
 
 
-def test_loss_parameters_are_the_group_loss() -> None:
-    from dmlbench.training.optim import parameter_groups
-
-    objective = _objective("proxy_anchor")
-    groups = parameter_groups({}, objective)
-    assert [parameter is objective.loss.proxies for _, parameter in groups["loss"]] == [True]
-
-
 class Mean(Regularizer):
     requires = ("histogram",)
 

@@ -355,15 +355,3 @@ def test_a_pooling_without_prototypes_is_refused() -> None:
         OmegaConf.update(cfg, "runtime.num_classes", 4)
         with pytest.raises(ConfigError, match=rf"regularizer '{name}' needs"):
             build.build_objective(cfg, build.build_model(cfg))
-
-
-def test_label_embeddings_train_at_a_rate_of_their_own() -> None:
-    overrides = ["recipe=small", "loss=proxy_anchor", "regularizer=zsr", "pooling=gsp", "head.out_features=8"]
-    cfg = compose("train", overrides)
-    OmegaConf.update(cfg, "runtime.num_classes", 3)
-    model = build.build_model(cfg)
-    objective = build.build_objective(cfg, model)
-    optimizer, _ = build.build_optimizer(cfg, model, objective)
-    rates = {group["name"]: group["lr"] / cfg.optim.lr for group in optimizer.param_groups}
-    assert rates["loss"] == pytest.approx(100.0)
-    assert rates["regularizer"] == pytest.approx(1.0)

@@ -100,17 +100,6 @@ def test_float64_tiles_of_a_float32_distance_are_exact():
     assert_allclose(exact, all_pairs(trained().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
 
 
-def test_rows_may_lie_anywhere_in_memory():
-    distance = trained()
-    x, y = rows_of(distance, 5), rows_of(distance, 18, seed=1)
-    expected = all_pairs(distance, x, y)
-    wide = torch.randn(x.shape[1], 5, dtype=torch.float64)
-    wide.T.copy_(x)
-    tiles = small_chunks(distance)
-    assert_allclose(tiles(wide.T, y), expected, rtol=1e-12, atol=1e-14)
-    assert_allclose(tiles(x, y[::3]), expected[:, ::3], rtol=1e-12, atol=1e-14)
-
-
 def test_a_tile_is_the_transposed_one_up_to_rounding():
     tiles = trained(level_size=64).float().tiles()
     x = rows_of(trained(level_size=64), 40).float()
@@ -195,18 +184,6 @@ def test_a_chunk_that_cannot_be_compiled_is_computed_and_said_so_once(monkeypatc
     assert [record.message for record in caplog.records if "no compiler" in record.message] == [
         "AVSL's chunks are computed without torch.compile, more slowly: no compiler"
     ]
-
-
-def test_memory_that_runs_out_is_not_taken_for_a_compiler_that_fails(monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(avsl_tiles, "_compiled", lambda: full)
-    monkeypatch.setattr(AvslTiles, "_can_compile", True)
-    distance = trained()
-    with pytest.raises(torch.OutOfMemoryError):
-        AvslTiles(distance, compiled=True)(rows_of(distance, 2), rows_of(distance, 2))
-    assert AvslTiles._can_compile
 
 
 @pytest.mark.slow

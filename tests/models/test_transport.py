@@ -194,15 +194,6 @@ def test_gradient_is_zero_where_a_feature_equals_a_prototype(dtype: torch.dtype)
     assert not gradient[0].any() and not gradient[1].any()
 
 
-def test_cost_is_float32_under_autocast() -> None:
-    generator = torch.Generator().manual_seed(6)
-    features, prototypes = torch.randn(2, 5, 32, generator=generator), torch.randn(4, 32, generator=generator)
-    expected = transport_weights(prototype_cost(features, prototypes), transport_ratio=0.3, smoothing=20.0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plan = transport_weights(prototype_cost(features, prototypes), transport_ratio=0.3, smoothing=20.0)
-    assert torch.equal(plan.weights, expected.weights) and torch.equal(plan.histogram, expected.histogram)
-
-
 def test_clip_norm_leaves_the_unit_ball_alone() -> None:
     rows = torch.tensor([[0.3, 0.4], [3.0, 4.0], [0.0, 0.0]], requires_grad=True)
     assert torch.allclose(clip_norm(rows), torch.tensor([[0.3, 0.4], [0.6, 0.8], [0.0, 0.0]]))

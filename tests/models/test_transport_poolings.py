@@ -241,13 +241,3 @@ def test_sliced_wasserstein_of_as_many_points_as_pixels_sorts_the_pixels() -> No
     moved = pooling(x, nn.Identity()).embedding + pooling.references
     assert torch.allclose(moved, x.flatten(1).sort(dim=1).values, atol=1e-5)
     assert torch.equal(pooling(x, nn.Identity()).embedding, pooling(x.flip(3), nn.Identity()).embedding)
-
-
-def test_codebooks_declare_the_widths_of_the_study() -> None:
-    pairs: list[tuple[Pooling, Pooling]] = [
-        (NetVlad(), NetVlad(num_centers=64, feature_size=128)),
-        (Otp(), Otp(num_prototypes=64, feature_size=128)),
-    ]
-    for small, large in pairs:
-        assert (small.input_width(128), small.output_width(16)) == (16, 128)
-        assert (large.input_width(128), large.output_width(128)) == (128, 8192)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.counters import SeededDraws
-from dmlbench.types import ConfigError, IntArray, check_choice
+from dmlbench.types import ConfigError, IntArray, check_at_least, check_choice
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_pairs
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.losses.checks import check_share
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_share
 
 COLUMNS = 4096  # references at a time on a CPU, so that they and their cosines stay in its cache from pass to pass
 

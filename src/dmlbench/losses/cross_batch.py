@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_positive
 from dmlbench.losses.class_splits import ClassSplits, Halves
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import ridge_predict
-from dmlbench.types import ModelOutput
+from dmlbench.types import ModelOutput, check_positive
 
 
 def cross_batch_loss(

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")
 """Parts of an embedding, equal in size, in their order."""
@@ -56,7 +55,6 @@ class Diva(WholeBatchLoss):
     CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_diva_main.py.
     """
 
-    compares: ClassVar[str] = "draws triplets of its own for each part of the embedding"
     labels_on_host: ClassVar[bool] = True
 
     def __init__(

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from dmlbench.device_copies import to_device
 from dmlbench.losses.batch_labels import BatchLabels
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least, check_positive
 
 
 class LeveledDistance(Protocol):

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.checks import check_at_least, check_positive, check_share
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least, check_positive, check_share
 
 
 class Libc(WholeBatchLoss):
@@ -30,7 +29,6 @@ class Libc(WholeBatchLoss):
     """
 
     has_proxies: ClassVar[bool] = True
-    compares: ClassVar[str] = "tells the classes of a whole batch"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least, check_positive
+from dmlbench.types import check_at_least, check_positive
 
 
 class MarginOodml(nn.Module):

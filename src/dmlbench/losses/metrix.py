@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
-from dmlbench.types import ConfigError, IntArray, check_choice
+from dmlbench.types import ConfigError, IntArray, check_at_least, check_choice, check_positive
 
 Pairs = Literal["positive_negative", "anchor_negative"]
 Variant = Literal["paper", "official"]

@@ -10,8 +10,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
 from dmlbench.losses.batch_labels import BatchLabels
-from dmlbench.losses.checks import check_at_least
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 Variant = Literal["official", "paper"]

@@ -1,13 +1,11 @@
 """The multi-similarity loss as the ooDML study's code computes it."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.types import check_at_least, check_positive
 
 
 class MultiSimilarityOodml(WholeBatchLoss):
@@ -25,8 +23,6 @@ class MultiSimilarityOodml(WholeBatchLoss):
     Source: Wang et al. 2019, eq. 15; Confusezius/Characterizing_Generalization_in_DeepMetricLearning e8a4171c,
     criteria/multisimilarity.py.
     """
-
-    compares: ClassVar[str] = "chooses its pairs by itself"
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 40.0, base: float = 0.5, epsilon: float = 0.1) -> None:
         super().__init__()

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput, check_choice
+from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_choice, check_positive
 
 Shares = Literal["of_batch", "of_queue"]
 

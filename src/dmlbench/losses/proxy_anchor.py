@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.losses.checks import check_at_least, check_positive, check_share
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import check_choice
+from dmlbench.types import check_at_least, check_choice, check_positive, check_share
 
 PositiveMean = Literal["classes", "images"]
 

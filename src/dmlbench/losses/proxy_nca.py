@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.types import check_at_least, check_positive
 
 
 class ProxyNca(WholeBatchLoss):

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least, check_positive
 
 
 class RecallAtKSurrogate(WholeBatchLoss):
@@ -29,7 +28,6 @@ class RecallAtKSurrogate(WholeBatchLoss):
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
     """
 
-    compares: ClassVar[str] = "ranks the whole batch"
     labels_on_host: ClassVar[bool] = True  # how many pairs there are decides shapes
 
     def __init__(

@@ -5,10 +5,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import solve_gram
-from dmlbench.types import ConfigError, ModelOutput, check_choice
+from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_choice, check_positive
 
 Penalty = Literal["reconstruction", "dml"]
 

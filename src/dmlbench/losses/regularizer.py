@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from dmlbench.losses.checks import check_positive
-from dmlbench.types import ModelOutput
+from dmlbench.types import ModelOutput, check_positive
 
 DmlLoss = Callable[[Tensor, Tensor], Tensor]
 """The configured metric learning loss of embeddings [N, D] and labels [N] on the host, a scalar."""

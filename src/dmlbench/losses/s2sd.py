@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ModelOutput
+from dmlbench.types import ModelOutput, check_at_least, check_positive
 
 
 def similarity_distillation(rows: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import check_choice
+from dmlbench.types import check_at_least, check_choice, check_positive
 
 Init = Literal["normal", "official"]
 
@@ -26,7 +25,6 @@ class SoftTriple(WholeBatchLoss):
     """
 
     has_proxies: ClassVar[bool] = True
-    compares: ClassVar[str] = "compares images with classes"
 
     def __init__(
         self,

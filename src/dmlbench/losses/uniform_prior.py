@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.checks import check_at_least
 from dmlbench.losses.counters import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ConfigError, ModelOutput, check_at_least
 
 
 class UniformPrior(Regularizer):

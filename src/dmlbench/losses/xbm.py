@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.batch_labels import BatchLabels
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.counters import Counters
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice, check_positive
 
 Variant = Literal["paper", "gsp"]
 Placement = Literal["official", "ring"]

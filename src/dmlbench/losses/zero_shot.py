@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.checks import check_at_least, check_positive
 from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import ridge_predict
-from dmlbench.types import ModelOutput, check_choice
+from dmlbench.types import ModelOutput, check_at_least, check_choice, check_positive
 
 Reduction = Literal["batch", "halves"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dmlbench.models.avsl_rounding import float32_error
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
-from dmlbench.types import ConfigError, RunError, check_choice
+from dmlbench.types import ConfigError, RunError, check_at_least, check_choice, check_share
 
 Variant = Literal["official", "paper"]
 Inference = Literal["rectified", "reliable", "top", "concat"]
@@ -87,14 +87,11 @@ class AvslDistance(BaseDistance):
             inference, variant: see the class.
         """
         super().__init__(normalize_embeddings=False, p=2, power=1)
-        if num_levels < 2 or level_size < 1:
-            raise ConfigError(
-                f"head: got {num_levels} levels of {level_size} nodes, expected at least 2 levels of at least 1 node."
-            )
+        check_at_least(2, num_levels=num_levels)
+        check_at_least(1, level_size=level_size)
         if not 1 <= top_k <= level_size:
             raise ConfigError(f"head.top_k: got {top_k}, expected 1 to head.level_size ({level_size}).")
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"head.momentum: got {momentum}, expected a number in [0, 1).")
+        check_share(momentum=momentum)
         check_choice("inference", inference, get_args(Inference))
         check_choice("variant", variant, get_args(Variant))
         self.num_levels = num_levels

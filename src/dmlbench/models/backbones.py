@@ -1,6 +1,5 @@
 """Backbones: images to feature maps, and the networks of timm."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmlbench.models.tokens import as_map, features, fit_images, set_image_size
+from dmlbench.models.tokens import as_map, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
-from dmlbench.types import ConfigError, DataError, check_choice
+from dmlbench.types import ConfigError, DataError, check_choice, closest
 
 BatchNormFreezing = Literal["none", "stats", "all"]
 
@@ -192,7 +191,7 @@ class TimmBackbone(Backbone):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         if self._out_indices is None:
-            output = features(self.model, images, name=self._name)
+            output = self.model.forward_features(images)
             maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
         else:
             # What follows the last stage that is asked for is not computed.
@@ -208,7 +207,7 @@ class TimmBackbone(Backbone):
 
     def native(self, images: Tensor) -> Tensor:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
-        vector = self.model.forward_head(features(self.model, images, name=self._name), pre_logits=True)
+        vector = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         if not isinstance(vector, Tensor) or vector.shape != (images.shape[0], self.native_channels):
             raise ConfigError(
                 f"timm's own pooling of '{self._name}' returns {getattr(vector, 'shape', type(vector).__name__)} "
@@ -222,9 +221,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
     import timm  # here, as it takes a second or two to import
 
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"timm {timm.__version__} has no model '{name}'; {hint}timm.list_models() lists all")
+        raise ConfigError(f"timm {timm.__version__} has no model '{name}'; {closest(name, timm.list_models())}")
     options: dict[str, Any] = {"num_classes": 0, "pretrained": pretrained}
     try:
         config = timm.get_pretrained_cfg(name, allow_unregistered=False)
@@ -249,16 +246,12 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if not pretrained:
             raise
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
-        raise _missing_weights(name, config, str(error) or type(error).__name__) from error
-
-
-def _missing_weights(name: str, config: Any, reason: str) -> ConfigError:
-    hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
-    sources = " or ".join(filter(None, (hub, str(config.url or ""))))
-    return ConfigError(
-        f"pretrained weights of '{name}': {reason}. Download {sources} on a connected machine and set "
-        "weights_file=<path>, or set pretrained=false."
-    )
+        hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
+        sources = " or ".join(filter(None, (hub, str(config.url or ""))))
+        raise ConfigError(
+            f"pretrained weights of '{name}': {str(error) or type(error).__name__}. Download {sources} on a connected "
+            "machine and set weights_file=<path>, or set pretrained=false."
+        ) from error
 
 
 def _cached_file(hub_id: str | None, url: str | None) -> Path | None:

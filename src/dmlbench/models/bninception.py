@@ -95,8 +95,7 @@ class BNInception(Backbone):
             self._add_block(block, channels)
             channels = block.out_channels(channels)
         if weights_file is not None:
-            # Some copies of the public file hold batch-norm tensors as (1, C).
-            load_weights(self, weights_file, ignore=("last_linear.",), squeeze_leading=True)
+            load_weights(self, weights_file, ignore=("last_linear.",))
         self.freeze_batch_norm(batch_norm)
 
     def _add(self, name: str, in_channels: int, out_channels: int, *, kernel: int = 1, stride: int = 1) -> None:

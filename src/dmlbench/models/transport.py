@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice, check_positive
 
 Solver = Literal["exact", "fixed_point"]
 
@@ -125,11 +125,9 @@ def check_transport(*, transport_ratio: float, smoothing: float, solver: Solver,
     """Raise ``ConfigError`` where ``transport_weights`` would."""
     if not 0 < transport_ratio <= 1:
         raise ConfigError(f"transport_ratio: got {transport_ratio}, expected above 0 and at most 1 (average pooling).")
-    if not (smoothing > 0 and math.isfinite(smoothing)):
-        raise ConfigError(f"smoothing: got {smoothing}, expected a finite number above 0.")
+    check_positive(smoothing=smoothing)
     check_choice("solver", solver, get_args(Solver))
-    if iterations < 1:
-        raise ConfigError(f"iterations: got {iterations}, expected at least 1.")
+    check_at_least(1, iterations=iterations)
 
 
 def _logit(share: float) -> float:

@@ -54,7 +54,6 @@ def load_weights(
     path: str | Path,
     *,
     ignore: Sequence[str] = (),
-    squeeze_leading: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> None:
     """Copy the weights of a file into a module; every name and shape has to agree.
@@ -63,7 +62,6 @@ def load_weights(
 
     Args:
         ignore: prefixes of names in the file that the module does without, such as a classifier's.
-        squeeze_leading: accept tensors of shape (1, C) for (C,), as old converters wrote them.
         names: the file's name of every tensor of the module; None: the same.
     """
     weights = read_weights(path)
@@ -78,7 +76,7 @@ def load_weights(
                 adapted[own_key] = own
                 continue
             raise _wrong_file(module, path, f"'{key}' {tuple(own.shape)} is missing from the file")
-        if squeeze_leading and found.shape == (1, *own.shape):
+        if found.shape == (1, *own.shape):  # as old converters wrote batch norm
             found = found[0]
         if found.shape != own.shape:
             shapes = f"{tuple(found.shape)} in the file and {tuple(own.shape)} in the model"

@@ -1,6 +1,6 @@
 """DeLF and CBAM: learned attention over pixels and channels."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,6 @@ from dmlbench.models.pooling.spatial import (
     Variant,
     check_channels,
     check_odd,
-    check_positive,
-    check_variant,
     convolve,
     reduced_width,
     shares,
@@ -20,6 +18,7 @@ from dmlbench.models.pooling.spatial import (
     weighted_sum,
 )
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_choice, check_positive
 
 
 class Delf(Pooling):
@@ -46,9 +45,9 @@ class Delf(Pooling):
             conv_size: odd side of the first convolution's window (paper: 1).
         """
         super().__init__()
-        check_positive("delf", num_channels=num_channels, num_filters=num_filters)
-        check_odd("delf", conv_size=conv_size)
-        check_variant(variant, pooling="delf")
+        check_positive(num_channels=num_channels, num_filters=num_filters)
+        check_odd(conv_size=conv_size)
+        check_choice("variant", variant, get_args(Variant))
         self.num_channels = num_channels
         self.variant: Variant = variant
         self.hidden = nn.Conv2d(num_channels, num_filters, conv_size, padding=conv_size // 2)
@@ -88,9 +87,9 @@ class Cbam(Pooling):
             conv_size: odd side of the spatial convolution's window (paper: 7; the GSP study: 3).
         """
         super().__init__()
-        check_odd("cbam", conv_size=conv_size)
+        check_odd(conv_size=conv_size)
         self.num_channels = num_channels
-        width = reduced_width(num_channels, channel_reduction, pooling="cbam")
+        width = reduced_width(num_channels, channel_reduction)
         self.reduce = nn.Linear(num_channels, width, bias=False)
         self.expand = nn.Linear(width, num_channels, bias=False)
         self.spatial = nn.Conv2d(2, 1, conv_size, padding=conv_size // 2, bias=False)  # of maximum and mean

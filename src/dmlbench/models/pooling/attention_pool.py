@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_channels, check_positive, start_glorot
+from dmlbench.models.pooling.spatial import check_channels, start_glorot
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_choice, check_positive
 
 Merge = Literal["concatenate", "mean"]
 
@@ -74,7 +74,7 @@ class AttentionPool(Pooling):
         """
         super().__init__()
         check_heads(num_channels, num_heads, owner="attention_pool")
-        check_positive("attention_pool", num_queries=num_queries)
+        check_positive(num_queries=num_queries)
         check_choice("merge", merge, get_args(Merge))
         self.num_channels = num_channels
         self.num_queries = num_queries

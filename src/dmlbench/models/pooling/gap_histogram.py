@@ -1,15 +1,16 @@
 """Average pooling with a histogram over prototypes, for cross-batch metric learning (XML)."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, project_pixels
+from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
+from dmlbench.types import check_choice, check_positive
 
 
 class GapHistogram(Pooling):
@@ -40,8 +41,8 @@ class GapHistogram(Pooling):
         """
         super().__init__()
         sizes = {"embedding_size": embedding_size, "num_prototypes": num_prototypes}
-        check_positive("gap_histogram", smoothing=smoothing, **sizes)
-        check_variant(variant, pooling="gap_histogram")
+        check_positive(smoothing=smoothing, **sizes)
+        check_choice("variant", variant, get_args(Variant))
         self.embedding_size = embedding_size
         self.smoothing = smoothing
         self.variant = variant

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_positive
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_positive
 
 
 def generalized_mean(x: Tensor, power: Tensor, epsilon: float) -> Tensor:
@@ -51,7 +50,7 @@ class Gem(Pooling):
             epsilon: lower bound of the features, above 0.
         """
         super().__init__()
-        check_positive("gem", power=power, epsilon=epsilon)
+        check_positive(power=power, epsilon=epsilon)
         if per_channel and (num_channels is None or num_channels < 1):
             raise ConfigError(f"num_channels of gem: got {num_channels}, expected C with per_channel=true.")
         self.epsilon = epsilon

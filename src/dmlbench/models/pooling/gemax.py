@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_positive
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_positive
 
 
 class Gemax(Pooling):
@@ -25,7 +25,7 @@ class Gemax(Pooling):
             regression_lambda: lambda, above 0 (the GSP study: 1); a large one tends to sum pooling.
         """
         super().__init__()
-        check_positive("gemax", regression_lambda=regression_lambda)
+        check_positive(regression_lambda=regression_lambda)
         self.regression_lambda = regression_lambda
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:

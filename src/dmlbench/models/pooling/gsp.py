@@ -9,10 +9,10 @@ from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gem import generalized_mean, power_shares
 from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import check_positive, project_pixels
+from dmlbench.models.pooling.spatial import project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_choice, check_positive
 
 Weighting = Literal["transported", "residual"]
 Combination = Literal["gmp", "weighted_gmp", "gem"]
@@ -74,9 +74,7 @@ class Gsp(PrototypePooling):
             epsilon: lower bound of weighted features in ``gem``, above 0 (code: 1e-6).
         """
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
-        check_positive(
-            "gsp", embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon
-        )
+        check_positive(embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon)
         check_choice("weighting", weighting, get_args(Weighting))
         if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(f"transport_ratio: got {transport_ratio}, expected below 1 with weighting=residual.")

@@ -6,7 +6,7 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least
 
 
 class KMax(Pooling):
@@ -14,8 +14,7 @@ class KMax(Pooling):
 
     def __init__(self, k: int) -> None:
         super().__init__()
-        if k < 1:
-            raise ConfigError(f"k ({k}) of k_max must be at least 1")
+        check_at_least(1, k=k)
         self.k = k
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:

@@ -1,13 +1,16 @@
 """NetVLAD: residuals of the pixels to learned centers, summed by soft assignment."""
 
+from typing import get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, check_positive, check_variant, project_pixels
+from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_choice, check_positive
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -35,8 +38,8 @@ class NetVlad(Pooling):
             feature_size: d (GSP supplement: 16, or 128 for the large one).
         """
         super().__init__()
-        check_positive("netvlad", num_centers=num_centers, feature_size=feature_size)
-        check_variant(variant, pooling="netvlad")
+        check_positive(num_centers=num_centers, feature_size=feature_size)
+        check_choice("variant", variant, get_args(Variant))
         self.num_centers = num_centers
         self.feature_size = feature_size
         self.variant = variant

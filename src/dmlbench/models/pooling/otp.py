@@ -8,10 +8,10 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import check_positive, project_pixels
+from dmlbench.models.pooling.spatial import project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import prototype_cost
-from dmlbench.types import ConfigError
+from dmlbench.types import check_at_least, check_positive
 
 
 def balanced_plan(cost: Tensor, *, smoothing: float, iterations: int) -> Tensor:
@@ -62,12 +62,8 @@ class Otp(PrototypePooling):
             memory_rows: embeddings that the prototypes are chosen from (code: 1,024), at least 2 m.
             start_step: training steps before the memory begins to fill.
         """
-        check_positive("otp", num_prototypes=num_prototypes, feature_size=feature_size)
-        if not (smoothing > 0 and math.isfinite(smoothing)) or iterations < 1:
-            raise ConfigError(
-                f"otp: got smoothing ({smoothing}) and iterations ({iterations}), expected a finite smoothing above 0 "
-                "and at least 1 iteration."
-            )
+        check_positive(num_prototypes=num_prototypes, feature_size=feature_size, smoothing=smoothing)
+        check_at_least(1, iterations=iterations)
         super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.feature_size = feature_size
         self.smoothing = smoothing

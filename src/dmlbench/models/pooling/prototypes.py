@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.transport import clip_norm
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class PrototypePooling(Pooling):
                 f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}); raise "
                 "memory_rows or lower num_prototypes"
             )
-        if start_step < 0:
-            raise ConfigError(f"start_step ({start_step}) must not be negative")
+        check_at_least(0, start_step=start_step)
         self.num_prototypes = num_prototypes
         self.start_step = start_step
         # Changed in place only: the optimizer holds this tensor.

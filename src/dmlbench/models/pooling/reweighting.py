@@ -1,23 +1,15 @@
 """CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import (
-    Variant,
-    at_least_float32,
-    check_odd,
-    check_positive,
-    check_variant,
-    check_width,
-    shares,
-    weighted_sum,
-)
+from dmlbench.models.pooling.spatial import Variant, at_least_float32, check_odd, check_width, shares, weighted_sum
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_choice, check_positive
 
 
 class Crow(Pooling):
@@ -45,8 +37,8 @@ class Crow(Pooling):
             epsilon: above 0; keeps the logarithm finite for channels that are 0 everywhere.
         """
         super().__init__()
-        check_positive("crow", epsilon=epsilon)
-        check_variant(variant, pooling="crow")
+        check_positive(epsilon=epsilon)
+        check_choice("variant", variant, get_args(Variant))
         self.epsilon = epsilon
         self.variant: Variant = variant
 
@@ -99,9 +91,9 @@ class Tsmk(Pooling):
             pool_size: odd side of the moving average's window (paper: 3).
         """
         super().__init__()
-        check_positive("tsmk", embedding_size=embedding_size)
-        check_odd("tsmk", pool_size=pool_size)
-        check_variant(variant, pooling="tsmk")
+        check_positive(embedding_size=embedding_size)
+        check_odd(pool_size=pool_size)
+        check_choice("variant", variant, get_args(Variant))
         self.pool_size = pool_size
         self.variant: Variant = variant
         self.bias = nn.Parameter(torch.zeros(embedding_size))

@@ -1,6 +1,6 @@
 """Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,6 @@ from dmlbench.models.pooling.spatial import (
     Variant,
     at_least_float32,
     check_channels,
-    check_positive,
-    check_variant,
     check_width,
     convolve,
     reduced_width,
@@ -21,7 +19,7 @@ from dmlbench.models.pooling.spatial import (
     start_glorot,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_choice, check_positive
 
 # Keras' defaults, which the GSP study's code keeps.
 _BATCH_NORM_EPSILON = 1e-3
@@ -88,10 +86,8 @@ class Gsop(Pooling):
         """
         super().__init__()
         height, width = map_size
-        check_positive(
-            "gsop", embedding_size=embedding_size, attention_dim=attention_dim, map_height=height, map_width=width
-        )
-        check_variant(variant, pooling="gsop")
+        check_positive(embedding_size=embedding_size, attention_dim=attention_dim, map_height=height, map_width=width)
+        check_choice("variant", variant, get_args(Variant))
         self.embedding_size = embedding_size
         self.map_size = (height, width)
         self.variant: Variant = variant
@@ -187,9 +183,9 @@ class Solar(Pooling):
             power: initial power of GeM, above 0.
         """
         super().__init__()
-        check_variant(variant, pooling="solar")
+        check_choice("variant", variant, get_args(Variant))
         self.num_channels = num_channels
-        width = reduced_width(num_channels, channel_reduction, pooling="solar")
+        width = reduced_width(num_channels, channel_reduction)
         self.query = nn.Conv2d(num_channels, width, 1)
         self.query_norm = _BatchNorm(width)
         self.key = nn.Conv2d(num_channels, width, 1)

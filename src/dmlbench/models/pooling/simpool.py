@@ -1,14 +1,15 @@
 """SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, check_channels, check_positive, check_variant
+from dmlbench.models.pooling.spatial import Variant, check_channels
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_choice, check_positive
 
 
 class SimPool(Pooling):
@@ -41,10 +42,10 @@ class SimPool(Pooling):
             epsilon: added to the values, above 0 (public code: 1e-6).
         """
         super().__init__()
-        check_positive("simpool", num_channels=num_channels, epsilon=epsilon)
+        check_positive(num_channels=num_channels, epsilon=epsilon)
         if power is not None:
-            check_positive("simpool", power=power)
-        check_variant(variant, pooling="simpool")
+            check_positive(power=power)
+        check_choice("variant", variant, get_args(Variant))
         self.num_channels = num_channels
         self.power = power
         self.epsilon = epsilon

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_positive, project_pixels
+from dmlbench.models.pooling.spatial import project_pixels
 from dmlbench.models.projection import Projection
+from dmlbench.types import check_positive
 
 
 class SlicedWasserstein(Pooling):
@@ -33,9 +34,7 @@ class SlicedWasserstein(Pooling):
             num_slices: s.
         """
         super().__init__()
-        check_positive(
-            "sliced_wasserstein", embedding_size=embedding_size, num_references=num_references, num_slices=num_slices
-        )
+        check_positive(embedding_size=embedding_size, num_references=num_references, num_slices=num_slices)
         self.embedding_size = embedding_size
         self.slices = nn.Parameter(torch.randn(num_slices, embedding_size))
         self.references = nn.Parameter(torch.linspace(-1, 1, num_references).repeat(num_slices, 1))  # [s, m]

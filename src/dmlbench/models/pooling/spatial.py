@@ -1,30 +1,20 @@
 """Parts that poolings share: checks, projected pixels, weighted sums, initialization."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError
 
 Variant = Literal["official", "paper"]
 
 
-def check_variant(variant: Variant, *, pooling: str) -> None:
-    check_choice(f"{pooling} variant", variant, get_args(Variant))
-
-
-def check_positive(pooling: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{name} ({value}) of {pooling} must be above 0")
-
-
-def check_odd(pooling: str, **sizes: int) -> None:
+def check_odd(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1 or size % 2 == 0:
-            raise ConfigError(f"{name} ({size}) of {pooling} must be odd and positive")
+            raise ConfigError(f"{name}: got {size}, expected an odd positive number.")
 
 
 def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
@@ -53,12 +43,9 @@ def project_pixels(
     return rows
 
 
-def reduced_width(num_channels: int, channel_reduction: int, *, pooling: str) -> int:
-    check_positive(pooling, num_channels=num_channels, channel_reduction=channel_reduction)
-    if channel_reduction > num_channels:
-        raise ConfigError(
-            f"channel_reduction ({channel_reduction}) of {pooling} exceeds the {num_channels} channels of the map"
-        )
+def reduced_width(num_channels: int, channel_reduction: int) -> int:
+    if not 1 <= channel_reduction <= num_channels:
+        raise ConfigError(f"channel_reduction: got {channel_reduction}, expected 1 to {num_channels}, the channels.")
     return num_channels // channel_reduction
 
 

@@ -10,7 +10,7 @@ from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, c
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import project_pixels, start_glorot
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 Position = Literal["none", "sine"]
 
@@ -105,11 +105,7 @@ class Transformer(Pooling):
         """
         super().__init__()
         width = embedding_size if width is None else width
-        if embedding_size < 1 or num_layers < 1 or mlp_ratio * width < 1:
-            raise ConfigError(
-                f"transformer: got embedding_size ({embedding_size}), num_layers ({num_layers}) and mlp_ratio "
-                f"({mlp_ratio}) times width ({width}), expected at least 1 of each."
-            )
+        check_at_least(1, embedding_size=embedding_size, num_layers=num_layers, hidden_width=mlp_ratio * width)
         check_heads(width, num_heads, owner="transformer")
         check_choice("position", position, get_args(Position))
         if position == "sine":

@@ -1,14 +1,14 @@
 """WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
 
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, check_variant
+from dmlbench.models.pooling.spatial import Variant
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least, check_choice
 
 
 class Weldon(Pooling):
@@ -33,9 +33,9 @@ class Weldon(Pooling):
             k_min: number of smallest values, 0 to H W (the GSP study: 3).
         """
         super().__init__()
-        if k_max < 1 or k_min < 0:
-            raise ConfigError(f"weldon: got k_max ({k_max}) and k_min ({k_min}), expected at least 1 and 0.")
-        check_variant(variant, pooling="weldon")
+        check_at_least(1, k_max=k_max)
+        check_at_least(0, k_min=k_min)
+        check_choice("variant", variant, get_args(Variant))
         self.k_max = k_max
         self.k_min = k_min
         self.variant: Variant = variant
