@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.cli.main import main
 from dmlbench.config import read_config
 from dmlbench.identity import run_directory
 from dmlbench.results import store
@@ -87,16 +86,6 @@ def test_result_of_another_schema_is_refused(tmp_path) -> None:
     write_json(path / store.RESULT, {"schema": 99})
     with pytest.raises(RunError, match="schema 99, this version reads 1"):
         store.read_result(path)
-
-
-def test_status_goes_on_where_an_error_is_no_file(tmp_path, capsys) -> None:
-    (_run(tmp_path) / store.ERROR).mkdir()
-    os.mkfifo(_run(tmp_path, "glyphs/mlrc/a-b-c-12345678/fold0_rep2") / store.ERROR)
-    with pytest.raises(SystemExit):
-        main(["status", f"paths.output_dir={tmp_path}"])
-    out = capsys.readouterr().out
-    assert f"fold0_rep1: {tmp_path}" in out and "is a folder, not a file" in out
-    assert "is a pipe, not a file" in out and "2 runs: 0 done, 0 running, 2 failed" in out
 
 
 def test_directory_that_cannot_be_made_is_refused_with_the_remedy(tmp_path) -> None:

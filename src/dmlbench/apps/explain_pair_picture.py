@@ -1,6 +1,7 @@
 """The picture of why two images are, or are not, alike to AVSL, and a file of its numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -35,11 +36,12 @@ def draw_pair(explanation: PairExplanation) -> Figure:
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, figures 6-8: green frames are round the nodes
     of least delta among the reliable ones, red ones round those of greatest.
     """
-    rows = [1, len(explanation.nodes), *([len(explanation.inferences) + 1] if explanation.inferences else [])]
+    rows = [1, len(explanation.maps), *([len(explanation.inferences) + 1] if explanation.inferences else [])]
     width, height = _NODE
     size = (max(8.0, 1.4 + explanation.num_below * width), 1.2 + sum(rows) * height)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    head, levels, *inferences = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+    parts: Any = figure.subfigures(len(rows), 1, height_ratios=rows)
+    head, levels, *inferences = parts
     _draw_head(head, explanation)
     _draw_levels(levels, explanation)
     for part in inferences:
@@ -55,7 +57,7 @@ def _draw_head(part: SubFigure, explanation: PairExplanation) -> None:
         axis.set(xticks=[], yticks=[])
         names = f"{letter}: {shortened(image.name)}\n{shortened(image.class_name or '')}"
         axis.set_xlabel(names, fontsize=_SMALL)
-    contributions = explanation.contributions.sum(1)
+    contributions = explanation.contributions
     terms = " + ".join(map(_number, contributions[::-1]))  # the top level first
     bars.set_title(f"distance of A and B: d = {terms} = {_number(explanation.distance)}", fontsize=_NORMAL + 2)
     drawn = bars.barh([f"level {i + 1}" for i in range(len(contributions))], contributions, 0.6, color="#57606a")
@@ -66,15 +68,15 @@ def _draw_head(part: SubFigure, explanation: PairExplanation) -> None:
 
 
 def _draw_levels(part: SubFigure, explanation: PairExplanation) -> None:
-    axes = part.subplots(len(explanation.nodes), explanation.num_below, squeeze=False)
+    axes = part.subplots(len(explanation.maps), explanation.num_below, squeeze=False)
     half = explanation.num_below // 2
     axes[0, 0].set_title("most similar (least δ)", fontsize=_NORMAL, color=_SIMILAR[0], loc="left")
     axes[0, half].set_title("most dissimilar (greatest δ)", fontsize=_NORMAL, color=_DISSIMILAR[0], loc="left")
     for row, level in zip(axes, reversed(range(len(axes))), strict=True):
         _label_row(
             row[0], f"level {level + 1}", _contribution(explanation, level),
-            f"{explanation.nodes.shape[1]} nodes", "maps of {} x {}".format(*explanation.maps[level].shape[2:]),
-            f"mean p {explanation.reliabilities[level].mean():.2f}",
+            f"{explanation.maps[level].shape[1]} nodes", "maps of {} x {}".format(*explanation.maps[level].shape[2:]),
+            f"mean p {explanation.values['reliability'][level].mean():.2f}",
         )  # fmt: skip
         picked = [*explanation.similar[level].tolist(), *explanation.dissimilar[level].tolist()]
         for at, (axis, node) in enumerate(zip(row, picked, strict=True)):
@@ -94,7 +96,7 @@ def _draw_inferences(part: SubFigure, explanation: PairExplanation) -> None:
     text = "{node}: p {{reliability}}{weight}\nδ {{delta}}, δ̂ {{rectified}}"
     _draw_node(above, explanation, first.level, first.node, text.format(node=first.node, weight=""), _INFERRED)
     for row, step in zip(axes[1:], explanation.inferences, strict=True):
-        p = float(explanation.reliabilities[step.level, step.node])
+        p = float(explanation.values["reliability"][step.level, step.node])
         equation = f"\n= {p:.2f} δ + {1 - p:.2f} · {_number(step.inferred)}"
         above.set_xlabel(above.get_xlabel() + equation, fontsize=_SMALL)
         above.spines[:].set(color=_INFERRED[0], linewidth=2)
@@ -164,7 +166,7 @@ def _caption(explanation: PairExplanation) -> str:
 
 
 def _contribution(explanation: PairExplanation, level: int) -> str:
-    text = _number(float(explanation.contributions[level].sum()))
+    text = _number(float(explanation.contributions[level]))
     return text if explanation.shares is None else f"{text} ({100 * explanation.shares[level]:.1f} %)"
 
 

@@ -243,7 +243,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
                 raise
             return timm.create_model(name, **options)  # a network without this choice: any size, or one alone
     except Exception as error:
-        if not pretrained:
+        if not pretrained or config is None:
             raise
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
         hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
