@@ -298,6 +298,7 @@ def _result(
         "n_gallery": test.n_gallery if test else 0,
         "n_skipped_queries": test.n_skipped_queries if test else 0,
         **({"kmeans": test.kmeans} if test and test.kmeans else {}),
+        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),

@@ -40,7 +40,7 @@ def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, caps
     assert pd.read_csv(tmp_path / "per_class.csv")["queries"].sum() == 20
     out = capsys.readouterr().out
     assert f"map                  {expected.scores['map']:.6f}" in out
-    assert "zero vectors, similar to nothing: 1 in the query set (ids 7)" in out
+    assert "DEGENERATE EMBEDDINGS: 1 of 20 queries are zero vectors, similar to nothing" in out
     assert "recall at 90 looks at the whole gallery of 20" in out
     hardest = np.argsort(expected.per_query["map"], kind="stable")[0]
     assert f"  id {hardest} of class {labels[hardest]}  <- " in out

@@ -1,6 +1,5 @@
 """The similarity that decides, and the proven error of the product that proposes."""
 
-import logging
 import math
 
 import numpy as np
@@ -37,13 +36,11 @@ def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
     assert np.array_equal(exact_similarities(made_anew, made_anew, left, right), together)
 
 
-def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows() -> None:
     rows = torch.randn(50, 33, generator=torch.Generator().manual_seed(0))
     assert np.array_equal(unit_rows(rows)[13:20], unit_rows(rows[13:20]))
     np.testing.assert_allclose(np.linalg.norm(unit_rows(rows), axis=1), 1, atol=1e-6)
-    with caplog.at_level(logging.WARNING):
-        assert not unit_rows(torch.zeros(2, 3)).any()
-    assert "2 of 2 embeddings are zero vectors" in caplog.text
+    assert not unit_rows(torch.zeros(2, 3)).any()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 100.0, 1e4])

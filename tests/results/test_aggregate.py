@@ -14,6 +14,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
+from dmlbench.results.cautions import cautions
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
 from dmlbench.results.run_scores import SCORES, scores_of_run
@@ -139,6 +140,16 @@ def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     assert not is_current(find_runs(tmp_path)[0].path.parent, first)
     second = aggregate_config(find_runs(tmp_path), progress=False)
     assert (first["n_collections"], second["n_collections"]) == (54, 81)
+
+
+def test_collapsed_and_copied_embeddings_are_told_under_the_table(tmp_path) -> None:
+    _write_runs(tmp_path, ALL)
+    runs = find_runs(tmp_path)
+    shutil.copy(runs[0].path / EMBEDDINGS, runs[1].path / EMBEDDINGS)
+    write_result(runs[1].path, read_result(runs[1].path) | hashes_of(runs[1].path) | {"degenerate": ["3 zero vectors"]})
+    summary = aggregate_config(find_runs(tmp_path), progress=False)
+    told = "DEGENERATE EMBEDDINGS: 3 zero vectors (fold0_rep1); the same embeddings in fold0_rep0, fold0_rep1"
+    assert told in cautions(summary)
 
 
 def test_notes_on_the_data_of_runs_reach_the_summary(tmp_path) -> None:

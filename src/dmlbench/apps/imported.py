@@ -227,6 +227,7 @@ def _write(
             **({"facts": dict(split.facts)} if split.facts else {}), "search": test.search,
             "metrics": {"test": test.scores}, "n_query": test.n_query, "n_gallery": test.n_gallery,
             "n_skipped_queries": test.n_skipped_queries, **({"kmeans": test.kmeans} if test.kmeans else {}),
+            **({"degenerate": list(test.degenerate)} if test.degenerate else {}),
             **store.hashes_of(run_dir), "wall_s": 0.0,
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }  # fmt: skip

@@ -14,7 +14,6 @@ from dmlbench.apps.embed_folder import OWN_DISTANCE
 from dmlbench.apps.loaded import load
 from dmlbench.apps.trained import distance_of_run, load_run, table_of_run
 from dmlbench.components import component
-from dmlbench.data.image_table import shorten
 from dmlbench.evaluation.analysis import (
     HardQuery,
     check_hardest,
@@ -23,13 +22,12 @@ from dmlbench.evaluation.analysis import (
     per_query_table,
     to_csv,
 )
-from dmlbench.evaluation.embeddings.arrays import zero_rows
 from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.cautions import cautions
+from dmlbench.results.cautions import DEGENERATE, cautions
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files, require_tested
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
@@ -60,10 +58,8 @@ class Evaluated:
         if n.n_skipped_queries:
             skipped = f"{n.n_skipped_queries} of {n.n_query} queries"
             result.append(f"{skipped} have no positive and are left out of the means")
-        for name, part in (("query", self.queries), ("gallery", self.gallery)):
-            if part is not None and (zeros := zero_rows(part)):
-                ids = shorten(list(map(str, zeros)))
-                result.append(f"zero vectors, similar to nothing: {len(zeros)} in the {name} set (ids {ids})")
+        if n.degenerate and not any(caution.startswith(DEGENERATE) for caution in result):
+            result.append(f"{DEGENERATE}{'; '.join(n.degenerate)}")
         beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
         if beyond and "recall_at_k" in self.spec.metrics:
             result.append(f"recall at {', '.join(map(str, beyond))} looks at the whole gallery of {n.n_gallery}")

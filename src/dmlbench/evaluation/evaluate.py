@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dmlbench.evaluation.degenerate import degeneracies
 from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
@@ -39,6 +40,7 @@ class Evaluation:
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
         p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
+        degenerate: signs of collapsed embeddings, a phrase each (see ``degenerate``).
     """
 
     scores: dict[str, float]
@@ -49,6 +51,7 @@ class Evaluation:
     kmeans: str | None = None
     search: str = "exact"
     p_at_1_by_chance: tuple[float, float] = (0.0, 0.0)
+    degenerate: tuple[str, ...] = ()
 
 
 def evaluate(
@@ -111,6 +114,7 @@ def evaluate(
         kmeans=spec.kmeans + ON_GPU * on_gpu if clustered else None,
         search=spec.search,
         p_at_1_by_chance=relevance.p_at_1_by_chance(),
+        degenerate=degeneracies(queries, reference, relevance, cosine=own is None),
     )
 
 

@@ -115,6 +115,7 @@ def aggregate_config(
     facts = {run_name(key): result.get("facts") for key, result in results.items()}
     notes = list(dict.fromkeys(note for result in results.values() for note in result.get("data_notes", ())))
     deviations = list(dict.fromkeys(d for result in results.values() for d in variants_and_deviations(result)))
+    degenerate = _degenerate(results)
     summary = {
         "schema": AGGREGATE_SCHEMA,
         **{key: first[key] for key in shared},
@@ -131,6 +132,7 @@ def aggregate_config(
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),
         **({"data_notes": notes} if notes else {}),
+        **({"degenerate": degenerate} if degenerate else {}),
         **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in ("n_query_published", "imported", "rerank") if key in first},  # type: ignore[misc]
         **rule.summarize(runs_of_config, spec),
@@ -139,6 +141,18 @@ def aggregate_config(
     }
     write_json(config_dir / AGGREGATE, summary)
     return summary
+
+
+def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:
+    """Signs of collapsed or copied embeddings, with the runs that they are of."""
+    runs: dict[str, list[str]] = {}
+    same: dict[str, list[str]] = {}
+    for key, result in results.items():
+        for sign in result.get("degenerate", ()):
+            runs.setdefault(sign, []).append(run_name(key))
+        same.setdefault(str(result.get("embeddings_sha256", key)), []).append(run_name(key))
+    copied = [f"the same embeddings in {', '.join(names)}" for names in same.values() if len(names) > 1]
+    return [f"{sign} ({', '.join(names)})" for sign, names in runs.items()] + copied
 
 
 def variants_and_deviations(result: Mapping[str, Any]) -> list[str]:

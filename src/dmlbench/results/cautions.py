@@ -5,6 +5,7 @@ from typing import Any
 
 PARTIAL = "PARTIAL: "
 IMPORTED = "IMPORTED: "
+DEGENERATE = "DEGENERATE EMBEDDINGS: "
 OTHER_DATA = "NOT THE PUBLISHED DATA: "
 UNKNOWN = "unknown"
 """Training and selection of an imported model, if the user did not tell."""
@@ -27,6 +28,8 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
         notes.append(queries(scored))
     if notes:
         found.append(f"{OTHER_DATA}{'; '.join(notes)}")
+    if degenerate := scored.get("degenerate"):
+        found.append(f"{DEGENERATE}{'; '.join(degenerate)}")
     if again := scored.get("rerank"):
         found.append(f"RE-RANKED: {again} neighbors by cosine; those behind them keep their order")
     if scored["val_is_test"]:

@@ -64,11 +64,6 @@ def with_distinct_ids(
     return queries, gallery
 
 
-def zero_rows(part: EmbeddingSet) -> list[int]:
-    """Ids of all-zero rows; their similarity to everything is 0."""
-    return part.ids[(part.rows == 0).all(dim=1).cpu()].tolist()
-
-
 def _float_rows(rows: Array, what: str) -> Tensor:
     x = _tensor(rows, f"{what} rows")
     if not x.is_floating_point():

@@ -4,7 +4,6 @@ THE similarity of two rows is the float64 inner product of their float32 unit ve
 Letters: N set, D dimensions, M pairs.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ _CHUNK_BYTES = 2**19  # float64 products held at once: stays in a core's second-
 _MEAN_ROWS = 512
 _FLOAT64_ERROR = 4e-15  # of ``exact_similarities`` itself: (log2 D + 2) 2^-53, for any D below 2^30
 
-logger = logging.getLogger(__name__)
-
 
 def halving_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum ``terms`` [M, D] over D by halves, in place; the order, and so every bit, depends on D alone."""
@@ -41,20 +38,17 @@ def halving_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
 def unit_rows(rows: Tensor) -> FloatRows:
     """Rows of unit length [N, D], float32: float64 division by the float64 norm, rounded once.
 
-    The bits of a row do not depend on the others. Zero rows stay zero (similarity 0 to everything) and are logged.
+    The bits of a row do not depend on the others. Zero rows stay zero: their similarity to everything is 0.
     """
     return _divided(rows, row_norms(rows))
 
 
 def row_norms(rows: Tensor) -> NDArray[np.float64]:
-    """Lengths [N] of rows [N, D]; zeros are logged."""
+    """Lengths [N] of rows [N, D]."""
     norm = np.empty(len(rows))
     for start, part in _float64_parts(rows):
         part *= part
         norm[start : start + len(part)] = np.sqrt(halving_sum(part))
-    zeros = int((norm == 0).sum())
-    if zeros:
-        logger.warning("%d of %d embeddings are zero vectors; their similarity to everything is 0", zeros, len(rows))
     return norm
 
 
