@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +69,7 @@ def validated(content: Any, schema: type[S]) -> S:
     try:
         return schema.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise ValueError(_first_error(error, schema)) from None
+        raise ValueError(_first_error(error, schema, content)) from None
     except TypeError as error:
         raise ValueError(f"it holds a value that is none of JSON's: {error}") from error
 
@@ -171,13 +172,26 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
         return mapping
 
 
-def _first_error(error: ValidationError, schema: type[BaseModel]) -> str:
+def _first_error(error: ValidationError, schema: type[BaseModel], content: Any) -> str:
     first = error.errors(include_url=False)[0]
-    loc = first["loc"][:-2] if first["loc"][-1:] == ("[key]",) else first["loc"]  # a key is named by its mapping
-    place = ".".join(str(part) for part in loc)
+    place = ".".join(_place(first["loc"], content))
     if first["type"] == "extra_forbidden":
         return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")
     if first["type"] == "missing":
         return f"{place} is missing"
     wanted = re.sub(r"^\w+ should (be|have)|^Value error,", "", first["msg"]).strip()
     return f"{place}: " * bool(place) + f"got {first['input']!r:.100}, expected {wanted}"
+
+
+def _place(loc: Sequence[int | str], content: Any) -> Iterator[str]:
+    """Keys and indices on the way to a value, without pydantic's names of alternatives; of a key, to its mapping."""
+    for i, part in enumerate(loc):
+        if loc[i + 1 : i + 2] == ("[key]",):
+            return
+        if isinstance(content, list) and isinstance(part, int) and part < len(content):
+            content = content[part]
+        elif isinstance(content, dict) and (str(part) in map(str, content) or i == len(loc) - 1):
+            content = {str(key): value for key, value in content.items()}.get(str(part))
+        else:
+            return
+        yield str(part)

@@ -6,7 +6,6 @@ import pytest
 
 from dmlbench.apps.table_rows import (
     QUOTED,
-    checked,
     experiments,
     grid,
     hours_per_run,
@@ -70,11 +69,34 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
     assert last_of_each(["a=1", "+b=2", "a=3", "~b"]) == ("a=3", "~b")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("5", "reproduce: got 5, expected"),
+        ("{row: {}}", "reproduce.row is unknown"),
+        ("{rows: [a]}", r"reproduce.rows: got \['a'\], expected"),
+        ("{rows: {a: 5}}", "reproduce.rows.a: got 5, expected"),
+        ("{rows: {a: {override: x}}}", "reproduce.rows.a"),
+        ("{rows: {a: x, a: y}}", "'a' stands twice, on lines 1 and 1"),
+        ("{commands: dmlbench}", "reproduce.commands: got 'dmlbench', expected"),
+        ("{hours_per_run: {cub200: long}}", "reproduce.hours_per_run.cub200: got 'long', expected"),
+        ("{metrics: {R@1: 1}}", "reproduce.metrics.R@1: got 1, expected"),
+    ],
+)
+def test_a_reproduce_part_of_wrong_types_is_one_line(tmp_path, content: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"reproduce: {content}\n")
+    with pytest.raises(ConfigError, match=rf"mine.yaml: {message}"):
+        reproduce_of(tmp_path / "mine.yaml")
+
+
+def test_every_shipped_experiment_has_a_reproduce_part_of_the_schema() -> None:
+    for path in experiments([config_folder()]).values():
+        reproduce_of(path)
+
+
 def test_what_is_none_of_the_tables_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"rows has 'C1\+XMB'; did you mean 'C1\+XBM'"):
         rows_of_paper("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
-    with pytest.raises(ConfigError, match="reproduce has 'row': did you mean 'rows'"):
-        checked({"row": {}}, "here")
     rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
     with pytest.raises(ConfigError, match="'Nothing' matches no row"):
         narrowed(rows, ["Nothing"], {})

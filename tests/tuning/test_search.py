@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import sqlite3
 import threading
 from collections import Counter
 from pathlib import Path
@@ -69,10 +70,10 @@ class Runs:
                 raise Pruned("stopped", step)
         result = {
             "base_seed": 0, "fold": 0, "repeat": 0, "seed": derive_seed(0, 0, 0), "steps": STEPS, "wall_s": 1.0,
-            "protocol": "hpo", "dataset_fingerprint": "f", "monitor": "map_at_r",
+            "protocol": "hpo", "choices": {}, "dataset_fingerprint": "f", "monitor": "map_at_r",
             "metrics": {"val": {"map_at_r": self.score(cfg, STEPS)}},
         }  # fmt: skip
-        (run_dir / store.CONFIG).write_text("fit: {}\n")
+        (run_dir / store.CONFIG).write_text(f"lr: {cfg.lr}\n")
         store.write_result(run_dir, result)
         return run_dir
 
@@ -202,12 +203,32 @@ def test_who_reports_last_knows_of_all_trials(tmp_path, monkeypatch) -> None:
     assert seen == [2]
 
 
+def _edit_value(database: Path, lr: float) -> None:
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE trial_params SET param_value = ? WHERE trial_id = 1 AND param_name = 'lr'", (lr,))
+
+
+@pytest.mark.parametrize("attribute", ['"runs"', "5", "{", "[1, 2]"])
+def test_a_storage_with_attributes_of_another_type_is_one_line(tmp_path, monkeypatch, attribute: str) -> None:
+    Runs(monkeypatch)
+    asked = made(tmp_path, trials=2, pruner=None)
+    conducted(asked)
+    with contextlib.closing(sqlite3.connect(asked.folder / search.STORAGE)) as connection, connection:
+        connection.execute("UPDATE trial_user_attributes SET value_json = ? WHERE key = 'runs'", (attribute,))
+    with pytest.raises(RunError, match=r"study.db cannot be read .*Remove it, or choose another name"):
+        conducted(asked)
+
+
 def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path, monkeypatch) -> None:
     Runs(monkeypatch)
     asked = made(tmp_path, trials=2, pruner=None)
     found = conducted(asked)
     with pytest.raises(RunError, match=r"holds a search with other settings \(of space\). Choose another name"):
         conducted(made(tmp_path, space={"lr": {**LR, "high": 1}}))
+    _edit_value(asked.folder / search.STORAGE, 0.0123)
+    with pytest.raises(RunError, match=r"trial 1 of .* has lr=0.0123, but its run .* used 0\.\d+. Search again"):
+        conducted(asked)
+    _edit_value(asked.folder / search.STORAGE, found[0].values["lr"])
     path = tmp_path / found[0].runs[0] / store.RESULT
     result = read_json(path)
     write_json(path, {**result, "metrics": {"val": {"map_at_r": 0.9999}}})
@@ -226,6 +247,7 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
     [
         ({"trials": 0}, "trials: got 0, expected at least 1"),
         ({"runs": ()}, r"runs: got an empty list, .*\[\['repeat=0'\]\]"),
+        ({"pruner": 5}, "pruner: got 5, expected null or settings"),
         ({"pruner": {"warmup": 1}}, "pruner 'warmup' is unknown; did you mean 'warmup_steps'"),
         ({"pruner": {"warmup_steps": -1}}, "pruner.warmup_steps: got -1, expected a whole number"),
     ],

@@ -27,10 +27,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from pydantic import BaseModel
 
 from dmlbench import papers
+from dmlbench.external import Schema, load_yaml, validated
 from dmlbench.papers import PaperScore, describe_table, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
 
@@ -40,7 +41,6 @@ NARROWING = ("dataset", "protocol", "backbone")
 """Groups that select among the scores of a paper's table."""
 _FIELDS = {"datasets": "dataset", "embedding_sizes": "embedding_size", "rows": "row", "settings": "setting"}
 """Parts that have overrides by a field of ``PaperScore``; later ones win."""
-_PARTS = ("rows", "settings", "datasets", "embedding_sizes", "metrics", "needs", "commands", "hours_per_run", "also")
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,60 @@ def paper_tables(folders: Sequence[Path]) -> list[str]:
     return sorted(found, key=lambda name: of_papers.index(name.partition("/")[0]))
 
 
+class _Part(Schema):
+    overrides: str | list[str] | None = None
+    needs: str | None = None
+    doubt: str | None = None
+
+
+_Parts = dict[str, str | list[str] | _Part | None] | None
+
+
+class _Hours(BaseModel, extra="allow", strict=True):
+    __pydantic_extra__: dict[str, float]
+    backbones: dict[str, dict[str, float]] | None = None
+    device: str | None = None
+    measured: str | None = None
+    upper_bound: bool | None = None
+
+
+class _Reproduce(Schema):
+    """The part ``reproduce`` of an experiment, as the header of this module describes it."""
+
+    rows: _Parts = None
+    settings: _Parts = None
+    datasets: _Parts = None
+    embedding_sizes: _Parts = None
+    metrics: dict[str, str] | None = None
+    needs: str | None = None
+    commands: list[str] | None = None
+    hours_per_run: _Hours | None = None
+    also: list[str | list[str]] | None = None
+
+
+class _Experiment(BaseModel, extra="ignore", strict=True):
+    reproduce: _Reproduce | None = None
+
+
 def reproduce_of(path: Path | None) -> dict[str, Any]:
     """The part ``reproduce`` of an experiment's file; may be empty."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
-    return checked((content or {}).get("reproduce"), str(path))
+    if path is None:
+        return {}
+    try:
+        content = load_yaml(path) or {}
+        validated(content, _Experiment)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}.") from error
+    return content.get("reproduce") or {}
 
 
 def checked(reproduce: Any, where: str) -> dict[str, Any]:
-    """The part ``reproduce`` of an experiment, if all of its keys are known."""
-    if reproduce is None:
-        return {}
-    if not isinstance(reproduce, dict):
-        raise ConfigError(f"{where}: reproduce is {reproduce!r}; it holds {', '.join(_PARTS)}")
-    for key in reproduce:
-        if key not in _PARTS:
-            raise ConfigError(f"{where}: reproduce has '{key}': {closest(str(key), _PARTS)}")
-    return reproduce
+    """The composed part ``reproduce`` of an experiment."""
+    try:
+        validated({} if reproduce is None else reproduce, _Reproduce)
+    except ValueError as error:
+        raise ConfigError(f"{where}: reproduce.{error}.") from error
+    return reproduce or {}
 
 
 def words(overrides: Any) -> list[str]:

@@ -78,6 +78,8 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
 
     check_file_name(cfg.name)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(plain["runs"], list):
+        raise ConfigError(f"runs: got {plain['runs']}, expected overrides of each run, such as runs=[['repeat=0']].")
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):
         if wrong := [each for each in listed if not (isinstance(each, str) and ("=" in each or each[:1] == "~"))]:

@@ -19,15 +19,17 @@ from omegaconf import DictConfig
 
 from dmlbench.checks import check
 from dmlbench.components import component
+from dmlbench.config import read_config
+from dmlbench.external import Schema, validated
 from dmlbench.identity import directory_of, run_sha256
 from dmlbench.results.locks import locked
-from dmlbench.results.store import RESULT, make_directory, read_result, require_own_place
+from dmlbench.results.store import CONFIG, RESULT, make_directory, read_result, require_own_place
 from dmlbench.runner import run
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_choice
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_choice, flatten
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -76,6 +78,8 @@ class Search:
                 raise ConfigError(f"{key}: got {getattr(self, key)}, expected at least 1.")
         if not self.runs:
             raise ConfigError("runs: got an empty list, expected overrides of each run, such as runs=[['repeat=0']].")
+        if self.pruner is not None and not isinstance(self.pruner, Mapping):
+            raise ConfigError(f"pruner: got {self.pruner}, expected null or settings as in pruner={{warmup_steps: 9}}.")
         for key, value in (self.pruner or {}).items():
             check_choice("pruner", key, list(_PRUNER))
             if type(value) is not int or value < 0:
@@ -161,7 +165,6 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
     except ImportError as error:
         raise ConfigError("dmlbench tune needs Optuna. Install dmlbench[tune].") from error
     from sqlalchemy import URL
-    from sqlalchemy.exc import SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     path = search.folder / STORAGE
@@ -169,18 +172,14 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if (settings := _settings_of(search.pruner)) is not None:
         pruner = optuna.pruners.MedianPruner(settings["startup_trials"], settings["warmup_steps"])
-    try:
-        with FileLock(search.folder / _CLAIM):
-            storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
-            study = optuna.create_study(
-                storage=storage, study_name=search.name, direction="maximize", load_if_exists=True, pruner=pruner
-            )
-            held = {"overrides": search.described, **identity, **study.user_attrs}
-            for key in held.keys() - study.user_attrs.keys():  # all, or what a killed process had no time to write
-                study.set_user_attr(key, held[key])
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        reason = " ".join(str(error).split())
-        raise RunError(f"{path} cannot be read ({reason:.200}). Remove it, or choose another name.") from error
+    with _readable(search), FileLock(search.folder / _CLAIM):
+        storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+        study = optuna.create_study(
+            storage=storage, study_name=search.name, direction="maximize", load_if_exists=True, pruner=pruner
+        )
+        held = {"overrides": search.described, **identity, **study.user_attrs}
+        for key in held.keys() - study.user_attrs.keys():  # all, or what a killed process had no time to write
+            study.set_user_attr(key, held[key])
     if differing := [key for key, value in identity.items() if held.get(key) != value]:
         was = f", begun with {held['overrides']}" if "runs" in differing else ""
         raise RunError(
@@ -318,15 +317,15 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
     """The outcome of every trial by number, with scores from the results of its runs."""
     found: list[Outcome] = []
     data: dict[str, str] = {}
-    for trial in study.get_trials(deepcopy=False):
-        state = "failed" if "note" in trial.user_attrs else trial.state.name.lower()
-        runs = tuple(trial.user_attrs.get("runs", ()))
+    with _readable(search):
+        trials = [(trial, validated(trial.user_attrs, _Attributes)) for trial in study.get_trials(deepcopy=False)]
+    for trial, own in trials:
+        state = "failed" if own.note else trial.state.name.lower()
         values = search.values(trial.params) if len(trial.params) == len(search.space) else {}
         score = max(trial.intermediate_values.values(), default=None) if state == "pruned" else None
         if state == "complete":
-            score = _stored_score(search, trial, runs, data)
-        steps, note = trial.user_attrs.get("steps", 0), trial.user_attrs.get("note", "")
-        found.append(Outcome(trial.number, state, values, score, steps, runs, note))
+            score = _stored_score(search, trial, values, own.runs, data)
+        found.append(Outcome(trial.number, state, values, score, own.steps, own.runs, own.note))
     if len(data) > 1:
         raise RunError(
             f"trials of {search.folder} are of different data ({' and '.join(data.values())}). Search again under "
@@ -335,7 +334,40 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
     return found
 
 
-def _stored_score(search: Search, trial: "FrozenTrial", runs: Sequence[str], data: dict[str, str]) -> float:
+class _Attributes(Schema):
+    """What a search writes about a trial."""
+
+    runs: tuple[str, ...] = ()
+    steps: int = 0
+    note: str = ""
+
+
+@contextlib.contextmanager
+def _readable(search: Search) -> Iterator[None]:
+    """Name the storage in errors of what is damaged in it."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ValueError, KeyError, AssertionError) as error:
+        path, reason = search.folder / STORAGE, " ".join(str(error).split())
+        raise RunError(f"{path} cannot be read ({reason:.200}). Remove it, or choose another name.") from error
+
+
+def _require_values(run_dir: Path, values: Mapping[str, Value], result: Mapping[str, Any], what: str) -> None:
+    """Raise RunError unless a run used the values that the storage has of its trial."""
+    used = flatten(read_config(run_dir / CONFIG)) | result["choices"]
+    for key, value in values.items():
+        if key in used and used[key] != value and str(used[key]) != str(value):
+            raise RunError(
+                f"{what} has {key}={value}, but its run {run_dir} used {used[key]}. Search again under another name."
+            )
+
+
+def _stored_score(
+    search: Search, trial: "FrozenTrial", values: Mapping[str, Value], runs: Sequence[str], data: dict[str, str]
+) -> float:
     scores = []
     for name in runs:
         run_dir = search.output_dir / name
@@ -345,6 +377,7 @@ def _stored_score(search: Search, trial: "FrozenTrial", runs: Sequence[str], dat
             what = f"trial {trial.number + 1} of {search.folder}: {error}"
             raise RunError(f"{what}, or search under another name") from error
         require_own_place(run_dir, result)
+        _require_values(run_dir, values, result, f"trial {trial.number + 1} of {search.folder}")
         data.setdefault(result["dataset_fingerprint"], name)
         scores.append(_score_of(result))
     score = sum(scores) / len(scores)
