@@ -96,7 +96,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         except Exception as error:
             log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
             with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
-                (run_dir / store.ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+                (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
             if isinstance(error, OSError):
                 raise RunError(
                     f"run {run_dir}: {error}; fix it and start the same command again to continue"

@@ -104,7 +104,9 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
 def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None:
     for pattern, message in (
         ("{fold}.npz", r"embeddings: got .*{fold}.npz, expected a file for each of 4 {fold} and 3 {repeat}"),
-        ("{fold}_{seed}.npz", "no other places than {fold} and {repeat} in patterns, got 'seed'"),
+        ("{fold}_{seed}.npz", "embeddings: got the place {seed}, expected {fold} and {repeat} alone"),
+        ("f{fold:s}r{repeat}.npz", "embeddings: got the place {fold:s}, expected {fold} and {repeat} alone"),
+        ("{fold}{repeat:>100000000}.npz", "embeddings: got the place {repeat:>100000000}, expected"),
     ):
         with pytest.raises(ConfigError, match=message):
             taken(tmp_path, f"embeddings='{pattern}'")

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +108,14 @@ def import_config(cfg: DictConfig) -> Imported:
 
 
 def _files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:
-    try:
-        return {key: Path(p.format(fold=fold, repeat=repeat)).expanduser() for key, p in patterns.items()}
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"expected no other places than {{fold}} and {{repeat}} in patterns, got {error}.") from error
+    places = {"{fold}": str(fold), "{repeat}": str(repeat)}
+    files = {}
+    for key, pattern in patterns.items():
+        if unknown := set(re.findall("{.*?}", pattern)) - places.keys():
+            raise ConfigError(f"{key}: got the place {min(unknown)}, expected {{fold}} and {{repeat}} alone.")
+        name = re.sub("{.*?}", lambda place: places[place[0]], pattern)
+        files[key] = Path(name).expanduser()
+    return files
 
 
 def _of_table(

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench.components import imported, parameters_of
+from dmlbench.external import load_yaml
+from dmlbench.types import ConfigError
 
 GROUPS = ("loss", "miner", "regularizer", "pooling")
 """Groups whose components may be exchanged without an option of their own."""
@@ -73,6 +75,13 @@ def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -
     for folder in folders:
         file = folder / group / f"{choice}.yaml"
         if file.is_file():
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = _content(file)
             return str((content or {}).get("_target_", "")) if isinstance(content, dict) else ""
     return ""
+
+
+def _content(file: Path) -> Any:
+    try:
+        return load_yaml(file)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}.") from error

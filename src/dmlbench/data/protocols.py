@@ -13,6 +13,9 @@ import numpy as np
 from dmlbench.data.image_table import rows_of_classes
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
 
+_MOST = 1000
+"""Folds, repeats or parts of a protocol."""
+
 
 class Protocol:
     """Base class of protocols; each is a frozen dataclass that implements ``_split``.
@@ -29,8 +32,10 @@ class Protocol:
 
     def __post_init__(self) -> None:
         for count, least in (("num_folds", self.least_folds), ("num_repeats", 1), ("num_parts", 2)):
-            if (value := getattr(self, count, least)) < least:
-                raise ConfigError(f"{count} ({value}) of protocol '{self.name}' must be at least {least}")
+            if not least <= (value := getattr(self, count, least)) <= _MOST:
+                raise ConfigError(
+                    f"{count} ({value}) of protocol '{self.name}' must be at least {least}, at most {_MOST}"
+                )
 
     @property
     def num_folds(self) -> int:
