@@ -371,6 +371,95 @@ def of_embeddings() -> Iterator[Case]:
     yield Case("other suffix", ("evaluate", "embeddings=x.csv"), lambda top: (top / "x.csv").write_text("1,2\n"))
 
 
+# ---- files of the user and of strangers
+
+_BOMB = "a0: &a0 [1, 1]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
+YAML_FILE = {
+    "5": b"5",
+    "[1]": b"[1]",
+    "text": b"nothing of the kind",
+    "not UTF-8": b"\xff\xfe",
+    "zero byte": b"\x00",
+    "open quote": b"a: 'x",
+    "deep": b"[" * 100_000,
+    "deep list": b"- " * 5000,
+    "alias bomb": _BOMB.encode(),
+    "alias of itself": b"a: &a [*a]",
+    "a tag": b"!!python/object/apply:os.system ['touch executed']",
+}
+RECIPE_FILE = """
+extends: mine | extends: 5 | extends: no_such | defaults: 5 | defaults: [5] | defaults: [{override /optim: 5}]
+covers: 5 | covers: [5] | covers: [{loss: 5}] | settings: 5 | settings: [5] | settings: [{set: 5, source: x}]
+settings: [{set: {loss.margin: 1}}] | settings: [{when: 5, set: {}, source: x}] | paper: [1] | rows: []
+settings: [{choose: {miner: 5}, source: x}] | settings: [{choose: [miner], source: x}] | deviations: [{text: 5}]
+settings: [{set: {fit: 3, fit.max_steps: 4}, source: x}] | settings: [{set: {optim.lr: 1, optim.lr: 2}, source: x}]
+"""
+REPRODUCE_PART = """
+5 | [1] | {rows: 5} | {rows: [a]} | {rows: {a: 5}} | {rows: {a: {override: x}}} | {rows: {a: x, a: y}}
+{settings: 5} | {datasets: [1]} | {metrics: 5} | {metrics: {a: 5}} | {needs: [1]} | {commands: train} | {commands: [5]}
+{hours_per_run: 5} | {hours_per_run: {cub200: long}} | {also: 5} | {also: [5]} | {row: {}}
+"""
+_SPLITS = '"format": "dmlbench oodml splits 1"'
+SPLIT_FILE = {
+    "empty": b"{}",
+    "a list": b"[]",
+    "another format": b'{"format": "another"}',
+    "a key twice": b'{"a": 1, "a": 2}',
+    "deep": b'{"a": ' + b"[" * 100_000,
+    "no checksum": f'{{{_SPLITS}, "dataset": "glyphs", "measured_by": "x", "splits": []}}'.encode(),
+    "a wrong checksum": f'{{{_SPLITS}, "dataset": "glyphs", "measured_by": "x", "splits": [], "checksum": "0"}}'.encode(),
+    "pickle of tuples": b"\x80\x04)" + b"\x85" * 300_000 + b".",
+    "pickle of lists": b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".",
+    "pickle of shared lists": b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(40)) + b".",
+    "pickle of none": b"N.",
+    "pickle of numbers": pickle.dumps({1: 2, "a": [3]}),
+    "pickle without a distance": pickle.dumps({1: {}}),
+    "pickle with NaN": pickle.dumps({1: {"train": ["a"], "test": ["b"], "fid": float("nan")}}),
+}
+PATTERNS = ("f{fold:s}r{repeat}.npz", "{fold}{repeat:>100000000}.npz", "{fold}{seed}.npz", "{0}.npz", "{fold", "x.npz")
+TUNE = ("pruner=5", "pruner=[1]", "runs=5", "runs=[5]", "space=5", "space={optim.lr: 5}", "trials=many")
+
+
+def _written(name: str, content: str | bytes) -> Damage:
+    def damage(top: Path) -> None:
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def _texts(table: str) -> list[str]:
+    return [text for line in table.strip().split("\n") for text in line.split(" | ")]
+
+
+def of_external() -> Iterator[Case]:
+    """Recipes, experiments, options and splits that others wrote, patterns of files, and numbers out of all bounds."""
+    train: Command = ("train", "--config-dir", "mine", *TINY, "fit.max_steps=2")
+    for group, asked in (("recipe", "recipe=mine"), ("experiment", "+experiment=mine"), ("pooling", "pooling=mine")):
+        for way, content in YAML_FILE.items():
+            yield Case(f"{group} {way}", (*train, asked), _written(f"mine/{group}/mine.yaml", content))
+    yield Case("pooling no component", (*train, "pooling=mine"), _written("mine/pooling/mine.yaml", "power: 3"))
+    for text in _texts(RECIPE_FILE):
+        yield Case(f"recipe {text}", (*train, "recipe=mine"), _written("mine/recipe/mine.yaml", text))
+    experiment = "mine/experiment/mine.yaml"
+    yield Case(
+        "experiment of itself", (*train, "+experiment=mine"), _written(experiment, "defaults: [/experiment: mine]")
+    )
+    reproduce: Command = ("reproduce", "mine", "--config-dir", "mine", "run_missing=false")
+    for part in _texts(REPRODUCE_PART):
+        yield Case(f"reproduce {part}", reproduce, _written(experiment, f"reproduce: {part}"))
+    oodml: Command = ("train", *TINY, "fit.max_steps=2", "protocol=oodml", "protocol.splits=splits.file")
+    for way, content in SPLIT_FILE.items():
+        yield Case(f"splits {way}", oodml, _written("splits.file", content))
+    taken: Command = ("import", "name=theirs", "dataset=glyphs")
+    for pattern in PATTERNS:
+        yield Case(f"import {pattern}", (*taken, f"embeddings='{pattern}'"), _written("x.npz", b"no embeddings"))
+    for many in ("protocol.num_folds=10000000", "protocol.num_repeats=10000000"):
+        yield Case(f"import {many}", (*taken, "embeddings='{fold}{repeat}.npz'", many))
+    for override in TUNE:
+        yield Case(f"tune {override}", ("tune", "name=t", override))
+
+
 # ---- data
 
 
@@ -511,7 +600,7 @@ def _printed(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = ("lines", "values", "files", "embeddings", "data")
+    groups = ("lines", "values", "files", "embeddings", "external", "data")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups)
     parser.add_argument("--share", type=float, default=1.0, help="of the inputs of each group, drawn at random")
     parser.add_argument("--output", type=Path, help="a Markdown file for the outcome")
@@ -538,7 +627,7 @@ def main() -> None:
             found = next(path for path in sorted(runs.glob("outputs/*/*/*gap-*/fold0_rep0")))
             run_dir = str(found.relative_to(runs))
         made = {"lines": of_lines, "values": of_values, "files": lambda: of_files(run_dir)}
-        made |= {"embeddings": of_embeddings, "data": of_data}
+        made |= {"embeddings": of_embeddings, "external": of_external, "data": of_data}
         for group in options.only:
             folder = Folder(home, runs if group == "files" else empty)
             tally = tallies[group] = Tally()

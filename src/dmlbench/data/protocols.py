@@ -33,9 +33,7 @@ class Protocol:
     def __post_init__(self) -> None:
         for count, least in (("num_folds", self.least_folds), ("num_repeats", 1), ("num_parts", 2)):
             if not least <= (value := getattr(self, count, least)) <= _MOST:
-                raise ConfigError(
-                    f"{count} ({value}) of protocol '{self.name}' must be at least {least}, at most {_MOST}"
-                )
+                raise ConfigError(f"{count} of protocol '{self.name}': got {value}, expected {least} to {_MOST}.")
 
     @property
     def num_folds(self) -> int:

@@ -53,7 +53,7 @@ def _groups(part: EmbeddingSet) -> tuple[IntArray, IntArray, IntArray]:
     """
     directions = torch.randn(part.rows.shape[1], 4, generator=torch.Generator().manual_seed(0)).to(part.rows.device)
     length = _lengths(part).clamp_min(1e-300)[:, None]
-    places = (part.rows @ directions / length * _PLACES).round().to("cpu", torch.int64).numpy()
+    places = (part.rows.float() @ directions / length * _PLACES).round().to("cpu", torch.int64).numpy()
     keys = places @ np.array([1, 10**9 + 7, 998_244_353, 10**6 + 3])
     _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
     return first, inverse, counts
