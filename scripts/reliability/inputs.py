@@ -399,15 +399,15 @@ REPRODUCE_PART = """
 {settings: 5} | {datasets: [1]} | {metrics: 5} | {metrics: {a: 5}} | {needs: [1]} | {commands: train} | {commands: [5]}
 {hours_per_run: 5} | {hours_per_run: {cub200: long}} | {also: 5} | {also: [5]} | {row: {}}
 """
-_SPLITS = '"format": "dmlbench oodml splits 1"'
+_SPLITS = '{"format": "dmlbench oodml splits 1", "dataset": "glyphs", "measured_by": "x", "splits": []'
 SPLIT_FILE = {
     "empty": b"{}",
     "a list": b"[]",
     "another format": b'{"format": "another"}',
     "a key twice": b'{"a": 1, "a": 2}',
     "deep": b'{"a": ' + b"[" * 100_000,
-    "no checksum": f'{{{_SPLITS}, "dataset": "glyphs", "measured_by": "x", "splits": []}}'.encode(),
-    "a wrong checksum": f'{{{_SPLITS}, "dataset": "glyphs", "measured_by": "x", "splits": [], "checksum": "0"}}'.encode(),
+    "no checksum": f"{_SPLITS}}}".encode(),
+    "a wrong checksum": f'{_SPLITS}, "checksum": "0"}}'.encode(),
     "pickle of tuples": b"\x80\x04)" + b"\x85" * 300_000 + b".",
     "pickle of lists": b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".",
     "pickle of shared lists": b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(40)) + b".",

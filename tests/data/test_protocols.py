@@ -150,14 +150,15 @@ def test_two_stages_train_on_half_and_on_all_train_classes() -> None:
 def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"stage \(3\).*1 or 2"):
         TwoStage(stage=3)
-    with pytest.raises(ConfigError, match="num_folds"):
-        Mlrc(num_folds=1)
+    for wrong in (1, 10**7):
+        with pytest.raises(ConfigError, match=f"num_folds of protocol 'mlrc': got {wrong}, expected 2 to 1000"):
+            Mlrc(num_folds=wrong)
     with pytest.raises(ConfigError, match="num_repeats"):
         Conventional(num_repeats=0)
     with pytest.raises(ConfigError, match=r"held_out_part \(5\)"):
         Hpo(held_out_part=5)
     for protocol in (Hpo, HeldOut):
-        with pytest.raises(ConfigError, match=r"num_parts \(1\)"):
+        with pytest.raises(ConfigError, match="num_parts of protocol .* got 1, expected 2 to 1000"):
             protocol(num_parts=1)
 
 
