@@ -158,7 +158,7 @@ def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"held_out_part \(5\)"):
         Hpo(held_out_part=5)
     for protocol in (Hpo, HeldOut):
-        with pytest.raises(ConfigError, match="num_parts of protocol .* got 1, expected 2 to 1000"):
+        with pytest.raises(ConfigError, match=r"num_parts of protocol .* got 1, expected 2 to 1000"):
             protocol(num_parts=1)
 
 
