@@ -26,6 +26,9 @@ from dmlbench.types import ConfigError, check_file_name, closest
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 
 
+_COMPONENTS = ("dataset.table", "protocol", "backbone", "pooling", "head", "loss", "miner", "sampler", "rerank")
+
+
 def check(cfg: DictConfig) -> None:
     """``check_values``, with a hint where a recipe took part, which an experiment may have chosen."""
     try:
@@ -45,6 +48,9 @@ def check_values(cfg: DictConfig) -> None:
     for key in container:
         if key not in known:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
+    for key in _COMPONENTS:
+        if isinstance(node := OmegaConf.select(cfg, key), DictConfig) and "_target_" not in node:
+            raise ConfigError(f"{key}: got {list(node)}, expected a component, whose class is {key}._target_.")
     check_components(container)
     if "_target_" in (container["logger"] or {}):
         raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")

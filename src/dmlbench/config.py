@@ -93,12 +93,25 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     Each command's YAML names its schema (``schema/train``) first in its defaults. ``name`` is the one to compose, None
     stands for any. Recipes of the user's ``folder`` come first.
     """
+    if folder is not None:
+        _check_files(folder)
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
     register_recipes(config_folders(folder and folder.resolve()))
     store = ConfigStore.instance()
     for each in command_names() if name is None else [name]:  # making all takes as long as importing numpy
         if f"{each}.yaml" not in store.repo.get("schema", {}):
             store.store(group="schema", name=each, node=schema_of(each), package="_global_")
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ConfigError for a file of the user's folder that Hydra could not read, or not in a bounded time."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            content = load_yaml(path)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}.") from error
+        if not isinstance(content, dict | None):
+            raise ConfigError(f"{path}: got {content!r:.60}, expected keys and values.")
 
 
 @dataclass

@@ -71,6 +71,24 @@ def test_a_file_that_cannot_be_read_is_named(capsys, tmp_path: Path, content: by
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"5", "mine.yaml: got 5, expected keys and values"),
+        (b"\xff", "mine.yaml: byte 0 is not UTF-8"),
+        (b"a: &a [*a]", "mine.yaml: *a stands inside of &a"),
+        (b"power: 3", "pooling: got ['power'], expected a component, whose class is pooling._target_"),
+    ],
+)
+def test_an_option_that_is_none_is_one_line(capsys, tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "pooling").mkdir()
+    (tmp_path / "pooling" / "mine.yaml").write_bytes(content)
+    with pytest.raises(SystemExit) as info:
+        main(["train", "--config-dir", str(tmp_path), "pooling=mine", f"paths.output_dir={tmp_path}"])
+    assert info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_experiment_that_includes_itself_is_one_line(capsys, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("defaults:\n  - /experiment: mine\n")

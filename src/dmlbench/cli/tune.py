@@ -78,7 +78,7 @@ def make_search(cfg: DictConfig, given: Sequence[str], choices: Any) -> "Search"
 
     check_file_name(cfg.name)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    if not isinstance(plain["runs"], list):
+    if not isinstance(plain["runs"], list) or not all(isinstance(run, str | list) for run in plain["runs"]):
         raise ConfigError(f"runs: got {plain['runs']}, expected overrides of each run, such as runs=[['repeat=0']].")
     runs = [[run] if isinstance(run, str) else run for run in plain["runs"]]
     for key, listed in (("train", plain["train"]), *(("runs", run) for run in runs)):
