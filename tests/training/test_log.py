@@ -175,3 +175,16 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
     assert exits == [1, "scores", 0]  # the first was left undone
     (written,) = run_dir.glob("wandb/offline-run-*/files/media/images/val/*.png")
     assert np.array_equal(np.asarray(Image.open(written)), picture)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nothing of the kind\n", "its first line is not step,name,value"),
+        ("step,name,value\nx\n1,a,2.0\n", "in line 2"),
+    ],
+)
+def test_a_history_that_is_none_is_refused(tmp_path, content: str, message: str) -> None:
+    (tmp_path / "history.csv").write_text(content)
+    with pytest.raises(RunError, match=message):
+        read_history(tmp_path / "history.csv")

@@ -14,7 +14,7 @@ def task(cfg: DictConfig) -> None:
         raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
     if cfg.num_images < 1:
         raise ConfigError(f"num_images ({cfg.num_images}) must be at least 1")
-    runs = [Path(run) for run in listed(cfg.run)]
+    runs = [Path(str(run)) for run in listed(cfg.run)]
     if cfg.output is not None and Path(cfg.output).suffix != ".png":
         raise ConfigError(f"output ({cfg.output}) must end in .png")
     if cfg.pair is not None:

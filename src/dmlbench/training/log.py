@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 _FINAL = "final/"
 """Prefix of the finished run's scores, whose names validation curves share."""
+_HEADER = ["step", "name", "value"]
 
 
 class Logger(Protocol):
@@ -47,7 +48,7 @@ class History:
         """Keep the lines up to ``resume_step``."""
         self.path = path
         kept = [row for row in read_history(path) if row[0] <= resume_step] if resume_step else []
-        lines = ["step,name,value\n", *(f"{step},{name},{value!r}\n" for step, name, value in kept)]
+        lines = [f"{','.join(_HEADER)}\n", *(f"{step},{name},{value!r}\n" for step, name, value in kept)]
         atomic_write(path, "".join(lines).encode())
         self._file = path.open("a", encoding="utf-8")
 
@@ -67,16 +68,19 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
     require_file(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.reader(file))[1:]
+            header, *lines = list(csv.reader(file)) or [_HEADER]
+        if header != _HEADER:
+            raise csv.Error(f"its first line is not {','.join(_HEADER)}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RunError(f"{path} cannot be read ({error}); {remedy}") from error
     rows: list[tuple[int, str, float]] = []
-    for row in lines:
+    for i, row in enumerate(lines):
         try:
             step, name, value = row
             rows.append((int(step), name, float(value)))
         except ValueError:
-            break
+            if i < len(lines) - 1:
+                raise RunError(f"{path} is damaged in line {i + 2}; {remedy}") from None
     return rows
 
 

@@ -271,7 +271,7 @@ def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: 
 
 def test_wrong_arguments_are_named() -> None:
     table = array_table()
-    with pytest.raises(ConfigError, match=r"num_workers \(-1\)"):
+    with pytest.raises(ConfigError, match=r"num_workers: got -1"):
         batches_of(table, identity(), num_workers=-1)
     with pytest.raises(ConfigError, match="batch_size"):
         eval_batches(table, TRAIN, identity(), batch_size=0)

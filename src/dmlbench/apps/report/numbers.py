@@ -20,6 +20,7 @@ from dmlbench.results.store import CONFIG, coordinates_of, read_result
 from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
+from dmlbench.types import RunError
 
 PER_QUERY = "per_query.csv"
 _LEVEL = 0.95
@@ -169,7 +170,12 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
     """Means by label over the queries of a run, then over runs; empty where no run has kept its queries' scores."""
     found = []
     for path in filter(Path.exists, (run / PER_QUERY for run in _complete(config))):
-        grouped = pd.read_csv(path).drop(columns="id").groupby("label")
+        try:
+            grouped = pd.read_csv(path).drop(columns="id").groupby("label")
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(
+                f"{path} is damaged ({error}). Remove the run with `dmlbench clean` and run it again."
+            ) from error
         found.append(grouped.mean().assign(queries=grouped.size()))
     return pd.concat(found).groupby("label").mean() if found else pd.DataFrame(index=pd.Index([], name="label"))
 

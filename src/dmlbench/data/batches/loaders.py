@@ -231,9 +231,12 @@ def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torc
     return Batch(views[0], torch.from_numpy(labels), torch.from_numpy(rows), *views[1:])
 
 
+_MOST_WORKERS = 256
+
+
 def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:
-    if num_workers is not None and num_workers < 0:
-        raise ConfigError(f"num_workers ({num_workers}) must be at least 0")
+    if num_workers is not None and not 0 <= num_workers <= _MOST_WORKERS:
+        raise ConfigError(f"num_workers: got {num_workers}, expected 0 to {_MOST_WORKERS}, or null.")
     if isinstance(images, Tensor):
         return 0  # the images are already where they are needed
     if num_workers is not None:
