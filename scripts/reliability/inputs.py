@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from children import Ended, import_libraries, run
 from kills import GSP, PHOTOGRAPHS, TINY, Command, birds, contents, differences, photographs
+from PIL import Image
 from tqdm import tqdm
 
 OUTCOMES = ("clear", "harmless", "said", "traceback", "hang", "silent")
@@ -285,6 +286,8 @@ def of_files(run_dir: str) -> Iterator[Case]:
             ways |= JSON_FILE
         if name == "result.json":
             ways |= RESULT_FILE
+        if name == "history.csv":
+            ways["NaN"] = lambda path: path.write_text(re.sub(r"(?m)^(1,.*,).*$", r"\1nan", path.read_text(), count=1))
         if folder == run_dir:
             ways["of another fold"] = _from_other_fold
         for way, damage in ways.items():
@@ -485,8 +488,12 @@ def of_data() -> Iterator[Case]:
             "a pipe in a class": lambda top: os.mkfifo(top / "data/folder/class00/x.png"),
             "a loop of folders": lambda top: (top / "data/folder/class00/loop").symlink_to(".."),
             "a link to itself": lambda top: (top / "data/folder/loop").symlink_to("loop"),
+            "a name that is not UTF-8": lambda top: os.mkdir(os.fsencode(top / "data/folder") + b"/\xff"),
+            "32-bit pixels": lambda top: Image.new("I", (44, 40), 70_000).save(top / first, "TIFF"),
             "a file instead of the folder": lambda top: _replaced(lambda p: p.write_text("x"))(top / "data/folder"),
         }.items():
+            if reader == "stats" and way == "32-bit pixels":
+                continue
             yield Case(
                 f"{way}: {reader}", command, change, photographs,
                 may_end_well=way == "a link to itself",

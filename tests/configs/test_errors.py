@@ -44,7 +44,9 @@ def raising(error: BaseException):
             1,
             "Too many open files. Raise the limit of open files (ulimit -n)",
         ),
-        (MemoryError(), 1, "out of memory (); lower a batch"),
+        (MemoryError(), 1, "out of memory (). Lower a batch"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), 1, "out of memory (libtorch.so: failed"),
+        (SystemError("<method 'x'> returned NULL without setting an exception"), 1, "out of memory (<method"),
     ],
 )
 def test_what_a_machine_refuses_is_one_line(capsys, error, code, message) -> None:

@@ -32,6 +32,19 @@ def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) ->
     assert not (tmp_path / LOCK).exists()
 
 
+def test_a_lock_from_a_fast_clock_is_watched_for_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "BEAT_S", 0.05)
+    a_day = 86400
+    _left_by(tmp_path, "12 on elsewhere", -a_day)
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"{os.getpid()} on {os.uname().nodename}"
+
+    _left_by(tmp_path, "12 on elsewhere", -a_day)
+    monkeypatch.setattr(time, "sleep", lambda _: _left_by(tmp_path, "12 on elsewhere", -a_day - 1))  # it beats
+    with pytest.raises(RunInUse, match="in use by process 12 on elsewhere"), locked(tmp_path):
+        pass
+
+
 def test_a_lock_that_a_killed_process_of_this_machine_left_is_stale_at_once(tmp_path: Path) -> None:
     for holder in (f"12 on {os.uname().nodename}", "", "half"):
         _left_by(tmp_path, holder, 0)

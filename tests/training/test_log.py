@@ -182,6 +182,7 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
     [
         ("nothing of the kind\n", "its first line is not step,name,value"),
         ("step,name,value\nx\n1,a,2.0\n", "in line 2"),
+        ("step,name,value\n1,a,nan\n1,a,2.0\n", "in line 2"),
     ],
 )
 def test_a_history_that_is_none_is_refused(tmp_path, content: str, message: str) -> None:

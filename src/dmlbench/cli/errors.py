@@ -33,7 +33,8 @@ _REMEDIES = {
     errno.ENFILE: "Close other programs.",
 }
 _OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
-_NO_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory")
+_NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough memory|failed to map segment|NULL without")
+"""What torch, the dynamic linker and Python (SystemError) say where memory is limited."""
 
 
 def guarded(action: Callable[[], None]) -> int:
@@ -70,9 +71,14 @@ def _described(error: Exception) -> tuple[str, int] | None:
         return explain(error), EXIT_BAD_CONFIGURATION
     if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # not a HydraException
         return str(cause), EXIT_BAD_CONFIGURATION
-    if isinstance(cause, MemoryError) or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause))):
+    if isinstance(cause, MemoryError) or (
+        isinstance(cause, (RuntimeError, ImportError, SystemError)) and _NO_MEMORY.search(str(cause))
+    ):
         what = next(iter(str(cause).splitlines()), "")
-        return f"out of memory ({what}); lower a batch, an image or an embedding size", EXIT_FAILED
+        return (
+            f"out of memory ({what}). Lower a batch, an image or an embedding size, or raise the limit (ulimit -v).",
+            EXIT_FAILED,
+        )
     if isinstance(cause, OSError):
         place, remedy = cause.filename2 or cause.filename or _file_of(cause), _REMEDIES.get(cause.errno or 0)
         if place or remedy:

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,11 +78,19 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
     for i, row in enumerate(lines):
         try:
             step, name, value = row
-            rows.append((int(step), name, float(value)))
+            rows.append((int(step), name, _finite(value)))
         except ValueError:
             if i < len(lines) - 1:
                 raise RunError(f"{path} is damaged in line {i + 2}; {remedy}") from None
     return rows
+
+
+def _finite(text: str) -> float:
+    """A logged scalar; training stops before it logs another."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 class TensorBoardLogger:

@@ -45,8 +45,18 @@ def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | str | Non
         read_image(file)
 
 
-def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "float.tif"
-    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(file)
-    with pytest.raises(DataError, match="floating point"):
+@pytest.mark.parametrize(
+    ("pixel", "message"),
+    [
+        (np.float32(1), "floating point"),
+        (np.int32(65536), r"holds values from 0 to 65536; convert it to 8 or 16 bits"),
+        (np.int32(-1), "holds values from -1 to 0"),
+    ],
+)
+def test_pixels_beyond_16_bits_are_refused(tmp_path: Path, pixel: np.generic, message: str) -> None:
+    file = tmp_path / "image.tif"
+    pixels = np.zeros((4, 4), dtype=pixel.dtype)
+    pixels[0, 0] = pixel
+    Image.fromarray(pixels).save(file)
+    with pytest.raises(DataError, match=message):
         read_image(file)

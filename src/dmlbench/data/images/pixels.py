@@ -40,7 +40,10 @@ def as_rgb(image: Image.Image) -> Image.Image:
         raise DataError("holds floating point pixels; convert it to 8 bits a channel")
     if image.mode.startswith("I"):
         # Pillow clips 16-bit grey to 255 when it converts, which would leave an all-white picture.
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        pixels = np.asarray(image).astype(np.int64)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise DataError(f"holds values from {pixels.min()} to {pixels.max()}; convert it to 8 or 16 bits a channel")
+        image = Image.fromarray((pixels >> 8).astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
