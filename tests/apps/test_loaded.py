@@ -23,7 +23,7 @@ from dmlbench import build
 from dmlbench.apps import export
 from dmlbench.apps.embed_folder import embed_folder
 from dmlbench.apps.export import export_run
-from dmlbench.apps.loaded import MANIFEST, WEIGHTS
+from dmlbench.apps.loaded import MANIFEST, PREPROCESSING, WEIGHTS
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.components import component
 from dmlbench.config import compose, load_config
@@ -192,8 +192,12 @@ def rewrite(folder: Path, **changes: Any) -> None:
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
     OmegaConf.save(config, folder / CONFIG)
+    rehash(folder, CONFIG)
+
+
+def rehash(folder: Path, name: str) -> None:
     manifest = read_json(folder / MANIFEST)
-    manifest["files"][CONFIG] = export.file_sha256(folder / CONFIG)
+    manifest["files"][name] = export.file_sha256(folder / name)
     write_json(folder / MANIFEST, manifest)
 
 
@@ -258,6 +262,17 @@ def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> 
     with pytest.raises(RunError, match="is neither a run directory nor a folder"):
         dmlbench.load(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, PREPROCESSING])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000])
+def test_a_hashed_file_that_cannot_be_parsed_is_named(of_letters, tmp_path, name: str, content: bytes) -> None:
+    folder = tmp_path / "folder"
+    export_run(of_letters, folder, formats=[])
+    (folder / name).write_bytes(content)
+    rehash(folder, name)
+    with pytest.raises(RunError, match=rf"{name} is damaged"):
+        dmlbench.load(folder)
 
 
 @pytest.mark.slow

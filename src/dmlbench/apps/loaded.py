@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -159,8 +160,8 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
 
 
 def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedModel:
+    content = _json_of(folder / MANIFEST)
     try:
-        content = read_json(folder / MANIFEST)
         if content.get("schema") != EXPORT_SCHEMA:
             raise RunError(
                 f"{folder / MANIFEST} has schema {content.get('schema')}, this version reads {EXPORT_SCHEMA}; install "
@@ -174,14 +175,25 @@ def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedMod
         if not path.is_file() or file_sha256(path) != manifest.files.get(name):
             raise RunError(f"{path} is not the file that {MANIFEST} names; get the folder again")
     config = _plain_config(folder / CONFIG, modules)
-    model = _made(folder, config, manifest.result, device, load_file(folder / WEIGHTS), folder / WEIGHTS)
-    now, then = (each.get("in_the_network") for each in (preprocessing(model), read_json(folder / PREPROCESSING)))
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise RunError(f"{folder / WEIGHTS} is damaged ({error}); get the folder again") from error
+    model = _made(folder, config, manifest.result, device, weights, folder / WEIGHTS)
+    now, then = (each.get("in_the_network") for each in (preprocessing(model), _json_of(folder / PREPROCESSING)))
     if now != then:
         raise RunError(
             f"{folder / PREPROCESSING} names {then}, but the versions of dmlbench and timm here have {now}; install "
             f"those that {MANIFEST} names"
         )
     return model
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); get the folder again") from error
 
 
 def _made(
