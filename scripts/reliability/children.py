@@ -8,6 +8,7 @@ being written, half of them may have reached the disk by then.
 import importlib
 import mmap
 import os
+import resource
 import signal
 import sys
 import time
@@ -73,6 +74,7 @@ def run(
     torn: bool = False,
     kill_after: float | None = None,
     limit_s: float = 120,
+    memory: int | None = None,
 ) -> Ended:
     """``dmlbench arguments`` in ``folder``.
 
@@ -82,12 +84,16 @@ def run(
         torn: the half of what that operation was to write, or to sync, has reached the disk.
         kill_after: seconds after which it is killed.
         limit_s: seconds after which it counts as hanging.
+        memory: bytes that it may take beyond those it starts with.
     """
     log.write_bytes(b"")
     done = mmap.mmap(-1, 2**16)  # shared with the child: the names of its operations
     started = time.monotonic()
     child = os.fork()
     if child == 0:
+        if memory is not None:
+            most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         _execute(arguments, folder, log, dict(environment or {}), _watch(folder, done, kill_at, torn))
     code: int | None = None
     deadline = started + (limit_s if kill_after is None else kill_after)

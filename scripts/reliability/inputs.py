@@ -57,6 +57,8 @@ class Case:
     """What makes the sound data."""
     may_end_well: bool = False
     """Damage of a file that the command may not read, where the same files as without it are right."""
+    memory: int | None = None
+    """Bytes that the command may take."""
 
 
 @dataclass
@@ -297,6 +299,42 @@ def of_files(run_dir: str) -> Iterator[Case]:
                     f"{name} {way}: {reader}", tuple(word.replace("RUN", run_dir) for word in command),
                     lambda top, path=path, damage=damage: damage(top / path), may_end_well=True,
                 )  # fmt: skip
+
+
+# ---- searches, and machines with little memory
+
+SEARCH = ("tune", "search=demo", "trials=2", "name=t", *TINY, "fit.max_steps=2", "fit.validate_every=1")
+
+
+def _corrupted(draw: random.Random, path: Path) -> None:
+    """Random bytes at 1 to 500 places; every fifth file is cut off."""
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 5, 50, 500))):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    path.write_bytes(content[: draw.randrange(len(content))] if draw.random() < 0.2 else content)
+
+
+def of_searches(database: str) -> Iterator[Case]:
+    """The data base of a search with random bytes."""
+    for seed in range(40):
+        yield Case(
+            f"study.db, seed {seed}", SEARCH,
+            lambda top, seed=seed: _corrupted(random.Random(seed), top / database), may_end_well=True,
+        )  # fmt: skip
+
+
+def of_memory() -> Iterator[Case]:
+    """Commands that get too little memory, or just enough."""
+    train: Command = ("train", *TINY, "fit.max_steps=2")
+    for command in (
+        train,
+        (*train, *GSP),
+        ("study", "two_moons"),
+        ("train", "-m", *TINY, "fit.max_steps=2", "fold=0,1"),
+    ):
+        for megabytes in (4, 16, 64, 256):  # with less, native libraries crash
+            name = f"{command[0]} {command[-1]}, {megabytes} MB"
+            yield Case(name, command, may_end_well=True, memory=megabytes << 20)
 
 
 # ---- embeddings from anywhere
@@ -549,9 +587,9 @@ class Folder:
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.template, self.work, symlinks=True)
 
-    def run(self, command: Command) -> Ended:
+    def run(self, command: Command, memory: int | None = None) -> Ended:
         environment = {"DMLBENCH_CACHE": "cache", "DMLBENCH_DATA": "data", "DMLBENCH_OUTPUT": "outputs"}
-        return run(command, self.work, self.log, environment=environment, limit_s=_LIMIT_S)
+        return run(command, self.work, self.log, environment=environment, limit_s=_LIMIT_S, memory=memory)
 
     def sound(self, case: Case) -> tuple[str, dict[str, Any]]:
         """What the command prints and leaves where nothing is damaged."""
@@ -568,7 +606,7 @@ class Folder:
         self.reset()
         case.make(self.work)
         case.damage(self.work)
-        ended = self.run(case.command)
+        ended = self.run(case.command, case.memory)
         last = (ended.text.strip().splitlines() or [""])[-1][:200]
         if (self.work / "executed").exists():
             return "silent", "code of the file was executed"
@@ -607,7 +645,7 @@ def _printed(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = ("lines", "values", "files", "embeddings", "external", "data")
+    groups = ("lines", "values", "files", "searches", "memory", "embeddings", "external", "data")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups)
     parser.add_argument("--share", type=float, default=1.0, help="of the inputs of each group, drawn at random")
     parser.add_argument("--output", type=Path, help="a Markdown file for the outcome")
@@ -617,9 +655,9 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="inputs-") as name:
         home = Path(name)
-        empty, runs = home / "empty", home / "runs"
-        empty.mkdir()
-        runs.mkdir()
+        empty, runs, searched = home / "empty", home / "runs", home / "searched"
+        for template in (empty, runs, searched):
+            template.mkdir()
         maker = Folder(home, empty)
         run_dir = ""
         if "files" in options.only:
@@ -633,10 +671,18 @@ def main() -> None:
             shutil.copytree(maker.work, runs, dirs_exist_ok=True)
             found = next(path for path in sorted(runs.glob("outputs/*/*/*gap-*/fold0_rep0")))
             run_dir = str(found.relative_to(runs))
+        database = ""
+        if "searches" in options.only:
+            maker.reset()
+            ended = maker.run(SEARCH)
+            assert ended.code == 0, ended.text
+            shutil.copytree(maker.work, searched, dirs_exist_ok=True)
+            database = str(next(searched.rglob("study.db")).relative_to(searched))
         made = {"lines": of_lines, "values": of_values, "files": lambda: of_files(run_dir)}
+        made |= {"searches": lambda: of_searches(database), "memory": of_memory}
         made |= {"embeddings": of_embeddings, "external": of_external, "data": of_data}
         for group in options.only:
-            folder = Folder(home, runs if group == "files" else empty)
+            folder = Folder(home, {"files": runs, "searches": searched}.get(group, empty))
             tally = tallies[group] = Tally()
             cases = [case for case in made[group]() if random.Random(case.name).random() < options.share]
             for case in tqdm(cases, desc=group):

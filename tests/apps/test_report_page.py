@@ -331,3 +331,27 @@ def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[st
     assert browser.find_element(By.ID, "title").text == hostile
     assert browser.execute_script("return window.taken") is None
     assert browser.get_log("browser") == []
+
+
+def test_a_missing_history_or_checkpoint_of_a_trained_run_is_said(
+    configs: list[ConfigSummary], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = next(config for config in configs if config.label == "gap")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    run_dir = config.runs[0].path
+    names = ("history.csv", "best.ckpt")
+    for name in names:
+        shutil.move(run_dir / name, kept / name)
+    try:
+        curves = numbers.curves([config])
+        page.write_page(
+            {("glyphs", "mlrc"): [config]}, tmp_path / "page.html", spec=SPEC,
+            num_queries=1, num_nearest=1, num_classes=1, with_overlays=True, device="cpu",
+        )  # fmt: skip
+    finally:
+        for name in names:
+            shutil.move(kept / name, run_dir / name)
+    assert curves["val/map_at_r"][0]["runs"] == 3
+    assert f"{run_dir / 'history.csv'} is missing" in caplog.text
+    assert "gap is without overlays" in caplog.text and "has no best.ckpt" in caplog.text

@@ -3,6 +3,7 @@
 Everything is made of what JSON knows; scores are percent (class distances as they are).
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dmlbench.apps.report.retrievals import first_run
+from dmlbench.apps.report.retrievals import first_run, is_trained
 from dmlbench.apps.tables import ConfigSummary
 from dmlbench.config import read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
@@ -21,6 +22,8 @@ from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
+
+log = logging.getLogger(__name__)
 
 PER_QUERY = "per_query.csv"
 _LEVEL = 0.95
@@ -113,7 +116,11 @@ def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
 
 
 def _curves(config: ConfigSummary) -> dict[str, Any]:
-    logged = [entry for path in _complete(config) for entry in read_history(path / HISTORY)]
+    paths = _complete(config)
+    for path in paths:
+        if is_trained(path) and not (path / HISTORY).exists():
+            log.warning("%s is missing: the curves are without this run", path / HISTORY)
+    logged = [entry for path in paths for entry in read_history(path / HISTORY)]
     found = {}
     for name, rows in pd.DataFrame(logged, columns=["step", "name", "value"]).groupby("name"):
         by_step = rows.groupby("step")["value"].agg(["mean", "min", "max", "size"])

@@ -5,6 +5,7 @@ import datetime
 import html
 import io
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -21,12 +22,14 @@ from dmlbench import __version__
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
 from dmlbench.apps.report import numbers
 from dmlbench.apps.report.paper_scores import paper_scores
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, retrieved, that_can_be_shown
+from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, is_trained, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
 from dmlbench.apps.trained import load_run, table_of_run
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
 from dmlbench.types import DmlbenchError, ImageTable
+
+log = logging.getLogger(__name__)
 
 _SIDE = 96  # pixels of a longer side of an image in the page
 _QUALITY = 80
@@ -133,6 +136,8 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
             run = load_run(run_dir, {"num_workers": 0}, device=device)
             explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
         except DmlbenchError as error:
+            if is_trained(run_dir):
+                log.warning("%s is without overlays: %s", config.label, error)
             why[str(i)] = str(error).replace(str(run_dir), "/".join(run_dir.parts[-2:]))
     if not explained:
         return {"configs": {}, "why": why}

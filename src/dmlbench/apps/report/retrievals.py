@@ -25,6 +25,11 @@ def first_run(config: ConfigSummary) -> Path:
     return next(run.path for run in config.runs if run.state == "done")
 
 
+def is_trained(run_dir: Path) -> bool:
+    """Whether a run took optimizer steps here, so that it has a history and weights."""
+    return bool(read_result(run_dir).get("steps"))
+
+
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
     """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
     shown = [
