@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
@@ -93,7 +94,7 @@ def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> 
 
 def test_tables_say_what_came_out_and_what_did_not() -> None:
     claims = (Claim("figure 1", "more is more", "1 → 2", True), Claim("figure 2", "less is less", "2 → 3", False))
-    findings = Findings("A study", ("row", "value"), (("one", "1.0"),), claims, ("a note",), lambda path: None)
+    findings = Findings("A study", ("row", "value"), (("one", "1.0"),), claims, ("a note",), Figure())
     text = to_markdown(findings)
     assert "| one | 1.0 |" in text and "| figure 1 | more is more | 1 → 2 | yes |" in text
     assert "| 2 → 3 | NO |" in text and text.endswith("- a note\n")
@@ -136,10 +137,10 @@ def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["two_moons", "name=a/b"], "name: got 'a/b', expected a file name"),
         (["two_moons", "temperatures=[1.0]"], "temperatures: got [1.0], expected two or more positive numbers."),
         (["two_moons", "steps=0"], "steps: got 0, expected a positive number."),
-        (["gsp_timing", "iterations=[10]"], "iterations: got [10], expected two or more values."),
+        (["gsp_timing", "iterations=[10]"], "iterations: got [10], expected two or more positive numbers."),
         (["gsp_mu", "transport_ratios=[0.3,1.5]"], "expected two or more numbers in (0, 1]."),
         (["gsp_mu", "training=[loss]"], "training: got loss, expected overrides such as fit.max_steps=100."),
-        (["gsp_m_eps", "smoothings=[1.0]"], "smoothings: got [1.0], expected two or more values."),
+        (["gsp_m_eps", "smoothings=[1.0]"], "smoothings: got [1.0], expected two or more positive numbers."),
         (["gsp_weights", "transport_ratio=1"], "transport_ratio: got 1.0, expected a number between 0 and 1."),
         (["collage_samples", "super_classes=[insect]"], "super_classes 'insect' is unknown; did you mean 'insects'"),
         (["collage_samples", "super_classes=[trees]"], "super_classes 'trees' is unknown"),  # background

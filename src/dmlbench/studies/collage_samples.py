@@ -7,16 +7,16 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.data.readers.cifar import SIDE
 from dmlbench.data.readers.cifar_collage import (
     BACKGROUND,
@@ -86,7 +86,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
             "layout; a target is framed, distilled is the target alone",
             "which classes of a super-class belong to which part neither the paper nor its code says: published order",
         ),
-        partial(_draw, firsts, tables, distilled, source, known),
+        _figure(firsts, tables, distilled, source, known),
     )  # fmt: skip
 
 
@@ -149,10 +149,10 @@ def _claims(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Claim
     )  # fmt: skip
 
 
-def _draw(
+def _figure(
     classes: list[int], tables: Mapping[str, ImageTable], distilled: ImageTable, source: ImageTable,
-    known: Mapping[bytes, list[int]], path: Path,
-) -> None:  # fmt: skip
+    known: Mapping[bytes, list[int]],
+) -> Figure:  # fmt: skip
     """Draw a row for the first image of each class: the target, its backgrounds, its collages, and the target alone."""
     figure, axes = plt.subplots(
         len(classes), len(_HEADS), squeeze=False, width_ratios=_WIDTHS, layout="constrained",
@@ -180,7 +180,7 @@ def _draw(
                     corner = (SIDE * (place % 2) - 0.5, SIDE * (place // 2) - 0.5)
                     panel.add_patch(Rectangle(corner, SIDE, SIDE, fill=False, edgecolor="red", linewidth=2))
         _show(line[6], _pixels(distilled)[places[target]], f"{SIDE} x {SIDE}")
-    save_figure(figure, path)
+    return figure
 
 
 def _show(axes: Axes, image: Pixels, label: str) -> None:

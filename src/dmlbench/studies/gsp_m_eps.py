@@ -4,26 +4,20 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
     = 0.3. The paper's own grids are conf/experiment/gsp/figure10a, figure10b and table7.
 """
 
-from functools import partial
-from pathlib import Path
-
 import numpy as np
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.studies.record import Claim, Findings, Parts
-from dmlbench.studies.trained import Float, mean, notes_on_runs, score_rows, scores_of
-from dmlbench.types import ConfigError
+from dmlbench.apps.pictures import plt
+from dmlbench.studies.record import Claim, Findings, Float, Parts, several_values
+from dmlbench.studies.trained import mean, notes_on_runs, score_rows, scores_of
 
 _BASELINE = "GAP"
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     """Train and test at every pair of values, and with average pooling."""
-    prototypes, smoothings = sorted(set(cfg.prototypes)), sorted({float(value) for value in cfg.smoothings})
-    for key, values in (("prototypes", prototypes), ("smoothings", smoothings)):
-        if len(values) < 2:
-            raise ConfigError(f"{key}: got {values}, expected two or more values.")
+    prototypes, smoothings = several_values(cfg, "prototypes"), several_values(cfg, "smoothings")
     ratio = f"pooling.transport_ratio={cfg.transport_ratio}"
     configs = {_BASELINE: ("pooling=gap",)} | {
         _name(m, value): ("pooling=gsp", f"pooling.num_prototypes={m}", f"pooling.smoothing={value}", ratio)
@@ -44,18 +38,17 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )  # fmt: skip
     notes = (f"mu = {cfg.transport_ratio:g}; the data are others than the paper's", *notes_on_runs(cfg))
     title = "GSP over the number of prototypes and the smoothing"
-    draw = partial(_draw, prototypes, smoothings, grid, mean(found[_BASELINE]), title)
-    return Findings(title, ("pooling", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, draw)
+    figure = _figure(prototypes, smoothings, grid, mean(found[_BASELINE]), title)
+    return Findings(title, ("pooling", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, figure)
 
 
 def _name(prototypes: int, smoothing: float) -> str:
     return f"m = {prototypes}, epsilon = {smoothing:g}"
 
 
-def _draw(prototypes: list[int], smoothings: list[float], grid: Float, baseline: float, title: str, path: Path) -> None:
-    figure, axes = plt.subplots(
-        figsize=(1.8 + 1.1 * len(smoothings), 1.8 + 0.8 * len(prototypes)), layout="constrained"
-    )
+def _figure(prototypes: list[int], smoothings: list[float], grid: Float, baseline: float, title: str) -> Figure:
+    size = (1.8 + 1.1 * len(smoothings), 1.8 + 0.8 * len(prototypes))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     image = axes.imshow(grid, cmap="viridis")
     for (row, column), value in np.ndenumerate(grid):
         color = "black" if value - grid.min() > 0.6 * np.ptp(grid) else "white"  # the scale's upper end is bright
@@ -66,4 +59,4 @@ def _draw(prototypes: list[int], smoothings: list[float], grid: Float, baseline:
     axes.set_ylabel("m")
     figure.colorbar(image, label="MAP@R, %")
     axes.set_title(f"{title}\n(GAP: {baseline:.1f})", fontsize=8)
-    save_figure(figure, path)
+    return figure

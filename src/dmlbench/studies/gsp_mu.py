@@ -4,23 +4,21 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
     neither data set nor loss; its grid is not given.
 """
 
-from functools import partial
-from pathlib import Path
-
 import numpy as np
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from scipy.stats import spearmanr
 
-from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.apps.pictures import plt
+from dmlbench.studies.record import Claim, Findings, Parts, several_values
 from dmlbench.studies.trained import Scores, mean, notes_on_runs, score_rows, scores_of
 from dmlbench.types import ConfigError
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     """Train and test at every mu."""
-    values = sorted({float(value) for value in cfg.transport_ratios})
-    if len(values) < 2 or not (values[0] > 0 and values[-1] <= 1):
+    values = several_values(cfg, "transport_ratios")
+    if values[-1] > 1:
         raise ConfigError(f"transport_ratios: got {values}, expected two or more numbers in (0, 1].")
     configs = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
     found = scores_of(configs, cfg, parts)
@@ -43,11 +41,11 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )  # fmt: skip
     notes = (f"lower mu: at most {cfg.low:g}; mu = 1 is average pooling", *notes_on_runs(cfg))
     title = "GSP over mu, the share of the pixels that is transported"
-    draw = partial(_draw, values, found, title)
-    return Findings(title, ("mu", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, draw)
+    figure = _figure(values, found, title)
+    return Findings(title, ("mu", "MAP@R, %", "P@1, %"), score_rows(found), claims, notes, figure)
 
 
-def _draw(values: list[float], found: dict[str, Scores], title: str, path: Path) -> None:
+def _figure(values: list[float], found: dict[str, Scores], title: str) -> Figure:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.3), layout="constrained")
     for axes, metric, label in zip(panels, ("map_at_r", "p_at_1"), ("MAP@R, %", "P@1, %"), strict=True):
         runs = 100 * np.array([found[f"mu = {value:g}"][metric] for value in values])  # [values, runs]
@@ -58,4 +56,4 @@ def _draw(values: list[float], found: dict[str, Scores], title: str, path: Path)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
-    save_figure(figure, path)
+    return figure

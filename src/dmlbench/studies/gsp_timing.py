@@ -10,21 +10,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import Tensor
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.components import component
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.transport import prototype_cost, transport_weights
 from dmlbench.runtime import seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts, require_positive
-from dmlbench.types import ConfigError
+from dmlbench.studies.record import Claim, Findings, Parts, require_positive, several_values
 
 Action = Callable[[], object]
 
@@ -144,9 +143,7 @@ def network_time(backbone: Backbone, *, image_size: int, rounds: int, device: to
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     """Time the transport alone over iterations, prototypes and pixels, and beside a network."""
-    iterations = tuple(sorted({int(k) for k in cfg.iterations}))
-    if len(iterations) < 2:
-        raise ConfigError(f"iterations: got {list(iterations)}, expected two or more values.")
+    iterations = tuple(several_values(cfg, "iterations"))
     require_positive(cfg, "batch", "rounds")
     seed_everything(cfg.seed)
     usual = Transport(
@@ -212,7 +209,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )
     heads = ("transport", "forward, ms", "with gradient, ms", "with closed form, ms", "exact / with closed form")
     title = "Time of GSP's transport"
-    return Findings(title, heads, tuple(rows), claims, notes, partial(_draw, found, iterations, cfg, title))
+    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, iterations, cfg, title))
 
 
 def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float | None = None) -> tuple[str, ...]:
@@ -220,7 +217,7 @@ def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float
     return (name, f"{one['forward']:.2f}", f"{one['both']:.2f}", *rest)
 
 
-def _draw(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig, title: str, path: Path) -> None:
+def _figure(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig, title: str) -> Figure:
     figure, panels = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
     for way, of_k in training_times(found["iterations"]).items():
         values = [of_k[str(k)] for k in iterations]
@@ -250,4 +247,4 @@ def _draw(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig
     for axes in panels[:3]:
         axes.set_ylabel(f"ms for {cfg.batch} images")
     figure.suptitle(title, fontsize=10)
-    save_figure(figure, path)
+    return figure

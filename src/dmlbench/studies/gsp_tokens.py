@@ -6,21 +6,19 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
 
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from matplotlib.path import Path as Polygon
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.losses import ContrastiveLoss
 from scipy.spatial import ConvexHull
 from torch import Tensor, nn
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.components import component
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -28,11 +26,9 @@ from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.runtime import derive_seed, generator, seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
 from dmlbench.training.fit import FitSettings, fit
 from dmlbench.types import Batch, ConfigError, EmbeddingSet, ModelOutput
-
-Float = NDArray[np.float64]
 
 NUM_CLASSES, TOKENS_OF_EACH, TOKENS_OF_A_BAG = 16, 4, 50
 """Classes, tokens of each class and of the background, and tokens of a sample (GSP, section 5.1 and supplement 2.1)."""
@@ -179,7 +175,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )
     heads = ("pooling", "MAP@R, %", "P@1, %", "weight on the background, %", "in another class's hull, %", "best step")
     title = "Bags of trainable tokens"
-    return Findings(title, heads, rows, claims, notes, partial(_draw, found, cfg.seed, title))
+    return Findings(title, heads, rows, claims, notes, _figure(found, cfg.seed, title))
 
 
 def _steps(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -240,7 +236,7 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
     }
 
 
-def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
+def _figure(found: Mapping[str, Any], seed: int, title: str) -> Figure:
     figure, panels = plt.subplots(1, len(_TITLES), figsize=(10, 5), layout="constrained", squeeze=False)
     colors = plt.get_cmap("tab20")
     for axes, (way, name) in zip(panels[0], _TITLES.items(), strict=True):
@@ -262,4 +258,4 @@ def _draw(found: Mapping[str, Any], seed: int, title: str, path: Path) -> None:
         axes.set_aspect("equal", adjustable="datalim")
         axes.legend(fontsize=7)
     figure.suptitle(f"{title}: samples (dots), hulls of their classes, tokens of classes (triangles)", fontsize=9)
-    save_figure(figure, path)
+    return figure

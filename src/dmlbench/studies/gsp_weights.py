@@ -6,21 +6,18 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
 """
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.models.transport import prototype_cost, transport_weights
-from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.record import Claim, Findings, Float, Parts, several_values
 from dmlbench.types import ConfigError
-
-Float = NDArray[np.float64]
 
 SIDE = 10
 _RED, _GREEN, _BLUE = np.eye(3)
@@ -56,9 +53,7 @@ def linear_program(cost: Float, ratio: float) -> Float:
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     """Solve both problems."""
-    smoothings = sorted({float(value) for value in cfg.smoothings}, reverse=True)
-    if len(smoothings) < 2 or smoothings[-1] <= 0:
-        raise ConfigError(f"smoothings: got {smoothings}, expected two or more positive numbers.")
+    smoothings = several_values(cfg, "smoothings")[::-1]
     if not 0 < cfg.transport_ratio < 1:
         raise ConfigError(f"transport_ratio: got {cfg.transport_ratio}, expected a number between 0 and 1.")
     colors, is_informative = color_map(cfg.noise, seed=cfg.seed)
@@ -115,10 +110,10 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     heads = ("weights", "on red and blue, %", "red and blue pixels used, %", "elsewhere than the linear program's, %",
              "elsewhere than GAP's, %")  # fmt: skip
     title = "Pooling weights on a map of colors"
-    return Findings(title, heads, rows, claims, notes, partial(_draw, found, colors, title))
+    return Findings(title, heads, rows, claims, notes, _figure(found, colors, title))
 
 
-def _draw(found: Mapping[str, Any], colors: Float, title: str, path: Path) -> None:
+def _figure(found: Mapping[str, Any], colors: Float, title: str) -> Figure:
     figure, panels = plt.subplots(1, 1 + len(found), figsize=(2 * (1 + len(found)), 2.5), layout="constrained")
     panels[0].imshow(colors)
     panels[0].set_title("map", fontsize=9)
@@ -129,4 +124,4 @@ def _draw(found: Mapping[str, Any], colors: Float, title: str, path: Path) -> No
         axes.set_xticks([])
         axes.set_yticks([])
     figure.suptitle(f"{title}: higher ones darker, each from 0 to its largest", fontsize=9)
-    save_figure(figure, path)
+    return figure

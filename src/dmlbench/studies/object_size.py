@@ -5,17 +5,16 @@ Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020: the share 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from PIL import Image
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.components import component
 from dmlbench.config import load_config
@@ -24,10 +23,8 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
-from dmlbench.studies.record import Claim, Findings, Parts
+from dmlbench.studies.record import Claim, Findings, Float, Parts
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
-
-Float = NDArray[np.float64]
 
 _WAYS = {"gap": "average", "gmp": "maximum"}
 
@@ -100,7 +97,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )
     title = f"R@1 by the size of the object: {found['gap 0']['dataset']}"
     heads = ("share of the image", "queries", "average pooling, %", "maximum pooling, %")
-    return Findings(title, heads, rows, claims, notes, partial(_draw, sizes, means, title))
+    return Findings(title, heads, rows, claims, notes, _figure(sizes, means, title))
 
 
 def _mean(values: Sequence[float | None]) -> Any:
@@ -123,7 +120,7 @@ def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, An
     return {"dataset": table.name, "recall": recall, "count": count, "notes": list(table.notes)}
 
 
-def _draw(sizes: Sequence[str], means: Mapping[str, list[float | None]], title: str, path: Path) -> None:
+def _figure(sizes: Sequence[str], means: Mapping[str, list[float | None]], title: str) -> Figure:
     figure, axes = plt.subplots(figsize=(2 + 0.9 * len(sizes), 3.4), layout="constrained")
     for way, marker in zip(_WAYS, "os", strict=True):
         values = [np.nan if value is None else 100 * value for value in means[way]]
@@ -134,4 +131,4 @@ def _draw(sizes: Sequence[str], means: Mapping[str, list[float | None]], title: 
     axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
     axes.set_title(title, fontsize=9)
-    save_figure(figure, path)
+    return figure

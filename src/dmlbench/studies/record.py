@@ -1,6 +1,5 @@
 """The record of a study: parts that are computed once, a table beside the paper's claims, and a figure."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from dmlbench.apps.pictures import save_figure
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import (
     atomic_write,
@@ -25,7 +27,9 @@ from dmlbench.runtime import (
     set_strict_float32,
     write_json,
 )
-from dmlbench.types import ConfigError, IntArray, RunError, check_file_name
+from dmlbench.types import ConfigError, IntArray, RunError, check_file_name, check_positive
+
+Float = NDArray[np.float64]
 
 _SCHEMA = 1
 _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
@@ -44,59 +48,56 @@ class Claim:
 
 @dataclass(frozen=True)
 class Findings:
-    """The table of a study, the paper's claims, and a function that writes the figure as PNG."""
+    """The table of a study, the paper's claims, and the figure."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     claims: tuple[Claim, ...]
     notes: tuple[str, ...]
-    draw: Callable[[Path], None]
+    figure: Figure
 
 
 class Parts:
     """Results of a study by name, each computed once and kept in a JSON file with the settings that made it."""
 
     def __init__(self, path: Path, study: str, settings: Mapping[str, Any], *, device: torch.device) -> None:
-        self.path = path
-        self.device = device
+        self.path, self.device = path, device
         self._content: dict[str, Any] = {
             "schema": _SCHEMA, "study": study, "settings": dict(settings), "bound": {}, "parts": {},
         }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             return
         try:
             held = read_json(path)
-            differing = _differing(held["settings"], self._content["settings"])
-            fits = held["schema"] == _SCHEMA and held["study"] == study
+            then, now = (
+                {"schema": one["schema"], "study": one["study"], **one["settings"]} for one in (held, self._content)
+            )
             self._content |= {key: held[key] for key in ("bound", "parts")}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged ({error}); remove it to conduct the study again") from error
-        if not fits or differing:
+        pairs = {key: (then.get(key, "nothing"), now.get(key, "nothing")) for key in {**then, **now}}
+        differing = [f"{key}: {a} there, {b} asked for" for key, (a, b) in pairs.items() if a != b]
+        if differing:
             raise RunError(
-                f"{path} holds a study with other settings ({'; '.join(differing) or held['study']}); choose another "
-                "name=..., or remove that file"
+                f"{path} holds a study with other settings ({'; '.join(differing)}); choose another name=..., or "
+                "remove that file"
             )
 
-    def bind(self, **facts: str) -> None:
-        """Require that all parts share facts beyond the settings, such as the fingerprint of the data."""
-        for name, value in facts.items():
-            held = self._content["bound"].setdefault(name, value)
-            if held != value:
-                raise RunError(
-                    f"{self.path} was made with another {name} ({held:.16}, now {value:.16}); choose another name=..., "
-                    "or remove that file"
-                )
+    def bind(self, *, data: str) -> None:
+        """Require that all parts have the same fingerprint of the data."""
+        held = self._content["bound"].setdefault("data", data)
+        if held != data:
+            raise RunError(
+                f"{self.path} was made with another data ({held:.16}, now {data:.16}); choose another name=..., or "
+                "remove that file"
+            )
 
     def get(self, names: Sequence[str], compute: Callable[[str], Any], *, describe: str) -> dict[str, Any]:
-        """Compute the missing parts, keep each at once, and return all by name.
-
-        Args:
-            compute: from a name to a value that JSON can hold.
-            describe: label of the progress bar.
-        """
+        """Compute the missing parts, values that JSON can hold; keep each at once, and return all by name."""
         found = self._content["parts"]
-        for name in tqdm(names, desc=describe, disable=not sys.stderr.isatty(), unit="part", leave=False):
+        for name in tqdm(names, desc=describe, disable=None, unit="part", leave=False):
             if name not in found:
                 started = time.monotonic()
                 value = compute(name)
@@ -108,43 +109,27 @@ class Parts:
                     "versions": package_versions(),
                     "commit": git_commit(),
                 }
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(self.path, {**self._content, "complete": False})
         return {name: found[name]["value"] for name in names}
 
     def finish(self, findings: Findings) -> None:
         """Write the complete record."""
-        parts = self._content["parts"].values()
         summary = {
             "title": findings.title,
             "heads": findings.heads,
             "rows": findings.rows,
             "claims": [asdict(claim) for claim in findings.claims],
             "notes": findings.notes,
-            "wall_s": round(sum(part["wall_s"] for part in parts), 3),
+            "wall_s": round(sum(part["wall_s"] for part in self._content["parts"].values()), 3),
             "complete": True,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, {**self._content, **summary})
-
-
-def _differing(held: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    missing = "nothing"
-    keys = [key for key in {**held, **now} if held.get(key, missing) != now.get(key, missing)]
-    return [f"{key}: {held.get(key, missing)} there, {now.get(key, missing)} asked for" for key in keys]
 
 
 def conduct_study(
     study: str, cfg: DictConfig, conduct: Callable[[DictConfig, Parts], Findings]
 ) -> tuple[Findings, list[Path]]:
-    """Compute the missing parts of a study and write record, table and figure under ``<output_dir>/studies``.
-
-    Args:
-        conduct: of the study's module.
-
-    Returns:
-        The findings and the files.
-    """
+    """Compute a study's missing parts, and write record, table and figure under ``<output_dir>/studies``."""
     check_file_name(cfg.name)
     set_strict_float32()
     base = Path(cfg.paths.output_dir) / "studies" / cfg.name
@@ -159,14 +144,20 @@ def conduct_study(
     written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".md", ".csv", ".png")]
     atomic_write(written[1], to_markdown(findings).encode())
     atomic_write(written[2], pd.DataFrame(findings.rows, columns=findings.heads).to_csv(index=False).encode())
-    findings.draw(written[3])
+    save_figure(findings.figure, written[3])
     return findings, written
 
 
 def require_positive(cfg: DictConfig, *keys: str) -> None:
-    for key in keys:
-        if not cfg[key] > 0:
-            raise ConfigError(f"{key}: got {cfg[key]}, expected a positive number.")
+    check_positive(**{key: cfg[key] for key in keys})
+
+
+def several_values(cfg: DictConfig, key: str) -> list[Any]:
+    """Two or more positive values of a key, ascending."""
+    values = sorted(set(cfg[key]))
+    if len(values) < 2 or values[0] <= 0:
+        raise ConfigError(f"{key}: got {values}, expected two or more positive numbers.")
+    return values
 
 
 def spread(values: Sequence[float] | IntArray, digits: int = 1) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt
@@ -19,10 +18,9 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
 from dmlbench.results.store import read_result
 from dmlbench.runner import run
-from dmlbench.studies.record import Parts, spread
+from dmlbench.studies.record import Float, Parts, spread
 from dmlbench.types import ConfigError, IntArray
 
-Float = NDArray[np.float64]
 Scores = dict[str, list[float]]
 """By metric, a value for each run."""
 

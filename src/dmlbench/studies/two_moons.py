@@ -5,24 +5,19 @@ Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020, section 3.
     length, and the temperatures of the figure are not given; those of the configuration are ours.
 """
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from sklearn.datasets import make_moons
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.runtime import derive_seed, seed_everything
-from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
-from dmlbench.types import ConfigError
-
-Float = NDArray[np.float64]
+from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, several_values, spread
 
 _WINDOW = ((-2.0, 3.0), (-1.6, 2.1))
 """Left and right, lower and upper edge of the picture, in which the boundary's length is taken, too."""
@@ -93,11 +88,8 @@ def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     """Train at every temperature."""
-    temperatures = sorted({float(value) for value in cfg.temperatures}, reverse=True)
-    if len(temperatures) < 2 or temperatures[-1] <= 0:
-        raise ConfigError(f"temperatures: got {temperatures}, expected two or more positive numbers.")
     require_positive(cfg, "points", "hidden", "steps", "repeats", "lr")
-    names = {f"T={value:g}": value for value in temperatures}
+    names = {f"T={value:g}": value for value in reversed(several_values(cfg, "temperatures"))}
     found = parts.get(list(names), lambda name: measure(names[name], cfg), describe="temperatures")
     means = {key: [float(np.mean(found[name][key])) for name in names] for key in ("train", "fresh", "length")}
     rows = [
@@ -127,7 +119,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )
     title = "Two moons: the temperature of a softmax classifier"
     heads = ("T", "samples, %", "fresh points, %", "length of the boundary")
-    return Findings(title, heads, tuple(rows), claims, notes, partial(_draw, found, cfg, title))
+    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, cfg, title))
 
 
 def _never_falls(values: list[list[float]]) -> bool:
@@ -136,7 +128,7 @@ def _never_falls(values: list[list[float]]) -> bool:
     return bool((np.diff(means) >= -deviations[1:]).all() and means[-1] > means[0])
 
 
-def _draw(found: dict[str, Any], cfg: DictConfig, title: str, path: Path) -> None:
+def _figure(found: dict[str, Any], cfg: DictConfig, title: str) -> Figure:
     """Draw the points, and the first seed's boundary and probability of class 1, in a panel per temperature."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
     figure, panels = plt.subplots(1, len(found), figsize=(3.1 * len(found), 3.3), layout="constrained", squeeze=False)
@@ -153,4 +145,4 @@ def _draw(found: dict[str, Any], cfg: DictConfig, title: str, path: Path) -> Non
         axes.set_xticks([])
         axes.set_yticks([])
     figure.suptitle(f"{title}: probabilities (color) and boundary (black)", fontsize=9)
-    save_figure(figure, path)
+    return figure

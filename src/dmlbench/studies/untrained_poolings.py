@@ -6,17 +6,16 @@ Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020, section 4.
 
 import sys
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import nn
 
 from dmlbench import build
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.components import component
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.evaluation.embeddings.embed import embed
@@ -94,7 +93,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )
     title = f"Poolings of an untrained map: {cfg.dataset.name} by {cfg.network}"
     heads = ("pooling", "R@1, %", "R@2, %", "R@4, %", "R@8, %", "MAP@R, %")
-    return Findings(title, heads, rows, tuple(claims), notes, partial(_draw, scores, printed, title))
+    return Findings(title, heads, rows, tuple(claims), notes, _figure(scores, printed, title))
 
 
 def _scores(found: EmbeddingSet, columns: slice, table: ImageTable) -> dict[str, float]:
@@ -109,7 +108,7 @@ def _scores(found: EmbeddingSet, columns: slice, table: ImageTable) -> dict[str,
     return evaluate(part(roles != "gallery"), gallery, _SPEC).scores
 
 
-def _draw(scores: Mapping[str, Mapping[str, float]], printed: Mapping[str, float], title: str, path: Path) -> None:
+def _figure(scores: Mapping[str, Mapping[str, float]], printed: Mapping[str, float], title: str) -> Figure:
     figure, axes = plt.subplots(figsize=(1.5 + 1.1 * len(scores), 3.4), layout="constrained")
     values = [100 * one["recall_at_1"] for one in scores.values()]
     axes.bar(range(len(values)), values, color="tab:blue", label="here")
@@ -123,4 +122,4 @@ def _draw(scores: Mapping[str, Mapping[str, float]], printed: Mapping[str, float
     axes.set_ylim(0, 1.15 * max(*values, *printed.values()))
     axes.legend(fontsize=7)
     axes.set_title(title, fontsize=9)
-    save_figure(figure, path)
+    return figure

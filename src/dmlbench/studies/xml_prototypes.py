@@ -7,16 +7,15 @@ Source: Y. Z. Gürbüz, A. A. Alatan, "Generalizable Embeddings with Cross-batch
 """
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import Tensor
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.evaluation.evaluate import evaluate_arrays
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
@@ -163,7 +162,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         "MAPx ranks among half of the classes, MAPc among all: compare MAPx with the column of the same halves",
     )
     title = "Prototypes of CIFAR-10 with and without XML"
-    return Findings(title, heads, rows, claims, notes, partial(_draw, found, title))
+    return Findings(title, heads, rows, claims, notes, _figure(found, title))
 
 
 def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def _draw(found: Mapping[str, Any], title: str, path: Path) -> None:
+def _figure(found: Mapping[str, Any], title: str) -> Figure:
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     left, *others = side_by_side(figure, [1.1, 1, 1])
     covered = found["cover"]
@@ -207,4 +206,4 @@ def _draw(found: Mapping[str, Any], title: str, path: Path) -> None:
         shown = f"{way}: MAPc {100 * one['fitted']:.1f}, MAPx {100 * np.mean(one['crossed']):.1f}"
         draw_by_class(part, one, shown)
     figure.suptitle(title, fontsize=10)
-    save_figure(figure, path)
+    return figure

@@ -6,19 +6,17 @@ Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Me
 """
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import plt, save_figure
+from dmlbench.apps.pictures import plt
 from dmlbench.losses.ridge import ridge_predict
-from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
 from dmlbench.studies.trained import (
-    Float,
     describe,
     draw_by_class,
     entropy,
@@ -119,13 +117,13 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     heads = ("prototypes", *(f"{score}, {_DISTANCES[key]}, %" for key in _DISTANCES for score in ("MAP", "nearest")),
              "entropy of a class, bits")  # fmt: skip
     title = "Zero-shot prediction of CIFAR-10's classes from prototypes"
-    return Findings(title, heads, rows, claims, notes, partial(_draw, found, title))
+    return Findings(title, heads, rows, claims, notes, _figure(found, title))
 
 
-def _draw(found: Mapping[str, Any], title: str, path: Path) -> None:
+def _figure(found: Mapping[str, Any], title: str) -> Figure:
     figure = plt.figure(figsize=(11, 5.2), layout="constrained")
     for part, (way, one) in zip(side_by_side(figure, [1, 1]), found.items(), strict=True):
         scores = ", ".join(f"{_DISTANCES[key]} {100 * np.mean(one[key]['map']):.1f}" for key in _DISTANCES)
         draw_by_class(part, one, f"{way}: MAP {scores}")
     figure.suptitle(title, fontsize=10)
-    save_figure(figure, path)
+    return figure
