@@ -21,13 +21,19 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
-from dmlbench.oodml import adaptation as adaptation_module
 from dmlbench.oodml import few_shot as module
-from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import drawn_support
-from dmlbench.oodml.few_shot import FEW_SHOT, Compared, FewShotPlan, few_shot_of_run, initial_boundary
-from dmlbench.oodml.few_shot_table import FewShotRow, draw, few_shot, few_shot_table
+from dmlbench.oodml.few_shot import (
+    FEW_SHOT,
+    Adaptation,
+    Compared,
+    FewShotPlan,
+    adapt,
+    few_shot_of_run,
+    initial_boundary,
+)
+from dmlbench.oodml.few_shot_table import Row, draw, few_shot, few_shot_table
 from dmlbench.oodml.split_runs import SplitRun, chosen_runs
 from dmlbench.results.store import EMBEDDINGS, read_result, write_result
 from dmlbench.runtime import read_json, write_json
@@ -113,7 +119,7 @@ def test_far_negatives_are_drawn_in_an_adaptation(monkeypatch: pytest.MonkeyPatc
         mined.append((arguments[1], distance_weighted_triplets(*arguments, **options)))
         return mined[-1][1]
 
-    monkeypatch.setattr(adaptation_module, "distance_weighted_triplets", noted)
+    monkeypatch.setattr(module, "distance_weighted_triplets", noted)
     adapt(features, np.arange(4), np.array([0, 0, 1, 1]), Adaptation(20, 1e-6, 0.0, batch_size=4), seed=0)
     both = [triplets for labels, triplets in mined if len(labels.unique()) == 2]
     assert len(both) < len(mined) == 20  # classes are drawn with replacement
@@ -162,7 +168,7 @@ def test_adam_moves_each_weight_by_the_learning_rate_and_decay_shrinks_it() -> N
 def test_errors_of_adaptations() -> None:
     for changes, message in (
         ({"steps": 0}, "steps: got 0"),
-        ({"lr": 0.0}, "learning rate: got 0.0"),
+        ({"lr": 0.0}, "lr: got 0.0"),
         ({"images_per_class": 1}, "images_per_class: got 1"),
         ({"batch_size": 3}, "batch_size: got 3"),
     ):
@@ -318,12 +324,12 @@ def test_a_run_with_a_gallery_raises_an_error(output: Path, monkeypatch: pytest.
 # --- table and picture
 
 
-def made_up_rows() -> list[FewShotRow]:
-    def row(label: str, fold: int, zero: list[float], few: list[float]) -> FewShotRow:
+def made_up_rows() -> list[Row]:
+    def row(label: str, fold: int, zero: list[float], few: list[float]) -> Row:
         result = {"fold": fold, "repeat": 0, "facts": {"distance": 10.0 * fold}, "val_is_test": fold == 1,
                   "search": "exact", "dataset_fingerprint": "f"}  # fmt: skip
         run = SplitRun(Path(f"config/fold{fold}_rep0"), result, label)
-        return FewShotRow(run, {2: Compared({"p_at_1": zero}, {"p_at_1": few})})
+        return run, {2: Compared({"p_at_1": zero}, {"p_at_1": few})}
 
     return [row("gap", 0, [0.4, 0.5], [0.6, 0.5]), row("gap", 1, [0.0, 0.2], [0.3, 0.4]),
             row("gsp", 0, [0.5, 0.5], [0.6, 0.7])]  # fmt: skip

@@ -25,7 +25,7 @@ _FUNCTIONS = {
     "frozen": "transfer.frozen",
     "transfer": "transfer.transfer",
     "few_shot": "few_shot_table.few_shot",
-    "structure": "correlation.correlate",
+    "structure": "structure.correlate",
 }
 """Functions of ``dmlbench.oodml`` from a configuration to the lines to print."""
 

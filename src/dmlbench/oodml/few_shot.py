@@ -6,12 +6,13 @@ Source: Milbich et al., NeurIPS 2021, section 4.5; settings of its public code (
 utilities/finetune_utils.py: 1,000 steps for 2 shots, 1,500 for 5, ten times the rate of the training, no decay).
 """
 
+import contextlib
+import copy
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +25,53 @@ from tqdm import tqdm
 from dmlbench.apps.trained import config_with_weights, load_run
 from dmlbench.components import component, imported
 from dmlbench.config import load_config
+from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
 from dmlbench.losses.diva import Diva
 from dmlbench.losses.margin_oodml import MarginOodml
+from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
-from dmlbench.oodml.adaptation import Adaptation, adapt
 from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
 from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import CONFIG, read_result, require_own_files, require_tested
-from dmlbench.runtime import derive_seed, write_json
+from dmlbench.runtime import derive_seed, single_threaded_torch, write_json
 from dmlbench.training.fit import BEST
-from dmlbench.training.optim import OptimizerSettings
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+from dmlbench.training.optim import OptimizerSettings, make_optimizer
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_positive
 
 FEW_SHOT = "few_shot.json"
 """Scores of a run's episodes, with the hash of its weights."""
 _SCHEMA = 1
 _STEPS, _STEPS_OF_MANY_SHOTS, _MANY_SHOTS = 1000, 1500, 5
 """Of 2 and 5 shots in the public code, OOD-Study_FewShot.sh."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """Adam on the margin loss with fixed boundaries and distance-weighted negatives.
+
+    Attributes:
+        batch_size: at most; 112 in the public code.
+        beta: boundary of the margin loss, which the public code does not train here.
+    """
+
+    steps: int
+    lr: float
+    weight_decay: float
+    batch_size: int = 112
+    images_per_class: int = 2
+    beta: float = 1.2
+    margin: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_at_least(1, steps=self.steps)
+        check_positive(lr=self.lr)
+        check_at_least(2, images_per_class=self.images_per_class)
+        check_at_least(2 * self.images_per_class, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -76,8 +102,7 @@ class FewShotPlan:
     memory_bytes: int = 4 * 2**30
 
     def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"episodes: got {self.episodes}, expected at least 1.")
+        check_at_least(1, episodes=self.episodes)
         if not self.shots:
             raise ConfigError("shots: got an empty list, expected numbers such as shots=2,5,10.")
         if others := [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]:
@@ -118,6 +143,48 @@ class Compared:
         return [(few - zero) / zero for zero, few in pairs] if all(zero for zero, _ in pairs) else None
 
 
+def adapt(
+    features: CachedFeatures, support: IntArray, labels: IntArray, adaptation: Adaptation, *, seed: int
+) -> Projection:
+    """Train a copy of the projection on the support.
+
+    Args:
+        support: [S] positions in ``features``.
+        labels: [S].
+        seed: of batches and triplets; nothing else is random.
+    """
+    names, classes = np.unique(labels, return_inverse=True)
+    if len(names) < 2:
+        raise ConfigError(f"support: got {len(names)} class, expected at least two.")
+    device = features.device
+    projection = copy.deepcopy(features.projection).requires_grad_(True)
+    loss = MarginOodml(len(names), margin=adaptation.margin, beta=adaptation.beta, learn_beta=False).to(device)
+    optimizer = make_optimizer(
+        {"head": list(projection.named_parameters())},
+        OptimizerSettings(partial(torch.optim.Adam, fused=True), adaptation.lr, adaptation.weight_decay),
+        modules=(projection,),
+    )
+    batches = RepeatingClassBatchSampler(
+        classes,
+        classes_per_batch=min(adaptation.batch_size // adaptation.images_per_class, len(names)),
+        images_per_class=adaptation.images_per_class,
+        seed=derive_seed(seed, "batches"),
+    )
+    triplets = torch.Generator(device).manual_seed(derive_seed(seed, "triplets"))
+    positions, of_class = torch.from_numpy(support), torch.from_numpy(classes)
+    # Threads wait longer than they compute such small products, and one thread makes the result reproducible.
+    with single_threaded_torch() if features.pooling is None else contextlib.nullcontext():
+        for _ in range(adaptation.steps):
+            rows = torch.from_numpy(next(batches).rows)
+            batch_labels = of_class[rows]  # on the host, as loss and triplets want them
+            embeddings = features.embeddings(positions[rows], projection)
+            mined = distance_weighted_triplets(embeddings, batch_labels, generator=triplets)
+            optimizer.zero_grad()
+            loss(embeddings, batch_labels, mined).backward()
+            optimizer.step()
+    return projection.requires_grad_(False)
+
+
 def few_shot_of_run(
     run_dir: Path, plan: FewShotPlan, *, device: str = "auto", num_workers: int | None = None
 ) -> dict[int, Compared]:
@@ -132,11 +199,17 @@ def few_shot_of_run(
     bound = _bound_to(run_dir, result)
     config = load_config(run_dir / CONFIG)
     trained_by, boundary = component(config.optim), initial_boundary(config.loss)
-    adaptations = {shots: plan.adaptation(trained_by, boundary, shots) for shots in plan.shots}
+    drawn = None
+    if plan.official is not None:
+        drawn = {"sha256": plan.official.sha256, "merge_order": list(plan.official.merge_order)}
+    adaptations, settings, keys = {}, {}, {}
+    for shots in plan.shots:
+        adaptations[shots] = plan.adaptation(trained_by, boundary, shots)
+        # everything but the run and the episode that decides the scores
+        settings[shots] = {"shots": shots, **asdict(adaptations[shots]), "official": drawn}
+        digest = hashlib.sha256(json.dumps(settings[shots], sort_keys=True).encode()).hexdigest()
+        keys[shots] = f"{shots}-{digest[:12]}"
     held = _held(run_dir, bound)
-    settings = {shots: _settings(shots, adaptations[shots], plan.official) for shots in plan.shots}
-    digests = {k: hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest() for k, own in settings.items()}
-    keys = {shots: f"{shots}-{digest[:12]}" for shots, digest in digests.items()}
     names = set(plan.spec.score_names)
     missing = [
         (shots, episode)
@@ -147,7 +220,7 @@ def few_shot_of_run(
     if missing:
         setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
         loaded = _Loaded(run_dir, setup, plan, seed=result["seed"])
-        for shots, episode in tqdm(missing, desc=run_dir.name, disable=not sys.stderr.isatty(), unit="episode"):
+        for shots, episode in tqdm(missing, desc=run_dir.name, disable=None, unit="episode"):
             scores = loaded.episode(shots, episode, adaptations[shots])
             held = _held(run_dir, bound)  # as another process may have left it meanwhile
             kept = held.setdefault(keys[shots], {"settings": settings[shots]})
@@ -156,6 +229,11 @@ def few_shot_of_run(
                 of_episode[kind] = of_episode.get(kind, {}) | found
             write_json(run_dir / FEW_SHOT, {"schema": _SCHEMA, **bound, "adaptations": held})
     return {shots: _compared(held[keys[shots]]["episodes"], plan) for shots in plan.shots}
+
+
+def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
+    """Episodes of earlier calls, by the key of their settings."""
+    return kept_of(run_dir / FEW_SHOT, bound, "adaptations", schema=_SCHEMA) or {}
 
 
 def _compared(episodes: Mapping[str, Any], plan: FewShotPlan) -> Compared:
@@ -215,19 +293,7 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     require_tested(run_dir, result)
     if "rerank" in result:
         raise RunError(f"{run_dir} reranks, which episodes do not. Name the same run without rerank.")
-    head: type[nn.Module] = imported(load_config(run_dir / CONFIG).head._target_, "head")
+    head: type[nn.Module] = imported(config_with_weights(run_dir).head._target_, "head")
     if not issubclass(head, Projection):
         raise RunError(f"head of {run_dir}: got {head.__name__}, expected a linear layer.")
-    config_with_weights(run_dir)
     return require_own_files(run_dir, result, (BEST,))
-
-
-def _settings(shots: int, adaptation: Adaptation, official: OfficialEpisodes | None) -> dict[str, Any]:
-    """Everything but the run and the episode that decides the scores."""
-    drawn = None if official is None else {"sha256": official.sha256, "merge_order": list(official.merge_order)}
-    return {"shots": shots, **asdict(adaptation), "official": drawn}
-
-
-def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
-    """Episodes of earlier calls, by the key of their settings."""
-    return kept_of(run_dir / FEW_SHOT, bound, lambda held: dict(held["adaptations"]), schema=_SCHEMA) or {}

@@ -1,17 +1,15 @@
 """Few-shot scores of several runs: a table, and a picture like figure 7 of the paper."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import save_figure
+from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.report.picture import COLORS
 from dmlbench.components import component
 from dmlbench.config import listed
@@ -22,13 +20,8 @@ from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_no
 from dmlbench.results.table import Table
 from dmlbench.types import ConfigError
 
-
-@dataclass(frozen=True)
-class FewShotRow:
-    """A run with its scores by number of shots."""
-
-    run: SplitRun
-    compared: Mapping[int, Compared]
+Row = tuple[SplitRun, Mapping[int, Compared]]
+"""A run with its scores by number of shots."""
 
 
 def few_shot(cfg: DictConfig) -> Iterator[str]:
@@ -36,10 +29,7 @@ def few_shot(cfg: DictConfig) -> Iterator[str]:
     plan = _plan(cfg)
     scores = plan.spec.score_names
     for title, stem, runs in grouped_runs(cfg):
-        rows = [
-            FewShotRow(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers))
-            for run in runs
-        ]
+        rows = [(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers)) for run in runs]
         table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
         yield table.to_markdown()
         table.write(stem, ["md", "csv"])
@@ -50,7 +40,7 @@ def few_shot(cfg: DictConfig) -> Iterator[str]:
 
 def _plan(cfg: DictConfig) -> FewShotPlan:
     shots = listed(cfg.shots)
-    if any(isinstance(k, bool) or not isinstance(k, int) for k in shots):
+    if any(type(k) is not int for k in shots):
         raise ConfigError(f"shots: got {cfg.shots}, expected whole numbers such as shots=2,5,10.")
     official = None
     if cfg.official is not None:
@@ -62,39 +52,38 @@ def _plan(cfg: DictConfig) -> FewShotPlan:
     return FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
 
 
-def few_shot_table(title: str, rows: Sequence[FewShotRow], scores: Sequence[str]) -> Table:
+def few_shot_table(title: str, rows: Sequence[Row], scores: Sequence[str]) -> Table:
     """Zero-shot, few-shot and relative gain of each score and number of shots, in percent; the CSV has fractions."""
-    columns = [(shots, score) for score in scores for shots in rows[0].compared]
+    runs, first = [run for run, _ in rows], rows[0][1]
+    columns = [(shots, score) for score in scores for shots in first]
     labels = {score: score_named(score).label for score in scores}
     parts = ("zero-shot", "few-shot", "gain")
     heads = ["split", "repeat", *(f"{labels[score]}, k = {k}: {part}" for k, score in columns for part in parts)]
     cells = [
-        [row.run.split, str(row.run.repeat)]
-        + [_in_percent(values) for k, score in columns for values in _parts(row.compared[k], score).values()]
-        for row in rows
+        [run.split, str(run.place["repeat"])]
+        + [_in_percent(values) for k, score in columns for values in _parts(compared[k], score).values()]
+        for run, compared in rows
     ]
-    episodes = len(next(iter(rows[0].compared[columns[0][0]].few_shot.values())))
+    episodes = len(next(iter(next(iter(first.values())).few_shot.values())))
     notes = [
         f"percent; mean ± population std over {episodes} episodes" if episodes > 1 else "percent; one episode",
         "split: its fold, with its distance where the protocol measures one; gain: (few-shot - zero-shot) / zero-shot "
         "of the same queries",
-        *notes_of([row.run for row in rows]),
+        *notes_of(runs),
     ]
     return Table(
-        title, pd.DataFrame(cells, [row.run.label for row in rows], heads), tuple(notes),
+        title, pd.DataFrame(cells, [run.label for run in runs], heads), tuple(notes),
         align="ll" + "r" * (len(heads) - 1), data=pd.DataFrame(_fractions(rows, scores)),
     )  # fmt: skip
 
 
-def _fractions(rows: Sequence[FewShotRow], scores: Sequence[str]) -> Iterator[dict[str, object]]:
+def _fractions(rows: Sequence[Row], scores: Sequence[str]) -> Iterator[dict[str, object]]:
     """A line for each run, number of shots and score."""
-    for row in rows:
-        run = row.run
-        for shots, compared in row.compared.items():
+    for run, by_shots in rows:
+        for shots, compared in by_shots.items():
             for score in scores:
-                line = {"row": run.label, "config": run.path.parent.name, "fold": run.fold, "repeat": run.repeat,
-                        "distance": run.distance, "shots": shots, "score": score,
-                        "episodes": len(compared.few_shot[score])}  # fmt: skip
+                line = {**run.place, "distance": run.distance, "shots": shots, "score": score}
+                line["episodes"] = len(compared.few_shot[score])
                 for part, values in _parts(compared, score).items():
                     name = part.replace("-", "_")
                     line[f"{name}_mean"] = None if values is None else float(np.mean(values))
@@ -113,10 +102,10 @@ def _in_percent(values: Sequence[float] | None) -> str:
     return mean if len(values) == 1 else f"{mean} ± {100 * np.std(values):.2f}"
 
 
-def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> None:
+def draw(title: str, rows: Sequence[Row], path: Path, *, score: str) -> None:
     """Draw zero-shot and few-shot bars of each method over the splits, and the mean gain, for each number of shots."""
-    shots = list(rows[0].compared)
-    labels = list(dict.fromkeys(row.run.label for row in rows))
+    shots = list(rows[0][1])
+    labels = list(dict.fromkeys(run.label for run, _ in rows))
     figure, axes = plt.subplots(
         1, len(shots), figsize=(max(4.5, 1.6 + 0.2 * len(rows)) * len(shots), 4.6), squeeze=False, layout="constrained"
     )
@@ -126,18 +115,18 @@ def draw(title: str, rows: Sequence[FewShotRow], path: Path, *, score: str) -> N
     named = [Patch(color=COLORS[i % len(COLORS)], label=label) for i, label in enumerate(labels)]
     named += [Patch(color="0.75", label="light: zero-shot"), Patch(color="0.25", label="dark: few-shot")]
     figure.legend(handles=named, loc="outside right upper", fontsize=8, frameon=False)
-    write_notes(figure, notes_of([row.run for row in rows]), 60 * len(shots))
+    write_notes(figure, notes_of([run for run, _ in rows]), 60 * len(shots))
     save_figure(figure, path)
 
 
-def _panel(axis: Axes, rows: Sequence[FewShotRow], labels: Sequence[str], shots: int, score: str) -> None:
-    splits = sorted({(row.run.distance or 0.0, row.run.fold, row.run.split) for row in rows})
+def _panel(axis: Axes, rows: Sequence[Row], labels: Sequence[str], shots: int, score: str) -> None:
+    splits = sorted({(run.distance or 0.0, run.fold, run.split) for run, _ in rows})
     width = 0.8 / len(labels)
     gains = []
     for x, (_, fold, _) in enumerate(splits):
         of_methods = []
         for i, label in enumerate(labels):
-            found = [row.compared[shots] for row in rows if (row.run.fold, row.run.label) == (fold, label)]
+            found = [compared[shots] for run, compared in rows if (run.fold, run.label) == (fold, label)]
             if not found:
                 continue
             place = x - 0.4 + width * (i + 0.5)

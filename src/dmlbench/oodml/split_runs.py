@@ -2,10 +2,10 @@
 
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
@@ -16,8 +16,6 @@ from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
-
-Kept = TypeVar("Kept")
 
 log = logging.getLogger(__name__)
 
@@ -44,30 +42,30 @@ class SplitRun:
         return int(self.result["fold"])
 
     @property
-    def repeat(self) -> int:
-        return int(self.result["repeat"])
+    def place(self) -> dict[str, Any]:
+        """First columns of CSV files."""
+        names = {"row": self.label, "config": self.path.parent.name}
+        return {**names, "fold": self.fold, "repeat": int(self.result["repeat"])}
 
     @property
-    def distance(self) -> float | None:
-        """Distance between the halves of the split, if the protocol measures one."""
-        value = self._facts.get("distance")
-        return None if value is None else float(value)
-
-    @property
-    def kind(self) -> str | None:
-        """Kind of the split, if known; ``default`` is the published one."""
-        value = self._facts.get("kind")
-        return None if value is None else str(value)
-
-    @property
-    def _facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         facts: Mapping[str, Any] = self.result.get("facts", {})
         return facts
 
     @property
+    def distance(self) -> float | None:
+        """Distance between the halves of the split, if the protocol measures one."""
+        return self.facts.get("distance")
+
+    @property
+    def kind(self) -> str | None:
+        """Kind of the split, if known; ``default`` is the published one."""
+        return self.facts.get("kind")
+
+    @property
     def split(self) -> str:
         """Name of the split in tables and figures."""
-        name = self._facts.get("split", self.fold)
+        name = self.facts.get("split", self.fold)
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
@@ -101,18 +99,18 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     taken and logged.
     """
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
-    sequences = {config: _splits_of(next(path for path in results if path.parent == config)) for config in
-                 dict.fromkeys(path.parent for path in results)}  # fmt: skip
-    several = len(set(sequences.values())) > 1
+    one_of = {path.parent: path for path in results}
+    digests = {  # of the split files; empty for protocols that read none
+        config: str(load_config(run / CONFIG).protocol.get("splits_sha256") or "")[:8] for config, run in one_of.items()
+    }
     configs: dict[Group, dict[Path, Found]] = {}
     for path, result in results.items():
         require_own_place(path, result)
-        of_run = (str(result["dataset"]), str(result["protocol"]))
-        of_splits = f"-{sequences[path.parent]}" if several and sequences[path.parent] else ""
-        group = (of_run[0], of_run[1] + of_splits)
-        info = RunInfo(path, *of_run, path.parent.name, result["fold"], result["repeat"])
-        found = configs.setdefault(group, {}).setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))
-        found[1].append(info)
+        dataset, protocol, digest = str(result["dataset"]), str(result["protocol"]), digests[path.parent]
+        differs = digest and len(set(digests.values())) > 1
+        info = RunInfo(path, dataset, protocol, path.parent.name, result["fold"], result["repeat"])
+        found = configs.setdefault((dataset, f"{protocol}-{digest}" if differs else protocol), {})
+        found.setdefault(path.parent, (path.parent, [], {"choices": result["choices"]}))[1].append(info)
     named = named_configs({group: list(found.values()) for group, found in configs.items()})
     return {
         group: [
@@ -122,11 +120,6 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
         ]
         for group, members in named.items()
     }
-
-
-def _splits_of(run: Path) -> str:
-    """Digest of the split file of a run; empty if its protocol reads none."""
-    return str(load_config(run / CONFIG).protocol.get("splits_sha256") or "")[:8]
 
 
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
@@ -143,14 +136,12 @@ def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: i
         figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=fontsize)
 
 
-def kept_of(
-    path: Path, bound: Mapping[str, str], take: Callable[[dict[str, Any]], Kept], *, schema: int
-) -> Kept | None:
-    """Apply ``take`` to a file beside a run; None if it is missing, damaged or of other weights."""
+def kept_of(path: Path, bound: Mapping[str, str], key: str, *, schema: int) -> dict[str, Any] | None:
+    """The part ``key`` of a file beside a run; None if it is missing, damaged or of other weights."""
     try:
         held = read_json(path)
-        if held["schema"] == schema and {key: held.get(key) for key in bound} == dict(bound):
-            return take(held)
+        if held["schema"] == schema and {name: held.get(name) for name in bound} == dict(bound):
+            return dict(held[key])
         log.info("%s is of other weights; computing again", path)
     except FileNotFoundError:
         pass
