@@ -16,8 +16,7 @@ from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_sco
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
-from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
-from dmlbench.evaluation.search.shortlist import check_shortlist, rank_shortlists
+from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, rank_shortlists, rerank_nearest
 from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
