@@ -19,7 +19,7 @@ from dmlbench.components import (
 )  # fmt: skip
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
-from dmlbench.evaluation.search.shortlist import check_shortlist
+from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.types import ConfigError, check_file_name, closest
 

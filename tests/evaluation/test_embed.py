@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from dmlbench.evaluation.embeddings.embed import embed, load_embeddings, save_embeddings
 from dmlbench.types import Batch, EmbeddingSet, RunError
@@ -26,30 +25,26 @@ def rows_of(images: torch.Tensor) -> torch.Tensor:
     return images[:, :, 0, 0] * 2
 
 
-@pytest.mark.parametrize("count", [None, 8])
-def test_embed_keeps_order_labels_and_ids(count: int | None) -> None:
-    result = embed(rows_of, batches(), device=CPU, describe="test", count=count)
+def test_embed_keeps_order_labels_and_ids() -> None:
+    result = embed(rows_of, batches(), device=CPU, describe="test", count=8)
     assert torch.equal(result.rows, torch.arange(8.0).reshape(-1, 1).expand(-1, 3) * 2)
     assert result.ids.tolist() == list(range(100, 108))
     assert result.labels.tolist() == [0, 1] * 4
     assert result.rows.dtype == torch.float32
-    assert not result.rows.is_inference()
+    assert not any(x.is_inference() for x in (result.rows, result.labels, result.ids))
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "count", "error", "message"),
+    ("model", "sizes", "message"),
     [
-        (lambda x: rows_of(x) / (rows_of(x) != 8), (3, 3, 2), None, RunError, "row id 104 holds NaN or infinity"),
-        (rows_of, (), None, RunError, "no image"),
-        (rows_of, (3, 3, 2), 9, RunError, "8 images came and 9"),
-        (rows_of, (3, 3, 2), 7, RunError, "more than the 7"),
-        (nn.Flatten().train(), (3,), None, ValueError, "eval"),
-        (lambda x: x, (3,), None, ValueError, "must return rows"),
+        (lambda x: rows_of(x) / (rows_of(x) != 8), (3, 3, 2), "row id 104 holds NaN or infinity"),
+        (rows_of, (), "got 0 images, expected 8"),
+        (rows_of, (3, 3), "got 6 images, expected 8"),
     ],
 )
-def test_embed_refuses_wrong_rows_counts_and_training_mode(model, sizes, count, error, message) -> None:
-    with pytest.raises(error, match=message):
-        embed(model, batches(sizes), device=CPU, describe="test", count=count)
+def test_embed_refuses_infinite_rows_and_wrong_counts(model, sizes, message) -> None:
+    with pytest.raises(RunError, match=message):
+        embed(model, batches(sizes), device=CPU, describe="test", count=8)
 
 
 def example(start: int, size: int) -> EmbeddingSet:
@@ -96,15 +91,17 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(RunError, match="truncated or damaged"):
             load_embeddings(path)
-    save_file({"rows": torch.zeros(1, 1)}, path)
-    with pytest.raises(RunError, match="no tensor 'labels'"):
-        load_embeddings(path)
     fitting = {"rows": torch.zeros(2, 1), "labels": torch.zeros(2).long(), "ids": torch.arange(2)}
     fitting["role"] = torch.zeros(2, dtype=torch.int8)
-    for name, wrong, message in (
-        ("rows", torch.zeros(2, 1).int(), "expected floating-point rows"),
-        ("role", torch.tensor([0, -1], dtype=torch.int8), r"role \(0 to 2\)"),
+    for wrong in (
+        {"rows": torch.zeros(2, 1).int()},
+        {"ids": torch.zeros(1).long()},
+        {"role": torch.tensor([0, 1], dtype=torch.int8)},
+        {"role": torch.tensor([0, -1], dtype=torch.int8)},
     ):
-        save_file(fitting | {name: wrong}, path)
-        with pytest.raises(RunError, match=message):
+        save_file(fitting | wrong, path)
+        with pytest.raises(RunError, match="is not an embedding file: expected floating-point rows"):
             load_embeddings(path)
+    save_file({"rows": torch.zeros(1, 1)}, path)
+    with pytest.raises(RunError, match="is not an embedding file"):
+        load_embeddings(path)

@@ -64,6 +64,7 @@ def test_tensors_and_views_are_accepted() -> None:
     wide = torch.from_numpy(np.concatenate([ROWS, ROWS], axis=1))
     assert evaluate_arrays(wide[:, :4].requires_grad_(), SET.labels.short()).scores == EXPECTED
     assert evaluate_arrays(np.flip(ROWS[::-1].copy(), 0), LABELS).scores == EXPECTED
+    assert evaluate_arrays(torch.from_numpy(ROWS).to_sparse(), LABELS).scores == EXPECTED
 
 
 def test_a_gallery_without_ids_holds_none_of_the_queries_and_with_ids_those_it_names() -> None:
@@ -94,21 +95,16 @@ def broken_rows() -> NDArray[np.float32]:
 @pytest.mark.parametrize(
     ("rows", "labels", "ids", "message"),
     [
-        (broken_rows(), LABELS, None, r"2 of 30 query rows hold NaN, infinity .* \(row numbers 3, 17\)"),
-        (ROWS.astype(np.float64) * 1e300, LABELS, None, "30 of 30 query rows hold .* 0, 1, 2, 3, 4 and more"),
-        (ROWS.astype(np.int32), LABELS, None, "query rows are int32; embeddings are floating-point"),
-        (ROWS.astype(object), LABELS, None, "query rows are Python objects; they must be numbers"),
-        (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows are a masked array, whose mask would be lost"),
-        (torch.from_numpy(ROWS).to_sparse(), LABELS, None, "query rows are sparse; make them dense"),
-        (ROWS[:, 0], LABELS, None, r"matrix \[N, D\]; got shape \(30,\)"),
-        (ROWS, LABELS[:-1], None, "30 rows but 29 labels"),
-        (ROWS, LABELS.astype(float), None, "query labels are float64; they must be whole numbers"),
-        (ROWS, LABELS.astype(str), None, "query labels are strings; they must be numbers; numpy.unique"),
-        (ROWS, LABELS[:, None], None, r"query labels must be a list \[N\]; got shape \(30, 1\)"),
-        (ROWS, LABELS.astype(np.uint64) + np.uint64(2**63), None, "must fit into int64"),
-        (ROWS, LABELS, np.arange(N) // 2, "query id 0 occurs more than once"),
-        (ROWS, LABELS, np.arange(N - 1), "30 rows but 29 ids"),
-        (ROWS[:1], LABELS[:1], None, "1 rows cannot be searched among themselves"),
+        (broken_rows(), LABELS, None, r"row id 3 holds NaN or infinity \(2 of 30"),
+        (ROWS.astype(np.float64) * 1e300, LABELS, None, r"row id 0 holds NaN or infinity \(30 of 30"),
+        (ROWS.astype(np.int32), LABELS, None, "query rows: got int32, expected floating-point numbers"),
+        (ROWS.astype(object), LABELS, None, "query rows: got object, expected numbers"),
+        (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows: got a masked array"),
+        (ROWS[:, 0], LABELS, None, r"got rows \(30,\)"),
+        (ROWS, LABELS[:-1], None, r"got rows \(30, 4\), labels \(29,\)"),
+        (ROWS, LABELS.astype(float), None, "query labels: got float64, expected whole numbers"),
+        (ROWS, torch.from_numpy(LABELS > 1), None, r"query labels: got torch\.bool, expected whole numbers"),
+        (ROWS, LABELS, np.arange(N) // 2, "row id 0 occurs more than once"),
         (ROWS, np.arange(N), None, "none of the 30 queries has another item of its class"),
     ],
 )
@@ -121,7 +117,7 @@ def test_galleries_that_do_not_fit_are_refused() -> None:
     for options, message in (
         ({"gallery_rows": ROWS}, "needs both rows and labels"),
         ({"gallery_labels": LABELS}, "give gallery_rows and gallery_labels"),
-        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "the query set has ids and the other"),
+        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "for one of queries and gallery"),
         ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and the gallery has 3"),
     ):
         with pytest.raises(RunError, match=message):
@@ -141,18 +137,8 @@ def test_truncated_files_are_refused(write: Callable[[Path], list[Path]], tmp_pa
     whole = path.read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(RunError, match=r"truncated or damaged|is damaged|no numpy file"):
+        with pytest.raises(RunError, match="truncated or damaged"):
             read_embeddings(path, *labels)
-
-
-@pytest.mark.parametrize(("write", "at", "byte"), [(npy, 8, b"("), (pt, 0, b"."), (pt, 0, b"\x85")])
-def test_damaged_files_are_refused(write: Callable[[Path], list[Path]], at: int, byte: bytes, tmp_path: Path) -> None:
-    path, *labels = write(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[at : at + 1] = byte
-    path.write_bytes(data)
-    with pytest.raises(RunError, match=r"truncated or damaged|is damaged"):
-        read_embeddings(path, *labels)
 
 
 class Trap:
@@ -168,7 +154,7 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     torch.save({"rows": Trap(), "labels": SET.labels}, tmp_path / "x.pt")
     (tmp_path / "y.npy").write_bytes(pickle.dumps(Trap()))
     for name in ("x.npy", "x.npz", "x.pt", "y.npy"):
-        with pytest.raises(RunError, match="Python objects"):
+        with pytest.raises(RunError, match=r"Python objects|pickle"):
             read_embeddings(tmp_path / name)
 
 
@@ -183,14 +169,14 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
     for arguments, options, message in (
         ([x], {}, "holds no labels; add them as 'labels', or give labels=<file>"),
         ([tmp_path / "both.npz", y], {}, "leave one of them away"),
-        ([tmp_path / "other.npz"], {}, "holds no 'rows' or .* but 'vectors', 'labels'"),
+        ([tmp_path / "other.npz"], {}, r"holds no 'rows' or .* but \['vectors', 'labels'\]"),
         ([tmp_path / "twice.npz"], {}, "'rows' and 'embeddings': which one is meant"),
         ([tmp_path / "list.pt"], {}, "holds a list; save a tensor"),
         ([x, tmp_path / "other.csv"], {}, "of an unknown kind; known: .safetensors"),
         ([tmp_path / "none.npy"], {}, "there is no file"),
         ([x, y], {"gallery": x}, "give gallery_labels=<file>"),
         ([x, y], {"gallery_labels": y}, "give gallery=<file> too"),
-        ([tmp_path / "role.npz"], {"gallery": x}, "'rows' or .* but 'role'"),
+        ([tmp_path / "role.npz"], {"gallery": x}, r"'rows' or .* but \['role'\]"),
         ([tmp_path / "x.safetensors", y], {}, "says itself what is query and gallery"),
     ):
         with pytest.raises(RunError, match=message):

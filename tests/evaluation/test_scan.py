@@ -6,9 +6,9 @@ import torch
 
 from dmlbench.evaluation.search import unit_vectors
 from dmlbench.evaluation.search.candidates import column_of, settle
-from dmlbench.evaluation.search.scan import ScanPlan, scan
+from dmlbench.evaluation.search.scan import ScanPlan
 from dmlbench.evaluation.search.unit_rows import unit_rows
-from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import UnitSearch
 from dmlbench.types import EmbeddingSet
 
 
@@ -29,7 +29,7 @@ def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
     queries = clustered(250, seed=k)
     unit = unit_rows(queries.rows).astype(np.float64)
     wanted = np.flatnonzero(np.arange(250) % 8 != 3)
-    search = unit_search(queries, None)
+    search = UnitSearch(queries, None)
 
     def finish(part: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
@@ -37,7 +37,7 @@ def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
     plan = ScanPlan(rows, columns, threads, by_half=True)
     found = [
         (q, column)
-        for part, nearest in scan(search, k, finish, wanted=wanted, plan=plan)
+        for part, nearest in search.ranked(k, finish, wanted=wanted, plan=plan)
         for q, column in zip(part.tolist(), nearest.tolist(), strict=True)
     ]
     assert [q for q, _ in found] == wanted.tolist()
@@ -56,7 +56,7 @@ def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_
     rows = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
     queries = EmbeddingSet(rows, torch.zeros(600), torch.arange(600))
     plan = ScanPlan(32, 600, 1, by_half=True)
-    list(scan(unit_search(queries, None), 5, finish, wanted=np.arange(600), plan=plan))
+    list(UnitSearch(queries, None).ranked(5, finish, wanted=np.arange(600), plan=plan))
     assert max(sizes) < 25  # of 600
 
 
@@ -71,7 +71,7 @@ def test_halves_serve_a_set_within_itself_whose_similarities_are_symmetric(
         monkeypatch.setattr(unit_vectors, "_GAIN", 0 if pays else 10**9)
         return search.plan(3, 60).by_half
 
-    assert uses_halves(unit_search(queries, None))
-    assert not uses_halves(unit_search(queries, None), pays=False)
-    assert not uses_halves(unit_search(queries, gallery))
-    assert not uses_halves(unit_search(one_way, None))
+    assert uses_halves(UnitSearch(queries, None))
+    assert not uses_halves(UnitSearch(queries, None), pays=False)
+    assert not uses_halves(UnitSearch(queries, gallery))
+    assert not uses_halves(UnitSearch(one_way, None))

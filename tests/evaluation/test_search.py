@@ -1,6 +1,6 @@
 """Keys, narrowing, and the routes of the search that a CPU with memory to spare does not take by itself."""
 
-import dataclasses
+import copy
 import subprocess
 import sys
 import weakref
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import candidates, unit_vectors
+from dmlbench.evaluation.search import candidates
 from dmlbench.evaluation.search.candidates import (
     PADDING,
     TopK,
@@ -22,8 +22,7 @@ from dmlbench.evaluation.search.candidates import (
     settle,
     value_of,
 )
-from dmlbench.evaluation.search.scan import nearest_columns
-from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import UnitSearch
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import EmbeddingSet, RunError
 
@@ -34,7 +33,14 @@ def embedding_set(rows: np.ndarray, start: int = 0) -> EmbeddingSet:
 
 
 def columns_found(search: UnitSearch, k: int) -> np.ndarray:
-    return np.concatenate([found for _, found in nearest_columns(search, k, wanted=np.arange(len(search.query)))])
+    return np.concatenate([found for _, found in search.nearest(k, wanted=np.arange(len(search.query)))])
+
+
+def on_tensors(search: UnitSearch) -> UnitSearch:
+    """The code of an accelerator, on tensors of the CPU."""
+    result = copy.copy(search)
+    result.on_host = False
+    return result
 
 
 def test_keys_sort_by_value_then_column_and_give_both_back() -> None:
@@ -94,7 +100,7 @@ def test_unit_rows_made_anew_rank_as_those_that_are_held(offset: float) -> None:
     rows = (rng.normal(size=(150, 12)) + offset) * rng.uniform(0.01, 100, (150, 1))
     rows[70:90] = rows[:20]
     sets = embedding_set(rows)
-    held, anew = (unit_search(sets, None, tile_bytes=size) for size in (2**24, 4096))
+    held, anew = (UnitSearch(sets, None, tile_bytes=size) for size in (2**24, 4096))
     assert held.query.held is not None and anew.query.held is None
     assert np.array_equal(columns_found(held, 9), columns_found(anew, 9))
 
@@ -102,8 +108,8 @@ def test_unit_rows_made_anew_rank_as_those_that_are_held(offset: float) -> None:
 def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
-    host = unit_search(queries, gallery)
-    device = dataclasses.replace(host, on_host=False)  # the code of an accelerator, on tensors of the CPU
+    host = UnitSearch(queries, gallery)
+    device = on_tensors(host)
     entries, sizes, tiles = candidates.entries_above, [], []
 
     def small_memory(similarity: torch.Tensor, floor: np.ndarray, *, first_column: int) -> object:
@@ -130,7 +136,7 @@ def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypat
 
 def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = embedding_set(np.random.default_rng(6).normal(size=(90, 6)))
-    host = unit_search(sets, None, tile_bytes=30_000)
+    host = UnitSearch(sets, None, tile_bytes=30_000)
     move = torch.Tensor.to
 
     def small_memory(tensor: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -140,47 +146,18 @@ def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: py
 
     expected = columns_found(host, 7)
     monkeypatch.setattr(torch.Tensor, "to", small_memory)
-    assert np.array_equal(columns_found(dataclasses.replace(host, on_host=False), 7), expected)
+    assert np.array_equal(columns_found(on_tensors(host), 7), expected)
 
 
-def test_more_neighbors_than_2048_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_neighbors_than_2048_are_found() -> None:
     sets = embedding_set(np.random.default_rng(3).normal(size=(2300, 4)))
     queries = EmbeddingSet(sets.rows[:5], sets.labels[:5], sets.ids[:5])
-    host = unit_search(queries, sets)
+    host = UnitSearch(queries, sets)
     exact = -(host.query.part(0, 5).astype(np.float64) @ host.gallery.part(0, 2300).astype(np.float64).T)
     exact[np.arange(5), np.arange(5)] = np.inf
     expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
-    for search in (host, dataclasses.replace(host, on_host=False)):
+    for search in (host, on_tensors(host)):
         assert np.array_equal(columns_found(search, 2200), expected)
-
-
-def test_faiss_searches_on_the_gpu_of_the_rows_and_torch_beyond_its_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Faiss on a CPU stands in for itself on a GPU."""
-    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
-    sets = embedding_set(np.random.default_rng(7).normal(size=(2300, 8)))
-    queries = EmbeddingSet(sets.rows[:40], sets.labels[:40], sets.ids[:40])
-    host = unit_search(queries, sets)
-    gpu = dataclasses.replace(host, on_host=False, back_end="faiss", device=torch.device("cuda", 1))
-    calls = []
-
-    def knn_gpu(resources: str, query: np.ndarray, gallery: np.ndarray, k: int, *, metric: int, device: int) -> object:
-        calls.append((resources, query.shape, k, device))
-        return faiss.knn(query, gallery, k, metric=metric)
-
-    monkeypatch.setattr(faiss, "knn_gpu", knn_gpu, raising=False)
-    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "memory", raising=False)
-    unit_vectors._faiss_memory.cache_clear()
-    assert np.array_equal(columns_found(gpu, 20), columns_found(host, 20))
-    assert calls == [("memory", (40, 8), 29, 1)]
-    unit_vectors._faiss_memory.cache_clear()
-    with caplog.at_level("INFO"):
-        torchs = dataclasses.replace(gpu, device=torch.device("cpu"))
-        assert not unit_vectors._faiss_finds(2100, 2300, gpu.device)
-        assert np.array_equal(columns_found(torchs, 2100), columns_found(host, 2100))
-    assert len(calls) == 1
-    assert "faiss finds at most 2048 neighbors on a GPU and 2100 are needed; torch searches" in caplog.text
 
 
 def test_the_torch_setting_of_threads_survives() -> None:

@@ -13,6 +13,7 @@ from dmlbench.evaluation.collections import concatenated
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
+from dmlbench.evaluation.search import scan
 from dmlbench.evaluation.search.unit_rows import exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -50,7 +51,7 @@ def joined(members: list[EmbeddingSet]) -> EmbeddingSet:
 def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to rank collections, one after the other; that of an accelerator on tensors of the CPU."""
     if request.param == "tensors":
-        monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
+        monkeypatch.setattr(scan, "tiles_on_host", lambda device: False)
     elif request.param == "numba":
         pytest.importorskip("numba", reason="extra fast")
     else:
@@ -123,7 +124,7 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
     found = []
     for ranking, on_host in ((concatenated.numba_ranking, True), (lambda: None, True), (lambda: None, False)):
         monkeypatch.setattr(concatenated, "numba_ranking", ranking)
-        monkeypatch.setattr(concatenated, "tiles_on_host", lambda device, on_host=on_host: on_host)
+        monkeypatch.setattr(scan, "tiles_on_host", lambda device, on_host=on_host: on_host)
         for members, galleries in (
             (runs(size=90, offset=offset), None),
             (ties((2, 3), 60, classes=5, gallery=False), ties((2, 3), 80, classes=5, gallery=True)),
@@ -138,7 +139,7 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
 def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     members = runs(size=90, offset=0.0)
     expected, _ = concatenated_scores(members, spec=EvaluationSpec())
-    monkeypatch.setattr(concatenated, "tiles_on_host", lambda device: False)
+    monkeypatch.setattr(scan, "tiles_on_host", lambda device: False)
     select, sizes = concatenated.select, []
 
     def small_memory(value: torch.Tensor, *arguments: object, **options: object) -> object:

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench.evaluation.degenerate import degeneracies
-from dmlbench.evaluation.embeddings.arrays import Array, embedding_set, with_distinct_ids
+from dmlbench.evaluation.embeddings.sets import Array, sets_of_arrays
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
-from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
-from dmlbench.evaluation.search.shortlist import check_shortlist, rank_shortlists
+from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, rank_shortlists, rerank_nearest
 from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
@@ -74,10 +73,6 @@ def evaluate(
         spec: what to compute; None is ``EvaluationSpec()``.
         distance: the model's distance.
         progress: whether to show a bar; only with a ``distance``.
-
-    Raises:
-        RunError: no query has a positive, or the sets cannot be searched.
-        ConfigError: the back end is missing, or the distance does not support a metric, back end or shortlist.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
@@ -138,18 +133,13 @@ def evaluate_arrays(
         gallery_labels: [N].
         gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
         spec: what to compute; None is ``EvaluationSpec()``.
-
-    Raises:
-        RunError: the arrays cannot be evaluated.
     """
-    queries = embedding_set(rows, labels, ids, what="query")
     gallery = None
     if gallery_rows is not None and gallery_labels is not None:
-        gallery = embedding_set(gallery_rows, gallery_labels, gallery_ids, what="gallery")
+        gallery = gallery_rows, gallery_labels, gallery_ids
     elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
         raise RunError("a gallery needs both rows and labels; give gallery_rows and gallery_labels")
-    queries, gallery = with_distinct_ids(queries, gallery, given=(ids is not None, gallery_ids is not None))
-    return evaluate(queries, gallery, spec)
+    return evaluate(*sets_of_arrays((rows, labels, ids), gallery), spec)
 
 
 def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> None:

@@ -33,7 +33,7 @@ class EvaluationSpec:
         metrics: names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
         kmeans_seed, kmeans_library, kmeans_init, kmeans_restarts, kmeans_max_steps: see ``KmeansSettings``.
         device: where products run ("auto": a GPU if available); None: the device of the rows.
-        shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.shortlist``); None: all.
+        shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.rerank``); None: all.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT

@@ -21,18 +21,15 @@ from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
-from dmlbench.evaluation.search.candidates import Bounds
 from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.scan import (
     Search,
     empty_tile,
     exclude,
     halved_where_full,
-    num_threads,
     over_threads,
     parts_of,
     single_threaded_products,
-    tiles_on_host,
 )
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -75,9 +72,6 @@ def concatenated_scores(
 
     Returns:
         Evaluations by choice, the last fold's repeat changing fastest, and of the models [fold][repeat] if ``own``.
-
-    Raises:
-        RunError: no query has a positive, or a set cannot be searched.
     """
     queries = members[0][0]
     reference = queries if galleries is None else galleries[0][0]
@@ -120,11 +114,10 @@ def _score(
     progress: bool,
 ) -> None:
     """Fill ``scores`` [rankings of all groups, names, Q] for ``rankings``: groups [S, F] of sums of ``models``."""
-    device = models[0].device
-    on_host = tiles_on_host(device)
+    device, on_host = models[0].device, models[0].on_host
     rank = (numba_ranking() or ranking).rank
     scored = of_queries(spec.scores)
-    threads = num_threads() if on_host else 1
+    threads = models[0].threads
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
     columns = -(-num_gallery // -(-num_gallery // _COLUMNS))  # blocks of one size
     free = spec.tile_bytes // 2 // threads
@@ -189,11 +182,9 @@ def _score(
             bar.update(count)
 
 
-def _slack(bounds: Sequence[Bounds], sums: IntArray) -> float:
-    """Sums [S, F] of models further apart than this are in the right order."""
-    error, largest = (
-        sum(max(getattr(bounds[model], name) for model in fold) for fold in sums.T) for name in ("error", "largest")
-    )
+def _slack(bounds: Sequence[tuple[float, float]], sums: IntArray) -> float:
+    """Sums [S, F] further apart than this are in the right order; ``bounds``: ``bounded_similarities`` by model."""
+    error, largest = (sum(max(bounds[model][i] for model in fold) for fold in sums.T) for i in (0, 1))
     # each of the F - 1 float32 additions rounds a sum of at most ``largest``, and so do adding the slack and marking
     return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-21 + 2.0**-147
 

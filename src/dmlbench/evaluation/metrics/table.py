@@ -5,7 +5,6 @@ relevant, P(r) the share of relevant items among the nearest r. A name that ends
 ``recall_at``; with a number, as in ``ndcg_at_10``, for that K.
 """
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,13 +230,6 @@ def score_labeled(label: str) -> Score | None:
         if match := re.fullmatch(pattern, label):
             return Score(metric, int(match[1]) if metric.takes_k else 0)
     return None
-
-
-def is_share(name: str) -> bool:
-    """Whether tables print the score of this name in percent."""
-    with contextlib.suppress(ConfigError):
-        return score_named(name).metric.percent
-    return False
 
 
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:

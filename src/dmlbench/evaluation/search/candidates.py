@@ -31,18 +31,6 @@ ExactSimilarity = Callable[[IntArray, IntArray], NDArray[np.float64]]
 """Float64 similarities [M] of M pairs (row of the tile [M], column [M])."""
 
 
-class Bounds(NamedTuple):
-    """Bounds of the float32 similarities of a tile.
-
-    Attributes:
-        error: two values of a row that are more than ``2 * error`` apart are in the right order.
-        largest: bound of the absolute values.
-    """
-
-    error: float
-    largest: float
-
-
 class Workspace(threading.local):
     """Arrays that a thread reuses, because the system clears fresh memory page by page."""
 
@@ -113,18 +101,11 @@ class Found(NamedTuple):
 
     def padded(self) -> Keys:
         """[T, C] with C the largest count."""
-        target, shape = padded_place(self.counts)
-        result = np.full(shape, PADDING)
-        result.reshape(-1)[target] = self.keys
+        result = np.full((len(self.counts), int(self.counts.max(initial=0))), PADDING)
+        first = np.cumsum(self.counts) - self.counts
+        place = np.arange(len(self.keys)) + np.repeat(np.arange(len(result)) * result.shape[1] - first, self.counts)
+        result.reshape(-1)[place] = self.keys
         return result
-
-
-def padded_place(count: IntArray) -> tuple[IntArray, tuple[int, int]]:
-    """Positions [M] of entries, ``count`` [T] per row, in a flattened [T, C], C the largest count; its shape."""
-    width = int(count.max(initial=0))
-    first = np.cumsum(count) - count
-    place = np.arange(int(count.sum())) + np.repeat(np.arange(len(count)) * width - first, count)
-    return place, (len(count), width)
 
 
 def entries_above(similarity: Tile, floor: FloatRows, *, first_column: int = 0) -> Found:

@@ -7,7 +7,6 @@ import torch
 
 from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.rerank import Reranker, rerank_nearest
-from dmlbench.evaluation.search.scan import nearest_columns
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
 from dmlbench.types import ConfigError, EmbeddingSet, Neighbors
 
@@ -37,10 +36,6 @@ def nearest(
     Returns:
         index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: sqrt(2 - 2 s) of unit vectors,
         else the distance's own values; NaN behind the items that a reranker compares.
-
-    Raises:
-        ConfigError: k out of range, or the back end is missing.
-        RunError: the sets cannot be searched, or the distance gives NaN.
     """
     wanted = np.arange(len(queries))
     if isinstance(distance, Reranker):
@@ -53,7 +48,7 @@ def nearest(
     available = search.num_gallery - int((search.own_column >= 0).any())
     if not 1 <= k <= available:
         raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")
-    index = np.concatenate([columns for _, columns in nearest_columns(search, k, wanted=wanted)])
+    index = np.concatenate([columns for _, columns in search.nearest(k, wanted=wanted)])
     value = search.exact(wanted)(np.repeat(wanted, k), index.reshape(-1)).reshape(index.shape)
     if isinstance(search, UnitSearch):
         value = np.sqrt(np.maximum(0.0, 2.0 - 2.0 * value))

@@ -9,8 +9,9 @@ Optional attributes of a distance, beyond pytorch-metric-learning's ``BaseDistan
 - ``float32_error(queries, gallery) -> (relative, absolute)``: for rows [Q, D] and [N, D], the float32 matrix differs
   from exact arithmetic by at most ``relative * |value| + absolute`` (relative below 0.02; absolute may be infinite:
   then float64 decides all). ``pairwise_distance`` must be the same function, and a copy in float64 possible;
-- ``tiles(dtype, device)``: an object that computes the distance's matrices, and pairs by ``pairs(x, y) -> [M]``;
-- ``shortlist_rows``: see ``shortlist``.
+- ``tiles(dtype, device)``: an object that computes the distance's matrices, and pairs by ``pairs(x, y) -> [M]``; a
+  subclass that changes the distance must override it;
+- ``shortlist_rows``: see ``rerank``.
 
 Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D dimensions, M pairs, k places.
 """
@@ -18,8 +19,8 @@ Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,23 +28,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.embeddings.sets import own_columns
-from dmlbench.evaluation.search.candidates import Bounds, ExactSimilarity, Keys, Tile, pack
+from dmlbench.evaluation.search.candidates import Keys, Tile, pack
 from dmlbench.evaluation.search.scan import (
     BYTES_PER_CANDIDATE,
     BYTES_PER_WAITING,
     ScanPlan,
+    Search,
     halved_where_full,
-    num_threads,
-    scan,
-    tiles_on_host,
 )
-from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch, unit_search
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
-
-Result = TypeVar("Result")
 
 _PAIRS = 128  # compared exactly at a time; always as many, so that libraries take the same way through every pair
 _COLUMNS = 16  # the same for a matrix of one row
@@ -74,8 +71,8 @@ def _is_lp_or_product(distance: "BaseDistance") -> bool:
     return type(distance) in (LpDistance, CosineSimilarity, DotProductSimilarity)
 
 
-class PairwiseSearch:
-    """Queries and gallery, ready to be searched by a distance; larger similarities are nearer.
+class PairwiseSearch(Search):
+    """Queries and gallery, compared by a distance.
 
     With ``float32_error``, tiles are float32, and float64 values of the rows, computed on the CPU ``_PAIRS`` pairs at a
     time, decide. Otherwise tiles are float64 (or the precision of the distance's parameters), and the distance's matrix
@@ -88,9 +85,6 @@ class PairwiseSearch:
         tile_bytes: memory for tiles and candidates.
         device: where tiles are computed; ignored for a distance with parameters and without ``float32_error``, which
             runs where these are. None: the device of the parameters, or of the queries.
-
-    Raises:
-        RunError: the sets cannot be searched, or the distance gives NaN.
     """
 
     def __init__(
@@ -104,7 +98,7 @@ class PairwiseSearch:
     ) -> None:
         reference = queries if gallery is None else gallery
         self.own_column = own_columns(queries, reference)
-        self.distance, self.free_bytes, self.num_gallery = distance, tile_bytes, len(reference)
+        self.distance, self.num_gallery = distance, len(reference)
         self._within, self._symmetric = gallery is None, is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), reference.rows.detach().to(queries.rows.device))
@@ -112,14 +106,13 @@ class PairwiseSearch:
         self._has_state = bool(state)
         lies = state[0].device if state else queries.rows.device
         self._bounded = hasattr(distance, "float32_error")
-        self.device = device if device is not None and (self._bounded or not state) else lies
-        self.on_host = tiles_on_host(self.device)
+        super().__init__(device if device is not None and (self._bounded or not state) else lies, tile_bytes)
         if self._bounded:
             if any(x.dtype != torch.float32 or x.device != self.device for x in state):
                 distance = copy.deepcopy(distance).to(self.device, torch.float32)
             self._sets = (self._sets[0].float(), self._sets[1].float())  # these define the values
             dtype = torch.float32
-            self._tiles, self._exact = _prepared(distance, self.device)
+            self._tiles, self._exact = _tiles_and_pairs(distance, self.device)
         else:
             self._tiles = self._exact = distance
             dtype = state[0].dtype if state else torch.float64
@@ -131,6 +124,8 @@ class PairwiseSearch:
             logger.debug("float32 values are right up to %.1e of them and %.1e", self._relative, self._absolute)
         self._places = _places_of_content(self._sets[:1] if self._within else self._sets)
         self._unit = self._scale_unit()
+        # twice the error of the float32 values on the scale: of the tile, and of rounding them
+        self.slack = 2 * 1.02 * (max(self._relative, self._absolute / self._unit) + _LIMIT * 2.0**-24)
 
     def _scale_unit(self) -> float:
         """Where the error's absolute part equals its relative one, else a typical value; any unit is correct."""
@@ -140,12 +135,6 @@ class PairwiseSearch:
         value = self.tile(some[0], some[1]).abs()
         return float(value.median()) or float(value.max()) or 1.0
 
-    @property
-    def slack(self) -> float:
-        """Twice the error of the float32 values on the scale: of the tile, and of rounding them."""
-        tile = max(self._relative, self._absolute / self._unit)
-        return 2 * 1.02 * (tile + _LIMIT * 2.0**-24)
-
     def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
         """Similarities [T, W] float64 of the queries ``part`` [T] to the gallery items ``columns`` [W]."""
         index = columns if isinstance(columns, slice) else torch.from_numpy(columns).to(self.device)
@@ -154,7 +143,6 @@ class PairwiseSearch:
             return self._checked(value.to(torch.float64)) * self._sign
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        """Write scaled values of queries ``part`` [T] and items start .. stop - 1 into ``out`` [T, W]."""
         there = out if isinstance(out, Tensor) else torch.from_numpy(out)
 
         def work(first: int, last: int) -> None:
@@ -162,13 +150,13 @@ class PairwiseSearch:
 
         halved_where_full(work, start, stop, device=self.device)
 
-    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """As ``similarities``, but the signed values of the distance, which add up over models."""
+    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
+        """The signed values of the distance, which add up over models."""
         value = self.tile(part, slice(start, stop))
         (out if isinstance(out, Tensor) else torch.from_numpy(out)).copy_(value)
         largest = float(value.abs().max())
         relative = 1.02 * self._relative + 2.0**-24
-        return Bounds(largest * relative + self._absolute + 2.0**-149, 1.01 * largest)
+        return largest * relative + self._absolute + 2.0**-149, 1.01 * largest
 
     def keys_of(self, query: int, columns: IntArray) -> Keys:
         """Keys [1, C] of one query and the gallery items ``columns`` [C]."""
@@ -186,15 +174,9 @@ class PairwiseSearch:
             )
         return value
 
-    def ranked(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
-    ) -> Iterator[tuple[IntArray, Result]]:
-        """See ``scan``."""
-        return scan(self, k, finish, wanted=wanted, plan=self.plan(k, len(wanted)))
-
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
         """By half where the distance is symmetric and the candidates of all queries fit into memory."""
-        size, threads = self.num_gallery, num_threads() if self.on_host else 1
+        size, threads = self.num_gallery, self.threads
         entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self._within and self._symmetric and 4 * num_wanted >= 3 * size and rows < size
@@ -210,14 +192,7 @@ class PairwiseSearch:
         expands = not self._bounded and not _is_lp_or_product(self.distance)
         return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
 
-    def exact(self, part: IntArray) -> ExactSimilarity:
-        return lambda rows, columns: self.exact_pairs(part[rows], columns)
-
-    def held_rows(self) -> None:
-        """None: no unit rows decide."""
-
     def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
-        """The values [M] that decide, of the pairs (query [M], gallery item [M])."""
         first, second = self._places[0][queries], self._places[-1][columns]
         if self._symmetric:
             first, second = np.minimum(first, second), np.maximum(first, second)
@@ -272,15 +247,15 @@ def search_by(
 ) -> UnitSearch | PairwiseSearch:
     """The search by ``distance``: among unit vectors if that ranks alike (None: the distance of unit vectors)."""
     if distance is None or ranks_like_unit_vectors(distance):
-        return unit_search(queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
+        return UnitSearch(queries, gallery, back_end=back_end, tile_bytes=tile_bytes, device=device)
     return PairwiseSearch(queries, gallery, distance, tile_bytes=tile_bytes, device=device)
 
 
-def _prepared(
+def _tiles_and_pairs(
     distance: "BaseDistance", device: torch.device
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
     """Matrices in float32 on ``device``, and values of pairs in float64 on the CPU."""
-    if _offers_tiles(distance):
+    if hasattr(distance, "tiles"):
         in_double = distance.tiles(dtype=torch.float64, device="cpu")
         return distance.tiles(dtype=torch.float32, device=device), in_double.pairs
     exact = copy.deepcopy(distance).double().cpu()
@@ -290,16 +265,6 @@ def _prepared(
         return value**exact.power
 
     return distance, pairs
-
-
-def _offers_tiles(distance: "BaseDistance") -> bool:
-    """Whether no class below the one that defines ``tiles`` overrides how the distance is computed."""
-    for owner in type(distance).__mro__:
-        if "tiles" in vars(owner):
-            return True
-        if {"compute_mat", "pairwise_distance", "forward"} & vars(owner).keys():
-            return False
-    return False
 
 
 def _filled(places: IntArray, count: int) -> IntArray:

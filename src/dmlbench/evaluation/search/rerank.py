@@ -1,29 +1,30 @@
-"""Reranking (``rerank=diml``): the first neighbors of every query, by cosine, in the order of a ``Reranker``.
+"""Candidate lists by cosine, in the order of another distance: ``rerank=diml`` and ``evaluation.shortlist=N`` (AVSL).
+
+A ``Reranker`` orders the first places of the whole ranking. A shortlist is all that a distance ranks; the distance
+offers it by ``shortlist_rows(rows) -> Tensor``: rows [N, d] to compare as unit vectors.
 
 Letters: Q queries, T of them in a tile, k places that matter, K neighbors that are reranked, W numbers of a row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.candidates import to_device, to_host
-from dmlbench.evaluation.search.scan import (
-    halved_where_full,
-    moved_to,
-    nearest_columns,
-    num_threads,
-    over_threads,
-    single_threaded_products,
-    tiles_on_host,
-)
-from dmlbench.evaluation.search.unit_vectors import BackEnd, unit_search
-from dmlbench.types import EmbeddingSet, IntArray, RunError
+from dmlbench.evaluation.search.candidates import PADDING, Keys, to_device, to_host
+from dmlbench.evaluation.search.pairwise import PairwiseSearch
+from dmlbench.evaluation.search.scan import halved_where_full, moved_to, over_threads, single_threaded_products
+from dmlbench.evaluation.search.unit_vectors import BackEnd, UnitSearch
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+
+if TYPE_CHECKING:
+    from pytorch_metric_learning.distances import BaseDistance
+
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -72,14 +73,11 @@ def rerank_nearest(
 
     Yields:
         (queries [T], gallery items [T, k] nearest first or -1, similarities of the reranked ones [T, at most k]).
-
-    Raises:
-        RunError: the sets cannot be searched, or the reranker gives NaN.
     """
     device = device or queries.rows.device
     centers = replace(queries, rows=reranker.center_rows(queries.rows))
     gallery_centers = gallery and replace(gallery, rows=reranker.center_rows(gallery.rows))
-    short = unit_search(centers, gallery_centers, back_end=back_end, tile_bytes=tile_bytes // 2, device=device)
+    short = UnitSearch(centers, gallery_centers, back_end=back_end, tile_bytes=tile_bytes // 2, device=device)
     num_listed = min(reranker.num_neighbors, short.num_gallery)
     depth = min(max(k, num_listed), short.num_gallery)
     reference = queries if gallery is None else gallery
@@ -109,13 +107,64 @@ def rerank_nearest(
             halved_where_full(work, 0, len(part), device=device)
         return ordered, values
 
-    threads = num_threads() if tiles_on_host(device) else 1
+    threads = short.threads
     # neighbors as they are, in float64, as unit vectors and while these are made
     size = max(1, tile_bytes // (2 * threads * 4 * 8 * num_listed * items.shape[1]))
-    for part, columns in nearest_columns(short, depth, wanted=wanted):
+    for part, columns in short.nearest(depth, wanted=wanted):
         lists = [(part[i : i + size], columns[i : i + size, :num_listed]) for i in range(0, len(part), size)]
         with single_threaded_products():
             found = list(over_threads(compare, lists, threads=threads))
         first, values = (np.concatenate(x) for x in zip(*found, strict=True))
         columns[:, : first.shape[1]] = first
         yield part, columns[:, :k], values[:, :k]
+
+
+def check_shortlist(shortlist: int, distance: "BaseDistance | None", *, k: int, num_gallery: int) -> None:
+    """Raise ConfigError if the distance offers no shortlist, or the scores need more than ``shortlist`` places."""
+    if not hasattr(distance, "shortlist_rows"):
+        named = "the distance of unit vectors" if distance is None else type(distance).__name__
+        raise ConfigError(
+            f"shortlist ({shortlist}) needs a distance with cheap rows to make a shortlist by, which {named} has not; "
+            "set evaluation.shortlist=null, which ranks the whole gallery"
+        )
+    needed = min(k, num_gallery)
+    if shortlist < needed:
+        raise ConfigError(
+            f"shortlist ({shortlist}) is below {needed}, the first places that the scores need (the largest class or "
+            f"recall_at); set evaluation.shortlist to {needed} or more, or to null for the whole gallery"
+        )
+
+
+def rank_shortlists(
+    search: PairwiseSearch,
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    finish: Callable[[IntArray, Keys], Result],
+    *,
+    wanted: IntArray,
+    num_items: int,
+    back_end: BackEnd,
+) -> Iterator[tuple[IntArray, Result]]:
+    """Apply ``finish(queries [T], candidates [T, N])`` to shortlists, tile by tile in the order of ``wanted``.
+
+    The shortlist of a query is its ``num_items`` nearest gallery items by ``shortlist_rows`` as unit vectors, ties by
+    gallery index.
+    """
+    cheap = replace(queries, rows=search.distance.shortlist_rows(queries.rows))
+    cheap_gallery = gallery and replace(gallery, rows=search.distance.shortlist_rows(gallery.rows))
+    short = UnitSearch(cheap, cheap_gallery, back_end=back_end, tile_bytes=search.free_bytes, device=search.device)
+    size = min(num_items, search.num_gallery)
+    threads = search.threads
+
+    def work(item: tuple[int, IntArray]) -> Keys:
+        query, columns = item
+        return search.keys_of(query, columns[columns >= 0])[0]
+
+    for part, columns in short.nearest(size, wanted=wanted):
+        keys = np.full(columns.shape, PADDING)
+        with single_threaded_products():
+            pairs = list(zip(part.tolist(), columns, strict=True))
+            for place, found in enumerate(over_threads(work, pairs, threads=threads)):
+                keys[place, : len(found)] = found
+            result = finish(part, keys)
+        yield part, result

@@ -1,4 +1,4 @@
-"""The scan of the gallery for every query, tile by tile, for every ``Search``.
+"""The scan of the gallery for every query, tile by tile, whatever compares them.
 
 A scan by half, of a set within itself, uses each tile above the diagonal for its columns as queries, too. One thread
 works on a tile from the matrix product to its result.
@@ -7,21 +7,22 @@ Letters: N gallery items, T queries of a tile or block, W columns of a tile, k p
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
-    Bounds,
     ExactSimilarity,
     Keys,
     Tile,
@@ -46,51 +47,6 @@ logger = logging.getLogger(__name__)
 _workspace = Workspace()
 
 
-class Search(Protocol):
-    """Queries and gallery, ready to be searched: ``UnitSearch`` and ``PairwiseSearch``.
-
-    Attributes:
-        own_column: [Q] gallery index that a query must not find, or -1.
-        num_gallery: N.
-        slack: float32 similarities further apart than this are in the right order.
-        device: where they are computed.
-        on_host: whether tiles are arrays on the host; else they are tensors on ``device``.
-    """
-
-    @property
-    def own_column(self) -> IntArray: ...
-    @property
-    def num_gallery(self) -> int: ...
-    @property
-    def slack(self) -> float: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def on_host(self) -> bool: ...
-
-    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        """Write similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
-        ...
-
-    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> Bounds:
-        """As ``similarities``, up to a constant per query, on a scale that adds up over models."""
-        ...
-
-    def exact(self, part: IntArray) -> ExactSimilarity:
-        """The float64 similarities that decide, of pairs (place in ``part``, gallery index)."""
-        ...
-
-    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
-        """Unit rows [Q, D] and [N, D] if they are held and their inner products decide."""
-        ...
-
-    def ranked(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
-    ) -> Iterator[tuple[IntArray, Result]]:
-        """See ``scan``."""
-        ...
-
-
 @dataclass(frozen=True)
 class ScanPlan:
     """How a scan is divided.
@@ -108,51 +64,102 @@ class ScanPlan:
     by_half: bool = False
 
 
-def scan(
-    source: Search, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan
-) -> Iterator[tuple[IntArray, Result]]:
-    """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest of the queries ``wanted``, tile by tile.
+class Search(ABC):
+    """Queries and gallery, ready to be searched; larger similarities are nearer.
 
-    Args:
-        source: what is scanned.
-        k: places that matter.
-        finish: called once per tile.
-        wanted: queries, ascending.
-        plan: how the work is divided.
-
-    Yields:
-        (queries [T], result of ``finish``), in the order of ``wanted``.
+    Attributes:
+        own_column: [Q] gallery index that a query must not find, or -1.
+        num_gallery: N.
+        slack: float32 similarities further apart than this are in the right order.
+        device: where similarities are computed.
+        on_host: whether tiles are arrays on the host; else they are tensors on ``device``.
+        free_bytes: memory for tiles and candidates.
     """
 
-    def work(part: IntArray) -> tuple[IntArray, Result]:
-        return part, finish(part, candidates(source, part, k, columns=plan.columns))
+    own_column: IntArray
+    num_gallery: int
+    slack: float
 
-    with single_threaded_products():
-        if plan.by_half:
-            yield from _by_half(source, k, finish, wanted, plan)
-        else:
-            yield from over_threads(work, parts_of(wanted, plan.rows), threads=plan.threads)
+    def __init__(self, device: torch.device, free_bytes: int) -> None:
+        self.device, self.on_host, self.free_bytes = device, tiles_on_host(device), free_bytes
 
+    @abstractmethod
+    def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
+        """Write similarities of queries ``part`` [T] to gallery items start .. stop - 1 into ``out`` [T, W]."""
 
-def nearest_columns(search: Search, k: int, *, wanted: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
+    @abstractmethod
+    def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
+        """As ``similarities``, up to a constant per query, on a scale that adds up over models.
 
-    def finish(part: IntArray, keys: Keys) -> IntArray:
-        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
+        Returns:
+            error: two values of a row that are more than ``2 * error`` apart are in the right order.
+            largest: bound of the absolute values.
+        """
 
-    return search.ranked(k, finish, wanted=wanted)
+    @abstractmethod
+    def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
+        """The similarities [M] that decide, of the pairs (query [M], gallery item [M])."""
 
+    @abstractmethod
+    def plan(self, k: int, num_wanted: int) -> ScanPlan:
+        """How to scan for the k nearest of so many queries."""
 
-def candidates(source: Search, part: IntArray, k: int, *, columns: int) -> Keys:
-    """Candidates [T, C] for the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time."""
-    top = TopK(len(part), k, slack=source.slack)
+    @property
+    def threads(self) -> int:
+        return num_threads() if self.on_host else 1
 
-    def work(start: int, stop: int) -> None:
-        top.add(_tile(source, part, start, stop), first_column=start)
+    def held_rows(self) -> tuple[FloatRows, FloatRows] | None:
+        """Unit rows [Q, D] and [N, D] if they are held and their inner products decide."""
+        return None
 
-    for start in range(0, source.num_gallery, columns):
-        halved_where_full(work, start, min(start + columns, source.num_gallery), device=source.device)
-    return top.keys
+    def exact(self, part: IntArray) -> ExactSimilarity:
+        """``exact_pairs`` of (place in ``part``, gallery index)."""
+        return lambda rows, columns: self.exact_pairs(part[rows], columns)
+
+    def ranked(
+        self,
+        k: int,
+        finish: Callable[[IntArray, Keys], Result],
+        *,
+        wanted: IntArray,
+        plan: ScanPlan | None = None,
+    ) -> Iterator[tuple[IntArray, Result]]:
+        """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile in the order of ``wanted``.
+
+        Args:
+            k: places that matter.
+            finish: called once per tile.
+            wanted: queries, ascending.
+        """
+        plan = plan or self.plan(k, len(wanted))
+
+        def work(part: IntArray) -> tuple[IntArray, Result]:
+            return part, finish(part, self.candidates(part, k, columns=plan.columns))
+
+        with single_threaded_products():
+            if plan.by_half:
+                yield from _by_half(self, k, finish, wanted, plan)
+            else:
+                yield from over_threads(work, parts_of(wanted, plan.rows), threads=plan.threads)
+
+    def nearest(self, k: int, *, wanted: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+        """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
+
+        def finish(part: IntArray, keys: Keys) -> IntArray:
+            return column_of(settle(keys, self.exact(part), k=k, slack=self.slack)[:, :k])
+
+        return self.ranked(k, finish, wanted=wanted)
+
+    def candidates(self, part: IntArray, k: int, *, columns: int) -> Keys:
+        """Candidates [T, C] for the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time."""
+        top = TopK(len(part), k, slack=self.slack)
+
+        def work(start: int, stop: int) -> None:
+            top.add(_tile(self, part, start, stop), first_column=start)
+
+        for start in range(0, self.num_gallery, columns):
+            halved_where_full(work, start, min(start + columns, self.num_gallery), device=self.device)
+        return top.keys
 
 
 def _by_half(
@@ -224,11 +231,7 @@ def moved_to(device: torch.device, rows: Tensor | None) -> Tensor | None:
 
 
 def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *, device: torch.device) -> None:
-    """Call ``work(start, stop)``, recursively in halves where the device is out of memory; failed calls have no effect.
-
-    Raises:
-        RunError: there is no memory for one item.
-    """
+    """Call ``work(start, stop)``, in halves where the device is out of memory; failed calls have no effect."""
     try:
         work(start, stop)
         return
@@ -239,8 +242,7 @@ def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *
             ) from error
     # here, where nothing of the failed tile is held any more
     logger.warning("%s is out of memory for a tile of %d items; halving it", device, stop - start)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     middle = (start + stop) // 2
     halved_where_full(work, start, middle, device=device)
     halved_where_full(work, middle, stop, device=device)
