@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from dmlbench import papers
 from dmlbench.external import Schema, load_yaml, validated
-from dmlbench.papers import PaperScore, describe_table, load_table, why_quoted
+from dmlbench.papers import PaperScore, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
 
 QUOTED = "quoted"
@@ -286,11 +286,3 @@ def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Ite
         yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
         if told := instead_of_rows(reproduce):
             yield told
-
-
-def about(name: str) -> str:
-    """What a paper's table shows; empty for other experiments."""
-    if name not in papers.tables():
-        return ""
-    table = describe_table(name)
-    return f"{table.about} ({table.place})"
