@@ -121,13 +121,12 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
     return content.get("reproduce") or {}
 
 
-def checked(reproduce: Any, where: str) -> dict[str, Any]:
-    """The composed part ``reproduce`` of an experiment."""
+def check_reproduce(reproduce: Any, where: str) -> None:
+    """Check the composed part ``reproduce`` of an experiment."""
     try:
-        validated({} if reproduce is None else reproduce, _Reproduce)
+        validated(reproduce, _Reproduce)
     except ValueError as error:
         raise ConfigError(f"{where}: reproduce.{error}.") from error
-    return reproduce or {}
 
 
 def words(overrides: Any) -> list[str]:

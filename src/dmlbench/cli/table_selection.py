@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps import table_rows
-from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
+from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of, words
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import tables
@@ -106,9 +106,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
     elif labels is None:
         configs, named = table_rows.grid(params, in_train(given, is_grid=True))
         coordinates = {**named, **coordinates}
-        also = [
-            tuple(in_train([*table_rows.words(extra), *given], is_grid=True)) for extra in reproduce.get("also", ())
-        ]
+        also = [in_train([*words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
         rows = [Row("", last_of_each([f"experiment={name}", *config])) for config in [*also, *configs]]
         rest = []
         part = sorted(moving(given, choosing=()))
@@ -136,9 +134,8 @@ def _part(kept: Sequence[Row], everything: Sequence[Row]) -> list[str]:
 def _composed(name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The options that an experiment composes, and its grid."""
     cfg = hydra.compose("train", [f"experiment={name}"], return_hydra_config=True)
-    table_rows.checked(
-        OmegaConf.to_container(cfg.reproduce, resolve=False) if cfg.reproduce else None, f"experiment={name}"
-    )
+    if cfg.reproduce:
+        table_rows.check_reproduce(OmegaConf.to_container(cfg.reproduce, resolve=False), f"experiment={name}")
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper.params, resolve=False) if cfg.hydra.sweeper.params else {}
     return {group: str(option) for group, option in cfg.hydra.runtime.choices.items()}, params
 
