@@ -125,9 +125,9 @@ def _draw_node(
     most = max(float(np.percentile(np.abs(maps), 98)), 1e-12)
     for at, pixels in enumerate(explanation.pixels):
         left = at * (1 + _GAP)
-        place = {"extent": (left, left + 1.0, 0.0, 1.0)}
-        axis.imshow(0.35 + 0.65 * pixels.mean(axis=0) / 255, cmap="gray", vmin=0, vmax=1, **place)
-        axis.imshow(maps[at], cmap="RdBu_r", vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear", **place)
+        place = (left, left + 1.0, 0.0, 1.0)
+        axis.imshow(0.35 + 0.65 * pixels.mean(axis=0) / 255, cmap="gray", vmin=0, vmax=1, extent=place)
+        axis.imshow(maps[at], cmap="RdBu_r", vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear", extent=place)
     axis.set_axis_on()
     axis.set(xlim=(0, 2 + _GAP), ylim=(0, 1), xticks=[], yticks=[])
     values = {name: _number(value) for name, value in explanation.of_node(level, node).items()}
