@@ -1,7 +1,6 @@
 """Why two images are, or are not, alike to AVSL: their distance as a sum over levels and nodes, as numbers."""
 
 import copy
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,9 +56,9 @@ class PairExplanation:
         return float(self.values["contribution"].sum())
 
     @property
-    def shares(self) -> Floats | None:
-        """[L] of the distance; None where it is 0, of which there are no shares."""
-        return self.contributions / self.distance if self.distance > 0 else None
+    def shares(self) -> list[float | None]:
+        """Of the levels in the distance; None where the distance is 0."""
+        return [float(one) / self.distance if self.distance > 0 else None for one in self.contributions]
 
     @property
     def num_below(self) -> int:
@@ -68,38 +67,37 @@ class PairExplanation:
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, the top level first; levels count from 1 and nodes from 0."""
+        levels = [
+            {"level": level + 1, "contribution": float(self.contributions[level]), "share": self.shares[level],
+             "nodes": {name: values[level].tolist() for name, values in self.values.items()},
+             "most_similar": [self._node_json(level, node) for node in self.similar[level].tolist()],
+             "most_dissimilar": [self._node_json(level, node) for node in self.dissimilar[level].tolist()]}
+            for level in reversed(range(len(self.maps)))
+        ]  # fmt: skip
+        decomposition = [
+            {"level": one.level + 1, **self._node_json(one.level, one.node), "inferred": one.inferred,
+             "inferred_from": [
+                 {"weight": weight, **self._node_json(one.level - 1, node)}
+                 for node, weight in zip(one.below.tolist(), one.weights.tolist(), strict=True)
+             ]}
+            for one in self.inferences
+        ]  # fmt: skip
         return {
             "images": [vars(image) for image in self.images],
             "distance": self.distance,
             **self.settings,
             **({"data_notes": list(self.data_notes)} if self.data_notes else {}),
             "reliable": self.reliable,
-            "levels": [self._level_json(level) for level in reversed(range(len(self.maps)))],
-            "decomposition": [self._inference_json(one) for one in self.inferences],
+            "levels": levels,
+            "decomposition": decomposition,
         }
 
     def of_node(self, level: int, node: int) -> dict[str, float]:
         """The values of one node."""
         return {name: float(values[level, node]) for name, values in self.values.items()}
 
-    def _level_json(self, level: int) -> dict[str, Any]:
-        return {
-            "level": level + 1,
-            "contribution": float(self.contributions[level]),
-            "share": None if self.shares is None else float(self.shares[level]),
-            "nodes": {name: values[level].tolist() for name, values in self.values.items()},
-            "most_similar": [self._node_json(level, int(node)) for node in self.similar[level]],
-            "most_dissimilar": [self._node_json(level, int(node)) for node in self.dissimilar[level]],
-        }
-
     def _node_json(self, level: int, node: int) -> dict[str, Any]:
         return {"node": node, "embeddings": self.embeddings[:, level, node].tolist(), **self.of_node(level, node)}
-
-    def _inference_json(self, one: Inference) -> dict[str, Any]:
-        edges = zip(one.below, one.weights, strict=True)
-        below = [{"weight": float(weight), **self._node_json(one.level - 1, int(node))} for node, weight in edges]
-        node = {"level": one.level + 1, **self._node_json(one.level, one.node)}
-        return node | {"inferred": one.inferred, "inferred_from": below}
 
 
 def explain_pair(
@@ -108,8 +106,7 @@ def explain_pair(
     """Explain AVSL's distance between two images by the model of a run.
 
     Args:
-        pair: rows of the data set's table, paths of images in it, or files anywhere, to which the run's transform is
-            applied.
+        pair: rows of the data set's table, paths of images in it, or files, which the run's transform prepares.
         num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
         reliable: they are picked among so many nodes of greatest reliability; r at most.
     """
@@ -139,8 +136,7 @@ def explain_images(
 ) -> PairExplanation:
     """Explain the distance of two images [2, 3, H, W] by a model in evaluation mode; arguments as of ``explain_pair``.
 
-    Nodes are compared in float64, so that the contributions sum to the distance. At the lowest level all reliabilities
-    are 1, hence all of its nodes are reliable.
+    Nodes are compared in float64, so that the contributions sum to the distance. At the lowest level all are reliable.
     """
     distance = copy.deepcopy(model.distance).double()
     reliable = min(reliable, distance.level_size)
@@ -152,14 +148,14 @@ def explain_images(
         maps = model.maps(images)
     rows = model.head(maps).embedding.double()
     found = distance.attribute(rows[:1], rows[1:])
-    nodes, reliabilities, rectified, sensitivities = (
+    nodes, p, rectified, sensitivities = (
         x[0].cpu().numpy() for x in (found.nodes, found.reliabilities, found.rectified, found.sensitivities)
     )
-    values = {"delta": nodes, "reliability": reliabilities, "rectified": rectified, "sensitivity": sensitivities}
-    picked = [_pick(*level, num_nodes, reliable) for level in zip(nodes, reliabilities, strict=True)]
+    values = {"delta": nodes, "reliability": p, "rectified": rectified, "sensitivity": sensitivities}
+    picked = [_pick(*level, num_nodes, reliable) for level in zip(nodes, p, strict=True)]
     inferences: tuple[Inference, ...] = ()
     if distance.inference == "rectified":
-        inferences = _decompose(reliabilities, rectified, distance.normalized_edges().cpu().numpy(), 2 * num_nodes)
+        inferences = _decompose(p, rectified, distance.normalized_edges().cpu().numpy(), 2 * num_nodes)
     return PairExplanation(
         images=names,
         pixels=images.cpu().numpy(),
@@ -172,12 +168,6 @@ def explain_images(
         inferences=inferences,
         settings={"variant": distance.variant, "inference": distance.inference},
     )
-
-
-def pair_stem(pair: Sequence[int | str]) -> str:
-    """The name, without its ending, of the files that explain a pair."""
-    parts = [str(image) if isinstance(image, int) else Path(image).with_suffix("").name for image in pair]
-    return "_".join(["explain", *(re.sub(r"[^\w.+-]+", "-", part) for part in parts)])
 
 
 def _pick(nodes: Floats, reliabilities: Floats, num_nodes: int, reliable: int) -> tuple[IntArray, IntArray]:
@@ -200,7 +190,7 @@ def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_belo
         p = reliabilities[level, among]
         node = int(among[np.lexsort((p, -factor * (1 - p) * inferred[among]))[0]])
         weights = edges[level - 1, node]
-        below = np.argsort(-weights, kind="stable")[: np.count_nonzero(weights)]
+        below = np.argsort(-weights, kind="stable")
         below = below[weights[below] != 0]
         result.append(Inference(level, node, float(inferred[node]), below, weights[below]))
         if not len(below):

@@ -16,14 +16,12 @@ from dmlbench.runtime import write_json
 _NODE = (1.55, 1.3)  # width and height of a node's cell in inches
 _SIMILAR, _DISSIMILAR, _INFERRED = ("#1a7f37", "-"), ("#cf222e", "--"), ("#0550ae", "-")
 """Color and style of frames."""
-_UNFRAMED = ("#000000", "-")
 _SMALL, _NORMAL = 6.5, 8.0
 _GAP = 0.06  # between the two tiles of a node, of a tile's width
-_PERCENTILE = 98
 
 
 def write_pair(explanation: PairExplanation, path: Path) -> Path:
-    """Write the picture to ``path`` and all numbers to a JSON file next to it, whose path is returned."""
+    """Write the picture, and all numbers to a JSON file next to it, whose path is returned."""
     numbers = path.with_suffix(".json")
     save_figure(draw_pair(explanation), path)
     write_json(numbers, explanation.to_json())
@@ -108,13 +106,12 @@ def _draw_inferences(part: SubFigure, explanation: PairExplanation) -> None:
         strongest = float(np.abs(step.weights).max(initial=1e-12))
         for axis, node, weight in zip(row, shown, weights.tolist(), strict=False):
             label = text.format(node=node, weight=f", w {_number(weight)}")
-            _draw_node(axis, explanation, step.level - 1, node, label, _UNFRAMED)
-            part.add_artist(
-                ConnectionPatch(
-                    (0.5, -0.55), (0.5, 1.0), "axes fraction", "axes fraction", axesA=above, axesB=axis,
-                    color=_INFERRED[0], linewidth=0.5 + 3.5 * abs(weight) / strongest, alpha=0.5,
-                )
+            _draw_node(axis, explanation, step.level - 1, node, label, ("#000000", "-"))
+            edge = ConnectionPatch(
+                (0.5, -0.55), (0.5, 1.0), "axes fraction", "axes fraction", axesA=above, axesB=axis,
+                color=_INFERRED[0], linewidth=0.5 + 3.5 * abs(weight) / strongest, alpha=0.5,
             )  # fmt: skip
+            part.add_artist(edge)
         following = [one.node for one in explanation.inferences if one.level == step.level - 1]
         above = row[shown.index(following[0])] if following else above
 
@@ -124,15 +121,13 @@ def _draw_node(
 ) -> None:
     """The node's map over both images, on one scale that is symmetric about 0, and a text that names its values."""
     maps = explanation.maps[level][:, node]
-    # The largest value is a peak of few places: cut it off, so that the rest of the map is seen.
-    most = max(float(np.percentile(np.abs(maps), _PERCENTILE)), 1e-12)
+    # A percentile: the largest value is a peak of few places, beside which the rest of the map would not be seen.
+    most = max(float(np.percentile(np.abs(maps), 98)), 1e-12)
     for at, pixels in enumerate(explanation.pixels):
         left = at * (1 + _GAP)
         place = (left, left + 1.0, 0.0, 1.0)
         axis.imshow(0.35 + 0.65 * pixels.mean(axis=0) / 255, cmap="gray", vmin=0, vmax=1, extent=place)
-        axis.imshow(
-            maps[at], cmap="RdBu_r", vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear", extent=place
-        )  # fmt: skip
+        axis.imshow(maps[at], cmap="RdBu_r", vmin=-most, vmax=most, alpha=0.6, interpolation="bilinear", extent=place)
     axis.set_axis_on()
     axis.set(xlim=(0, 2 + _GAP), ylim=(0, 1), xticks=[], yticks=[])
     values = {name: _number(value) for name, value in explanation.of_node(level, node).items()}
@@ -148,26 +143,21 @@ def _label_row(axis: Axes, *lines: str) -> None:
 def _caption(explanation: PairExplanation) -> str:
     bias = "" if explanation.settings["variant"] == "official" else " (but for a bias)"
     lines = [
-        f"A node (its number first) compares what its activation map averages to{bias} over A (left) and over B "
-        "(right): δ is the squared difference,",
-        "p how reliable the node is, λ how much of it enters the distance, λδ what it contributes; d = Σ λδ over all "
-        "nodes of all levels.",
-        f"Shown are nodes among the {explanation.reliable} most reliable of each level; at the lowest all have p = 1. "
-        "Maps: red above 0, blue below, one scale for the two of a node.",
+        f"A node (number first) averages its activation map{bias} over A (left) and B (right). δ: squared difference;",
+        "p: reliability; λ: how much of the node enters the distance; λδ: its contribution; d = Σ λδ over all nodes.",
+        f"Shown: nodes among the {explanation.reliable} most reliable of each level; at the lowest all have p = 1. "
+        "Maps: red above 0, blue below, one scale a node.",
     ]
     if explanation.inferences:
-        lines.append(
-            "What a node lacks in reliability comes from the level below, along edges of weight w (thickness of the "
-            "lines): δ̂ = p δ + (1 − p) Σ w δ̂ (below)."
-        )
+        lines.append("Inference along edges of weight w (thickness of the lines): δ̂ = p δ + (1 − p) Σ w δ̂ (below).")
     if explanation.data_notes:
         lines.append(f"{OTHER_DATA}{'; '.join(explanation.data_notes)}")
     return "\n".join(lines)
 
 
 def _contribution(explanation: PairExplanation, level: int) -> str:
-    text = _number(float(explanation.contributions[level]))
-    return text if explanation.shares is None else f"{text} ({100 * explanation.shares[level]:.1f} %)"
+    text, share = _number(float(explanation.contributions[level])), explanation.shares[level]
+    return text if share is None else f"{text} ({100 * share:.1f} %)"
 
 
 def _number(value: float) -> str:

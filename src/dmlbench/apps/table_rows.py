@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from dmlbench import papers
 from dmlbench.external import Schema, load_yaml, validated
-from dmlbench.papers import PaperScore, describe_table, load_table, why_quoted
+from dmlbench.papers import PaperScore, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
 
 QUOTED = "quoted"
@@ -121,13 +121,12 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
     return content.get("reproduce") or {}
 
 
-def checked(reproduce: Any, where: str) -> dict[str, Any]:
-    """The composed part ``reproduce`` of an experiment."""
+def check_reproduce(reproduce: Any, where: str) -> None:
+    """Check the composed part ``reproduce`` of an experiment."""
     try:
-        validated({} if reproduce is None else reproduce, _Reproduce)
+        validated(reproduce, _Reproduce)
     except ValueError as error:
         raise ConfigError(f"{where}: reproduce.{error}.") from error
-    return reproduce or {}
 
 
 def words(overrides: Any) -> list[str]:
@@ -286,11 +285,3 @@ def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Ite
         yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
         if told := instead_of_rows(reproduce):
             yield told
-
-
-def about(name: str) -> str:
-    """What a paper's table shows; empty for other experiments."""
-    if name not in papers.tables():
-        return ""
-    table = describe_table(name)
-    return f"{table.about} ({table.place})"

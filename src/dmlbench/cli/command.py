@@ -74,6 +74,18 @@ def composed_command(name: str, line: CommandLine) -> Iterator[DictConfig]:
         yield cfg
 
 
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Only warnings of a logger."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
     """``hydra.help.template`` filled in; Hydra's own way of listing the groups takes a second."""
     cfg = composer.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)

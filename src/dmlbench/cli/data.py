@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
 _OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_checksum")
-"""Keys that are not repeated to the next command: its data set is named, and the others do not concern it."""
+"""Keys that the suggested next command does not repeat."""
 _NAMED = 10
 
 
@@ -58,9 +58,6 @@ def _files(config_dir: Path | None) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted((folder / "dataset").glob("*.yaml"))}
 
 
-# ---- list
-
-
 def _list(cfg: DictConfig, config_dir: Path | None) -> None:
     from dmlbench.data.getting.catalog import SOURCES
 
@@ -68,12 +65,9 @@ def _list(cfg: DictConfig, config_dir: Path | None) -> None:
     for name, file in sorted(_files(config_dir).items()):
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         print(f"{name:<15} {first.lstrip('# ')}")
-        source = SOURCES.get(name)
-        if source is None:
-            continue
-        for line in _found(source, root):
-            print(f"{'':<15} {line}")
-        print(f"{'':<15} published: {source.place.published}")
+        if (source := SOURCES.get(name)) is not None:
+            for line in [*_found(source, root), f"published: {source.place.published}"]:
+                print(f"{'':<15} {line}")
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
@@ -92,9 +86,6 @@ def _found(source: "Source", root: Path) -> list[str]:
     return lines + [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
 
 
-# ---- stats
-
-
 def _load(cfg: DictConfig, name: str) -> ImageTable:
     """The table; where the data set is not there at all, the error also says how to get it."""
     from dmlbench.data.getting.catalog import SOURCES
@@ -104,22 +95,17 @@ def _load(cfg: DictConfig, name: str) -> ImageTable:
         try:
             source.place.find(cfg.dataset.table.root)
         except DataError as error:
-            raise DataError(f"{error}\n{_how_to_get(source)}") from None
+            downloads = all(archive.urls for archive in source.alternatives[0])
+            how = "downloads it" if downloads else "extracts the archives, once they are there"
+            raise DataError(
+                f"{error}\n  `dmlbench data prepare {name}` {how}. By hand: {source.by_hand}.\n"
+                f"  Terms: {source.terms}. Cite: {source.citation}."
+            ) from None
 
     from dmlbench.components import component
 
-    table = component(cfg.dataset.table)
-    assert isinstance(table, ImageTable)
+    table: ImageTable = component(cfg.dataset.table)
     return table
-
-
-def _how_to_get(source: "Source") -> str:
-    downloads = all(archive.urls for archive in source.alternatives[0])
-    command = f"`dmlbench data prepare {source.name}`"
-    return (
-        f"  {command} {'downloads it' if downloads else 'extracts the archives, once they are there'}. By hand: "
-        f"{source.by_hand}.\n  Terms: {source.terms}. Cite: {source.citation}."
-    )
 
 
 def _described(table: ImageTable) -> list[str]:
@@ -144,9 +130,6 @@ def _described(table: ImageTable) -> list[str]:
     return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
 
 
-# ---- verify
-
-
 def _verify(cfg: DictConfig, name: str) -> None:
     from tqdm import tqdm
 
@@ -159,12 +142,15 @@ def _verify(cfg: DictConfig, name: str) -> None:
     table = _load(cfg, name)
     print("\n".join(_described(table)))
     expected = SOURCES[name].place.published if name in SOURCES else None
-    is_benchmark = expected is not None and counts_by_role(table.labels, table.role) == dict(expected.by_role)
+    counts = "unknown" if expected is None else "others"
+    if expected is not None:
+        if counts_by_role(table.labels, table.role) == dict(expected.by_role):
+            counts = "published"
+        print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
     is_part = any(note.startswith("a subset") for note in table.notes)
-    is_published = is_benchmark or (cfg.dataset.table.get("check_counts") is True and not is_part)
-    if expected is not None:
-        print(f"  published: {expected}" + ("" if is_benchmark else " (not what is here)"))
+    if counts != "published" and cfg.dataset.table.get("check_counts") is True and not is_part:
+        counts = "as asked"
     sys.stdout.flush()
     if cfg.decode:
         bar: Any = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
@@ -174,7 +160,7 @@ def _verify(cfg: DictConfig, name: str) -> None:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))
     print("\n".join(_findings(report)))
-    print(_verdict(name, report, is_benchmark=is_benchmark, is_published=is_published, has_counts=expected is not None))
+    print(f"{name} is {_verdict(report, counts)}")
     if not report.is_whole:
         sys.exit(1)
 
@@ -183,16 +169,19 @@ def _findings(report: "Report") -> list[str]:
     from dmlbench.data.getting.verify import TINY_SIDE
 
     twins = report.duplicates
+    found = {
+        "cannot be read": [f"{path}: {reason}" for path, reason in report.broken],
+        f"smaller than {TINY_SIDE} pixels": report.tiny,
+        "of one color": report.constant,
+        "on disk but not listed": report.unlisted,
+    }
     lines = [f"  looked at: {report.looked_at} images" if report.looked_at else "  images were not decoded"]
-    if report.broken:
-        lines += [f"  cannot be read: {len(report.broken)}"]
-        lines += _first([f"{path}: {reason}" for path, reason in report.broken])
     if report.modes:
         modes = ", ".join(f"{count} {mode}" for mode, count in report.modes.items())
         lines += [f"  converted to RGB when read: {modes}"]
     if report.rotated:
         lines += [f"  turned upright by EXIF when read: {report.rotated}"]
-    for text, names in ((f"smaller than {TINY_SIDE} pixels", report.tiny), ("of one color", report.constant)):
+    for text, names in found.items():
         if names:
             lines += [f"  {text}: {len(names)}", *_first(names)]
     if twins.groups:
@@ -201,8 +190,6 @@ def _findings(report: "Report") -> list[str]:
             f"groups across classes, {twins.across_halves} across training and test half",
             *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
         ]
-    if report.unlisted:
-        lines += [f"  on disk but not listed: {len(report.unlisted)}", *_first(report.unlisted)]
     return lines
 
 
@@ -211,26 +198,22 @@ def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
     return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
 
 
-def _verdict(name: str, report: "Report", *, is_benchmark: bool, is_published: bool, has_counts: bool) -> str:
+def _verdict(report: "Report", counts: str) -> str:
+    """What a data set is, by its images and its counts: "published", "as asked", "others" or "unknown"."""
     if report.broken:
-        return (
-            f"{name} is damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
-        )
-    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
+        return f"damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
     if report.deviations:
-        counts = "" if is_published or not has_counts else "; its counts differ, too"
-        found = "; ".join(report.deviations)
-        return f"{name} is readable, but its images are not the published ones: {found}{counts}"
-    if is_benchmark:
-        return f"{name} is {state}: the benchmark of the papers"
-    if is_published:
-        return f"{name} is {state}: the part that is asked for has the counts that are known of it"
-    if has_counts:
-        return f"{name} is readable, but not the benchmark of the papers: its counts differ from the published ones"
-    return f"{name} is {state}" + (": every image can be read" if report.looked_at else "")
-
-
-# ---- prepare
+        more = "; its counts differ, too" if counts == "others" else ""
+        return f"readable, but its images are not the published ones: {'; '.join(report.deviations)}{more}"
+    if counts == "others":
+        return "readable, but not the benchmark of the papers: its counts differ from the published ones"
+    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
+    known = {
+        "published": ": the benchmark of the papers",
+        "as asked": ": the part that is asked for has the counts that are known of it",
+        "unknown": ": every image can be read" if report.looked_at else "",
+    }
+    return f"{state}{known[counts]}"
 
 
 def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:

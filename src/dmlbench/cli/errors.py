@@ -27,10 +27,8 @@ from dmlbench.types import ConfigError, DmlbenchError, closest
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
 _OTHER_FILE = "Choose another file or folder."
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or choose another folder."),
-    errno.EFBIG: "Raise the limit of file sizes (ulimit -f).",
+    errno.ENOSPC: "Make room, or choose another folder.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or lower num_workers.",
-    errno.ENFILE: "Close other programs.",
 }
 _OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
 _NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough memory|failed to map segment|NULL without")
@@ -65,20 +63,15 @@ def _described(error: Exception) -> tuple[str, int] | None:
     cause = root_cause(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else error
     if isinstance(cause, DmlbenchError):
         return str(cause), EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED
-    if isinstance(cause, yaml.YAMLError):
-        return f"a configuration file is no YAML: {' '.join(str(cause).split())}", EXIT_BAD_CONFIGURATION
-    if isinstance(cause, (HydraException, OmegaConfBaseException)):
+    if isinstance(cause, (HydraException, OmegaConfBaseException, yaml.YAMLError)):
         return explain(error), EXIT_BAD_CONFIGURATION
     if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # not a HydraException
         return str(cause), EXIT_BAD_CONFIGURATION
     if isinstance(cause, MemoryError) or (
         isinstance(cause, (RuntimeError, ImportError, SystemError)) and _NO_MEMORY.search(str(cause))
     ):
-        what = next(iter(str(cause).splitlines()), "")
-        return (
-            f"out of memory ({what}). Lower a batch, an image or an embedding size, or raise the limit (ulimit -v).",
-            EXIT_FAILED,
-        )
+        what = str(cause).partition("\n")[0]
+        return f"out of memory ({what}). Lower a batch or image size, or raise the limit (ulimit -v).", EXIT_FAILED
     if isinstance(cause, OSError):
         place, remedy = cause.filename2 or cause.filename or _file_of(cause), _REMEDIES.get(cause.errno or 0)
         if place or remedy:
@@ -86,10 +79,7 @@ def _described(error: Exception) -> tuple[str, int] | None:
     if isinstance(cause, _OF_FILES) and (place := _file_of(cause)):
         return f"{place} cannot be read: {' '.join(str(cause).split())}. {_OTHER_FILE}", EXIT_FAILED
     if isinstance(cause, RecursionError) and any("hydra." in name for name, _ in _frames(cause)):
-        return (
-            "the configuration includes itself, or is nested too deeply. Look at its defaults.",
-            EXIT_BAD_CONFIGURATION,
-        )
+        return "the configuration includes itself. Look at its defaults.", EXIT_BAD_CONFIGURATION
     return None
 
 
@@ -110,10 +100,11 @@ def _report_sweep(failed: SweepFailed) -> int:
     """Every failed job with its reason, then one line that names all of them."""
     codes = set()
     for name, error in failed.jobs:
-        message, code = _described(error) or (f"{type(error).__name__}: {error}", EXIT_FAILED)
-        codes.add(code)
-        if _described(error) is None:
+        described = _described(error)
+        if described is None:
             traceback.print_exception(error)
+        message, code = described or (f"{type(error).__name__}: {error}", EXIT_FAILED)
+        codes.add(code)
         print(f"dmlbench: {name}: {message}", file=sys.stderr)
     return _report(f"{failed}; start the same command again to run these alone", min(codes))
 
@@ -136,8 +127,7 @@ def explain(error: Exception) -> str:
         return f"{key}{' '.join(str(cause.msg or cause).partition('full_key:')[0].split())}"
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\. To use", message):
         return f"{several[1]} gives several values: -m runs each of them; a list is written [a,b]"
-    missing = re.match(r"Could not override '([^']+)'\. No match in the defaults list", message)
-    if missing:
+    if missing := re.match(r"Could not override '([^']+)'\. No match in the defaults list", message):
         return f"'{missing[1]}' is no configuration group: {closest(missing[1], groups())}"
     return message
 

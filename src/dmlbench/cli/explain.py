@@ -1,19 +1,18 @@
 """``dmlbench explain``: pictures of what a trained pooling looks at, and of why two images are alike to AVSL."""
 
+import re
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from dmlbench.config import listed
+from dmlbench.types import ConfigError, check_at_least
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.types import ConfigError
-
     if not cfg.run:
         raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
-    if cfg.num_images < 1:
-        raise ConfigError(f"num_images ({cfg.num_images}) must be at least 1")
+    check_at_least(1, num_images=cfg.num_images)
     runs = [Path(str(run)) for run in listed(cfg.run)]
     if cfg.output is not None and Path(cfg.output).suffix != ".png":
         raise ConfigError(f"output ({cfg.output}) must end in .png")
@@ -29,16 +28,14 @@ def task(cfg: DictConfig) -> None:
 
 
 def _explain_pair(cfg: DictConfig, runs: list[Path]) -> None:
-    from dmlbench.apps.explain_pair import explain_pair, pair_stem
+    from dmlbench.apps.explain_pair import explain_pair
     from dmlbench.apps.explain_pair_picture import write_pair
-    from dmlbench.types import ConfigError
 
-    if len(runs) > 1:
-        raise ConfigError(f"pair explains the distance of one run, not of {len(runs)}; name one")
-    if cfg.images is not None:
-        raise ConfigError("images and pair ask for different pictures; give one of them")
+    if len(runs) > 1 or cfg.images is not None:
+        raise ConfigError("pair explains the distance of two images by one run: give one run, and no images")
     pair = listed(cfg.pair)
-    path = Path(cfg.output or runs[0] / f"{pair_stem(pair)}.png")
+    names = [re.sub(r"[^\w.+-]+", "-", str(image) if isinstance(image, int) else Path(image).stem) for image in pair]
+    path = Path(cfg.output or runs[0] / f"{'_'.join(['explain', *names])}.png")
     explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
     numbers = write_pair(explanation, path)
     print(f"distance: {explanation.distance:.6g}")

@@ -15,12 +15,10 @@ import numpy as np
 from omegaconf import DictConfig
 
 from dmlbench.apps.table_comparison import given_by_hand, moving
-from dmlbench.apps.table_rows import about
-from dmlbench.cli.table_output import write_table
+from dmlbench.cli.table_runs import write_comparison
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import schema_of
-from dmlbench.papers import PaperScore, describe_table, load_table, tables
-from dmlbench.results.side_by_side import side_by_side
+from dmlbench.papers import PaperScore, load_table, tables
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, verdict_on
 from dmlbench.runtime import read_json
 from dmlbench.types import ConfigError, RunError
@@ -106,10 +104,11 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
     notes = dict.fromkeys(note for one in measured for note in one["notes"])
     of_numbers = [note for note in notes if note.startswith("halves of")]  # what the distances are of, as in the paper
     reasons = [*given_by_hand(moving(given)), *(note for note in notes if note not in of_numbers)]
-    if bars := _averaged_bars(name, commands, folder.parents[1]):
-        measured.append({bar.name: bar.ours for bar in bars if bar.ours is not None})
-        of_numbers += [f"R@1 averaged over {len(commands)} tables: {'; '.join(map(str, bars))}"]
-        reasons += dict.fromkeys(reason for bar in bars for reason in bar.reasons)
+    averages, texts, of_bars = _averaged_bars(name, commands, folder.parents[1])
+    if texts:
+        measured.append(averages)
+        of_numbers.append(f"R@1 averaged over {len(commands)} tables: {'; '.join(texts)}")
+        reasons += dict.fromkeys(of_bars)
     comparisons = []
     for score in load_table(name):
         found = next((number for one in measured if (number := _number(score, one)) is not None), None)
@@ -119,52 +118,46 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
             comparisons.append(Comparison(score, NOT_COMPARABLE, *found, note="; ".join(reasons)))
         else:
             comparisons.append(verdict_on(score, *found))
-    described = describe_table(name)
-    paper = [f"the paper's numbers: {described.numbers}", *([described.note] if described.note else [])]
-    write_table(side_by_side(name, about(name), comparisons, [*paper, *of_numbers]), folder)
+    write_comparison(name, comparisons, of_numbers, folder)
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """A method's R@1 averaged over tables: the paper's, ours if all tables have it, and why it is not comparable."""
+def _averaged_bars(
+    name: str, commands: Sequence[Command], folder: Path
+) -> tuple[dict[str, float], list[str], list[str]]:
+    """R@1 of the methods of rows "A minus B", averaged over the tables that commands reproduce.
 
-    name: str
-    paper: float
-    ours: float | None
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        ours = "not run" if self.ours is None else f"{self.ours:.1f} here"
-        return f"{self.name} {self.paper:.1f} in the paper, {ours}"
-
-
-def _averaged_bars(name: str, commands: Sequence[Command], folder: Path) -> list[_Bar]:
-    """The methods of rows "A minus B" over the tables that commands reproduce; of published methods the best counts."""
+    Returns:
+        Our averages by method, of methods that all tables have; lines of text; why ours are not comparable.
+    """
     tables = [command.arguments[1] for command in commands if command.arguments[0] == "reproduce"]
-    bars = []
-    for bar in dict.fromkeys(part for score in load_table(name) for part in score.row.split(MINUS) if tables):
-        paper: list[float] = []
-        ours: list[float] = []
-        reasons: list[str] = []
-        for table in tables:
-            best = max(
-                (score for score in load_table(table) if score.metric == "R@1" and score.mean is not None
-                 and (score.row == bar or (bar == BEST_PUBLISHED and score.origin == "quoted"))),
-                key=lambda score: score.mean or 0,
-            )  # fmt: skip
-            paper.append(float(best.mean or 0))
-            line: dict[str, Any] = (
-                {"ours": best.mean} if best.origin == "quoted" else _written_line(folder / f"{table}.csv", best)
-            )
-            ours += [float(line["ours"])] if line.get("ours") else []
-            reasons += [line["note"]] if line.get("verdict") == NOT_COMPARABLE else []
-        mean = float(np.mean(ours)) if len(ours) == len(tables) else None
-        bars.append(_Bar(bar, float(np.mean(paper)), mean, tuple(reasons)))
-    return bars
+    measured: dict[str, float] = {}
+    texts, reasons = list[str](), list[str]()
+    for method in dict.fromkeys(part for score in load_table(name) for part in score.row.split(MINUS) if tables):
+        scores = [_best_score(table, method) for table in tables]
+        lines = [_line_of(folder / f"{table}.csv", best) for table, best in zip(tables, scores, strict=True)]
+        ours = [float(line["ours"]) for line in lines if line.get("ours")]
+        reasons += [line["note"] for line in lines if line.get("verdict") == NOT_COMPARABLE]
+        here = "not run"
+        if len(ours) == len(tables):
+            measured[method] = float(np.mean(ours))
+            here = f"{measured[method]:.1f} here"
+        texts.append(f"{method} {np.mean([float(score.mean or 0) for score in scores]):.1f} in the paper, {here}")
+    return measured, texts, reasons
 
 
-def _written_line(path: Path, score: PaperScore) -> dict[str, Any]:
+def _best_score(table: str, method: str) -> PaperScore:
+    """The best R@1 of a method in a paper's table; of published methods the best counts."""
+    found = [
+        score for score in load_table(table)
+        if score.metric == "R@1" and (score.row == method or (method == BEST_PUBLISHED and score.origin == "quoted"))
+    ]  # fmt: skip
+    return max(found, key=lambda score: score.mean or 0)
+
+
+def _line_of(path: Path, score: PaperScore) -> dict[str, Any]:
     """The line of a score in a written table, empty where there is none."""
+    if score.origin == "quoted":
+        return {"ours": score.mean}
     if not path.exists():
         return {}
     with path.open(encoding="utf-8", newline="") as file:

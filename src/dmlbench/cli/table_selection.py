@@ -9,21 +9,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.table_rows import (
-    NARROWING,
-    Row,
-    checked,
-    experiments,
-    grid,
-    instead_of_rows,
-    last_of_each,
-    narrowed,
-    own_rows,
-    paper_tables,
-    reproduce_of,
-    rows_of_paper,
-    words,
-)  # fmt: skip
+from dmlbench.apps import table_rows
+from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of, words
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.target_overrides import key_of
 from dmlbench.papers import tables
@@ -35,7 +22,7 @@ class Table:
     """The selected part of a table.
 
     Attributes:
-        name, reproduce: of the experiment; see ``apps.table_rows``.
+        name, file, reproduce: of the experiment; see ``apps.table_rows``.
         rows: the selected ones, with the command line's overrides.
         coordinates: the requested folds and repeats, where they are narrowed.
         backbone: the experiment's.
@@ -43,6 +30,7 @@ class Table:
     """
 
     name: str
+    file: Path
     reproduce: Mapping[str, Any]
     rows: tuple[Row, ...]
     coordinates: Mapping[str, Sequence[int]]
@@ -67,7 +55,7 @@ class Table:
 
 def known_name(name: str | None, folders: Sequence[Path]) -> str:
     known = experiments(folders)
-    listed = list(dict.fromkeys([*paper_tables(folders), *known]))
+    listed = list(dict.fromkeys([*table_rows.paper_tables(folders), *known]))
     if name is None:
         raise ConfigError("name a table, such as dmlbench reproduce gsp/table2; dmlbench reproduce --list shows all")
     if name in known:
@@ -97,27 +85,28 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
     """
     from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
 
-    reproduce = reproduce_of(experiments(folders)[name])
-    if (told := instead_of_rows(reproduce)) and not reproduce.get("rows"):
+    file = experiments(folders)[name]
+    reproduce = reproduce_of(file)
+    if (told := table_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
         raise ConfigError(f"{name} cannot be run: it {told}")
     labels = None if cfg.rows is None else list(cfg.rows)
     coordinates = {key: list(cfg[key]) for key in ("fold", "repeat") if cfg[key]}
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():
-        everything = rows_of_paper(name, reproduce, choices)
+        everything = table_rows.rows_of_paper(name, reproduce, choices)
         groups = {key: options for key in NARROWING if (options := _options_of(given, key))}
-        rows = narrowed(everything, labels, groups)
+        rows = table_rows.narrowed(everything, labels, groups)
         part = _part(rows, everything)
         rest = in_train([override for override in given if key_of(override) not in NARROWING])
     elif reproduce.get("rows"):
-        rows = own_rows(name, reproduce, labels, _options_of(given, "dataset"))
+        rows = table_rows.own_rows(name, reproduce, labels, _options_of(given, "dataset"))
         rest = in_train([override for override in given if key_of(override) != "dataset"])
         part += sorted(moving(given, choosing=()))
     elif labels is None:
-        configs, named = grid(params, in_train(given, is_grid=True))
+        configs, named = table_rows.grid(params, in_train(given, is_grid=True))
         coordinates = {**named, **coordinates}
-        also = [tuple(in_train([*words(extra), *given], is_grid=True)) for extra in reproduce.get("also", ())]
+        also = [in_train([*words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
         rows = [Row("", last_of_each([f"experiment={name}", *config])) for config in [*also, *configs]]
         rest = []
         part = sorted(moving(given, choosing=()))
@@ -129,7 +118,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
     if all(row.blocker for row in rows):
         why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))
         raise ConfigError(f"{name}: nothing of what was asked for can be run ({why})")
-    return Table(name, reproduce, tuple(rows), coordinates, choices.get("backbone", ""), tuple(part))
+    return Table(name, file, reproduce, tuple(rows), coordinates, choices.get("backbone", ""), tuple(part))
 
 
 def _part(kept: Sequence[Row], everything: Sequence[Row]) -> list[str]:
@@ -145,7 +134,8 @@ def _part(kept: Sequence[Row], everything: Sequence[Row]) -> list[str]:
 def _composed(name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The options that an experiment composes, and its grid."""
     cfg = hydra.compose("train", [f"experiment={name}"], return_hydra_config=True)
-    checked(OmegaConf.to_container(cfg.reproduce, resolve=False) if cfg.reproduce else None, f"experiment={name}")
+    if cfg.reproduce:
+        table_rows.check_reproduce(OmegaConf.to_container(cfg.reproduce, resolve=False), f"experiment={name}")
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper.params, resolve=False) if cfg.hydra.sweeper.params else {}
     return {group: str(option) for group, option in cfg.hydra.runtime.choices.items()}, params
 
