@@ -166,7 +166,9 @@ def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
     for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
         if class_name := unicodedata.normalize("NFC", _COMMENT.sub("", line).strip()):
             if class_name not in written:
-                raise DataError(f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, known)}")
+                raise DataError(
+                    f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, known)}"
+                )
             listed.append(written[class_name])
     if len(set(listed)) < len(listed) or not listed:
         raise DataError(f"'{file}' names {len(listed)} classes, expected one or more, each once; correct it")
