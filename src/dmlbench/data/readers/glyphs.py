@@ -37,8 +37,6 @@ NUISANCE_SYMBOLS = (
 )
 
 _COMPARED_PIXELS = 96  # em size at which two letters are compared; a unit of the font (1/2048 em) is 1/21 pixel
-
-
 _VERSION = 1  # increment it whenever the pixels change
 _CHUNK = 256  # images rendered at a time; keeps the temporaries inside the processor's caches
 _FRACTION = 16  # fractional bits of source coordinates
@@ -69,10 +67,8 @@ class GlyphStyle:
     noise_range: Range
 
     def __post_init__(self) -> None:
-        limits = dict.fromkeys(("background_range", "contrast_range", "noise_range"), (0, 1)) | {
-            "size_range": (0.1, 1.5)
-        }
-        for name, (least, most) in limits.items():
+        for name in ("size_range", "background_range", "contrast_range", "noise_range"):
+            least, most = (0.1, 1.5) if name == "size_range" else (0, 1)
             low, high = getattr(self, name)
             object.__setattr__(self, name, (float(low), float(high)))  # a list of a configuration becomes a tuple
             if not least <= low <= high <= most:
@@ -164,9 +160,7 @@ def _table(
     ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes, then ``symbols``.
     """
     if images_per_class < 1 or not 8 <= image_size <= 512:
-        raise ConfigError(
-            f"images_per_class ({images_per_class}) must be at least 1, image_size ({image_size}) in [8, 512]"
-        )
+        raise ConfigError(f"got {images_per_class=}, {image_size=}, expected 1 or more images of 8 to 512 pixels.")
     codes = distinct_letters(num_classes)
     labels = np.repeat(np.arange(num_classes, dtype=np.int64), images_per_class)
 
@@ -213,7 +207,7 @@ def _table(
 
 @dataclass(frozen=True)
 class _Place:
-    """A character in its cell: indices of master and face, em size and shifts as shares of the side, angle in radians."""
+    """A character in its cell: indices of master and face, em size and shifts (shares of the side), angle (radians)."""
 
     which: int
     face: int
