@@ -97,12 +97,13 @@ def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("images.txt", "3 a.jpg\n3 b.jpg\n", r"line 2 of '.*images\.txt' repeats the image_id 3 of line 1"),
-        ("images.txt", "3 a.jpg\n99 b.jpg\n", r"line 2 of '.*' has the image_id 99, which is not in image_c"),
+        ("images.txt", "3 a.jpg\n3 b.jpg\n", r"line 2 of '.*images\.txt' has the image_id '3', expected each once"),
+        ("images.txt", "3 a.jpg\n99 b.jpg\n", r"line 2 of '.*' has the image_id '99', expected one of image_c"),
         ("images.txt", "3 ../a.jpg\n", r"lists images outside of '.*images': \.\./a\.jpg"),
         ("images.txt", "3 x/gone.jpg\n4 001.Albatross/b.jpg\n", r"lacks 1 of 2 image files .*: x/gone\.jpg"),
-        ("image_class_labels.txt", "3 1\n4 77\n", r"line 2 of .* has the class_id 77, which is not in classes"),
-        ("classes.txt", "1 a\n1 b\n", r"line 2 of '.*classes\.txt' repeats the class_id 1"),
+        ("image_class_labels.txt", "3 1\n4 77\n", r"line 2 of .* has the class_id '77', expected one of classes"),
+        ("classes.txt", "1 a\n100 b\n101 c\n200 d\n201 e\n", "line 5 of .* has the class_id '201', expected 1 to 200"),
+        ("classes.txt", "1 a\n1 b\n", r"line 2 of '.*classes\.txt' has the class_id '1', expected each"),
         ("bounding_boxes.txt", "3 1 1 5 5\n4 1 nan 5 5\n", r"line 2 of '.*' has the y 'nan', expected a number"),
         ("images/201.Nothing/x.jpg", "", None),  # no list names it
     ],

@@ -56,13 +56,13 @@ def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["train/a/1.png", "train/b/1.png"], "point root at one of them"),
-        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "expected class folders, both train and test, or"),
+        (["train/a/1.png", "train/b/1.png"], "finds images in train of '.*', expected class folders, or folders train"),
+        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "finds images in test, train, val of"),
         (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
-        (["train/1.png", "test/b/1.png"], "is in no class folder"),
-        (["1.png"], "finds no images"),
-        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds both test, train with folders inside and unlabe"),
-        (["images/a/1.png", "images/b/1.png"], "finds one class, 'images'.*point root at '.*images'"),
+        (["train/1.png", "test/b/1.png"], "with class folders inside"),
+        (["1.png"], "finds images in no folder"),
+        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds images in test, train, unlabeled of"),
+        (["images/a/1.png", "images/b/1.png"], "finds images in images of .*point root at the folder that holds"),
     ],
 )
 def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: list[str], message: str) -> None:
@@ -128,9 +128,9 @@ def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_pa
     ("train", "test", "message"),
     [
         ("a\nbb\n", None, r"line 2 of '.*train\.txt': unknown class 'bb'.*known: a, b, c"),
-        ("a\n\na\n", None, r"line 3 of '.*train\.txt' names 'a' of line 1 again"),
-        ("a\nb\n", "c\nb\n", r"line 2 of '.*test\.txt' names 'b', as does line 2 of '.*train\.txt'"),
-        ("# none\n", None, "names no class"),
+        ("a\n\na\n", None, r"train\.txt' names 2 classes, expected one or more, each once"),
+        ("a\nb\n", "c\nb\n", r"both '.*train\.txt' and '.*test\.txt' name b; remove"),
+        ("# none\n", None, "names 0 classes"),
         (None, "a\nb\nc\n", "has no class to train on"),
         ("a\nb\nc\n", None, "has no class to test on"),
     ],
@@ -189,15 +189,19 @@ def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\n1.png,a\n", "line 1 of .*expected path and label"),
+        ("file,label\n1.png,a\n", "has the columns file, label, expected path and label"),
         ("path,label\n", "lists no images"),
-        ("path,label\n1.png,\n", "line 2 of"),
-        ("path,label\n1.png,a,b\n", "line 2 of"),
-        ("path,label,role\n1.png,a,trian\n", "'trian'; did you mean 'train'"),
+        ("path,label\n1.png,\n", "has the row '1.png, ', expected a value in each"),
+        ("path,label\n1.png\n", "has the row '1.png, ', expected a value in each"),
+        ("path,label\n1.png,a,b\n", "as many values in each row"),
+        ("path,label\n1.png,a\n2.png,a,b\n", "is no CSV .*line 3"),
+        (
+            "path,label,role\n1.png,a,trian\n",
+            "has the row '1.png, a, trian', .*; roles are train, test, query",
+        ),
         ("path,label\n1.png,a\n.//1.png,b\n", r"lists images twice: 1\.png"),
         ("path,label\n../1.png,a\n", r"lists images outside of .*: \.\./1\.png"),
-        ("path,label,label\n1.png,a,b\n", "line 1 of"),
-        ("path label\n1.png a\n", "line 1 of"),
+        ("path,label,label\n1.png,a,b\n", "has the columns"),
         ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 image files.*missing.png"),
         ("path,label,role\n1.png,a,train\n2.png,a,query\n", "both to train and to test"),
     ],

@@ -10,8 +10,15 @@ from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 from dmlbench.data.readers import glyphs as module
-from dmlbench.data.readers.glyphs import glyphs, glyphs_collage, nuisance_pools
-from dmlbench.data.readers.letters import common_characters, distinct_letters, face_files, master_glyphs
+from dmlbench.data.readers.glyphs import (
+    common_characters,
+    distinct_letters,
+    face_files,
+    glyphs,
+    glyphs_collage,
+    master_glyphs,
+    nuisance_pools,
+)
 from dmlbench.types import ConfigError, ImageTable
 
 SMALL = {"num_classes": 8, "images_per_class": 3}

@@ -31,42 +31,17 @@ class Edition(DataFolder):
 
     year: int
 
-    def find(self, root: str | Path) -> tuple[Path, Layout]:
-        try:
-            return super().find(root)
-        except DataError as error:
-            try:
-                folder, _ = DataFolder.find(self._other, root)
-            except DataError:
-                raise error from None
-        raise self._confused(folder)
-
     def table_of(self, listing: Listing, layout: Layout, *, check_counts: bool) -> ImageTable:
-        """The table, with a note where nothing shows which edition it is of."""
         years = Counter(map(year_of, listing.paths))
-        own, others, total = years[self.year], years[self._other.year], len(listing.paths)
-        if own and others:
-            raise DataError(
-                f"'{listing.root}' mixes {own:,} images of {self.title} and {others:,} of {self._other.title}; keep "
-                "one edition there"
-            )
-        if others or (not own and total == self._other.published.num_images):
-            raise self._confused(listing.root)
-        if not own and total != self.published.num_images and layout.read is not _of_lists:
+        if own := years[self.year]:
+            if others := years[2011 if self.year == 2010 else 2010]:
+                raise DataError(
+                    f"'{listing.root}' mixes {own:,} images of {self.title} and {others:,} of the other edition, whose "
+                    "classes have the same names; keep one edition there"
+                )
+        elif len(listing.paths) != self.published.num_images and layout.read is not _of_lists:
             listing = replace(listing, notes=("of unknown edition, 2010 or 2011",))
         return super().table_of(listing, layout, check_counts=check_counts)
-
-    @property
-    def _other(self) -> "Edition":
-        return OF_2011 if self is OF_2010 else OF_2010
-
-    def _confused(self, folder: str | Path) -> DataError:
-        found = self._other
-        return DataError(
-            f"'{folder}' holds {found.title} ({found.published.num_images:,} images), not {self.title} "
-            f"({self.published.num_images:,}), whose classes have the same names; choose dataset={found.name}, or "
-            f"{self.remedy}"
-        )
 
 
 def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
@@ -96,13 +71,11 @@ def _of_lists(folder: Path) -> Listing:
     classes = read_list(folder / "classes.txt", ("class_id", "name"))
     for rows, column in ((images, "image_id"), (labels, "image_id"), (classes, "class_id")):
         rows.numbers(column)
-        rows.check_once(column)
-    class_ids = labels.numbers("class_id").tolist()
+        rows.check_unique(column)
     labels.check_known("class_id", classes["class_id"], "classes.txt")
-    if max(class_ids) > _NUM_CLASSES:
-        raise labels.fault(int(np.argmax(class_ids)), f"has the class {max(class_ids)}, expected 1 to {_NUM_CLASSES}")
-    class_by_image = dict(zip(labels["image_id"], class_ids, strict=True))
-    images.check_known("image_id", class_by_image, labels.file.name)
+    images.check_known("image_id", labels["image_id"], labels.file.name)
+    classes.check("class_id", classes.numbers("class_id") <= _NUM_CLASSES, f"1 to {_NUM_CLASSES}")
+    class_by_image = dict(zip(labels["image_id"], labels.numbers("class_id"), strict=True))
     names = dict(zip(classes.numbers("class_id").tolist(), classes["name"], strict=True))
     has_images_folder = first_match(folder, f"images/{_CLASS_FOLDER}") or not first_match(folder, _CLASS_FOLDER)
     return Listing(
@@ -115,15 +88,12 @@ def _of_lists(folder: Path) -> Listing:
 
 
 def _originals(file: Path, image_ids: Sequence[str]) -> Originals:
-    """The boxes, if their list is there; only the check of the images needs them.
-
-    Of 51 published images that were looked at, the JPEGs of 48 keep colors at full resolution.
-    """
+    """The boxes, if their list is there. Of 51 published images, 48 JPEGs keep colors at full resolution."""
     if not file.is_file():
         return Originals(full_color=True)
     rows = read_list(file, ("image_id", "x", "y", "width", "height"))
-    left, top, width, height = (rows.decimals(column) for column in ("x", "y", "width", "height"))
-    boxes = rows.boxes("image_id", (left, top, left + width, top + height), image_ids)
+    corner, size = np.split(rows.decimals(("x", "y", "width", "height")), 2, axis=1)
+    boxes = rows.boxes("image_id", np.concatenate([corner, corner + size], axis=1), image_ids)
     return Originals(boxes=boxes, boxes_from=file.name, full_color=True)
 
 
@@ -185,7 +155,7 @@ OF_2010 = Edition(
         *_EITHER,
     ),
     layouts=_folder_layouts(2010, "CUB-200-2010"),
-    remedy="unpack the images.tgz of 2010 there",
+    remedy="unpack the images.tgz of 2010 there (dataset=cub200 reads CUB-200-2011)",
     year=2010,
     published=Published({"train": (2_990, 100), "test": (3_043, 100)}),
 )
@@ -197,7 +167,7 @@ OF_2011 = Edition(
         Layout(f"CUB_200_2011 with {', '.join(_LISTS)} and images", (*_LISTS, f"images|{_CLASS_FOLDER}"), _of_lists),
         *_folder_layouts(2011, "CUB-200-2011"),
     ),
-    remedy="unpack CUB_200_2011.tgz there",
+    remedy="unpack CUB_200_2011.tgz there (dataset=cub200_2010 reads CUB-200-2010)",
     year=2011,
     published=Published({"train": (5_864, 100), "test": (5_924, 100)}),
 )

@@ -1,6 +1,5 @@
 """Any image folder as a data set: class folders, folders by role, or a CSV list; text files may name the classes."""
 
-import csv as csv_reader
 import io
 import logging
 import posixpath
@@ -21,6 +20,7 @@ PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
 _ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
 _COLUMNS = ("path", "label", "role", "super_label")
 _NEEDED = {"path", "label"}
+_ROLES = f"roles are {', '.join(ROLES)}"
 _COMMENT = re.compile(r"(^|\s)#.*")
 _SEPARATORS = (",", ";", "\t")
 _CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
@@ -92,118 +92,87 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
-    parts = [top for top in tops if top.casefold() in PART_FOLDERS]
-    if not tops:
-        raise DataError(f"data set '{name}' finds no images in sub-folders of '{root}', expected <class>/<image>")
-    nested = [top for top in parts if any("/" in image for image in tops[top])]
-    if nested and len(parts) < len(tops):
-        others = shorten([top for top in tops if top not in parts])
+    roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}
+    has_parts = len(roles) == len(tops)
+    if has_parts:
+        is_known = merge or (set(roles.values()) in _ROLE_FOLDERS and len(set(roles.values())) == len(tops))
+        is_known &= all("/" in image for images in tops.values() for image in images)
+    else:
+        is_known = len(tops) > 1 and not any("/" in image for top in roles for image in tops[top])
+    if not is_known or not tops:
         raise DataError(
-            f"data set '{name}' finds both {', '.join(nested)} with folders inside and {others} in '{root}', expected "
-            "classes or parts; move one kind away, or list the images in a csv"
+            f"data set '{name}' finds images in {shorten(sorted(tops)) or 'no folder'} of '{root}', expected class "
+            "folders, or folders train and test, or train, query and gallery, with class folders inside; point root at "
+            "the folder that holds these, set train_classes and test_classes, or list the images in a csv"
         )
-    if len(parts) < len(tops):
-        if len(tops) == 1:
-            (only,) = tops
-            raise DataError(
-                f"data set '{name}' finds one class, '{only}', expected two or more; point root at '{root / only}' if "
-                "its sub-folders are the classes"
-            )
-        listed = [(f"{top}/{image}", top) for top, images in tops.items() for image in images]
-        return pd.DataFrame(listed, columns=["path", "label"], dtype=object), "class folders"
-    role_of = {top: top.casefold() for top in tops}
-    if not merge and (set(role_of.values()) not in _ROLE_FOLDERS or len(set(role_of.values())) < len(tops)):
-        raise DataError(
-            f"data set '{name}' finds {', '.join(sorted(tops))} in '{root}', expected class folders, both train and "
-            "test, or train, query and gallery; set train_classes and test_classes, or point root at one of them"
-        )
-    rows = []
-    for top, images in tops.items():
-        for image in images:
-            if "/" not in image:
-                raise DataError(f"'{root / top / image}' is in no class folder; expected {top}/<class>/<image>")
-            rows.append((f"{top}/{image}", image.split("/")[0], role_of[top]))
-    found_images = pd.DataFrame(rows, columns=["path", "label", "role"], dtype=object)
-    return found_images.drop(columns="role") if merge else found_images, f"class folders in {', '.join(tops)}"
+    found = pd.DataFrame([(top, image) for top, images in tops.items() for image in images], columns=["top", "image"])
+    images = pd.DataFrame({"path": found["top"] + "/" + found["image"], "label": found["top"]})
+    if not has_parts:
+        return images, "class folders"
+    images["label"] = found["image"].str.split("/").str[0]
+    if not merge:
+        images["role"] = found["top"].map(roles)
+    return images, f"class folders in {', '.join(tops)}"
 
 
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
-    rows: list[dict[str, str]] = []
-    for number, row in _csv_rows(file):
-        if row.get("role", "train") not in ROLES:
-            raise DataError(
-                f"line {number} of '{file}' has the unknown role '{row['role']}'; {closest(row['role'], ROLES)}"
-            )
-        row["path"] = posixpath.normpath(row["path"])  # ./a//b.jpg is a/b.jpg
-        rows.append(row)
-    if not rows:
-        raise DataError(f"'{file}' lists no images; add a line for each")
-    return pd.DataFrame(rows, dtype=object), f"the list {file.name}" + (" with roles" if "role" in rows[0] else "")
-
-
-def _csv_rows(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
-    """Line number and values by column of each row."""
     text = read_text(file, remedy=_CORRECT_PATH)
-    first = text.split("\n", 1)[0]
-    separator = max(_SEPARATORS, key=first.count)
-    reader = csv_reader.DictReader(io.StringIO(text), skipinitialspace=True, delimiter=separator)
+    separator = max(_SEPARATORS, key=text.split("\n", 1)[0].count)
     try:
-        header = [column.strip() for column in reader.fieldnames or []]
-        if not _NEEDED <= set(header) <= set(_COLUMNS) or len(set(header)) < len(header):
-            raise DataError(
-                f"line 1 of '{file}' has the columns {', '.join(header)}, expected path and label; optional are role "
-                "and super_label"
-            )
-        reader.fieldnames = header
-        for row in reader:
-            values = {column: (row[column] or "").strip() for column in header}
-            if None in row or not all(values.values()):
-                raise DataError(f"line {reader.line_num} of '{file}' must have {len(header)} values; correct it")
-            yield reader.line_num, values
-    except csv_reader.Error as error:
-        raise DataError(f"line {reader.line_num} of '{file}' is no line of a CSV ({error}); correct it") from error
+        rows = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, na_filter=False, skipinitialspace=True)
+    except ValueError as error:
+        raise DataError(f"'{file}' is no CSV ({error}); correct it") from error
+    rows = rows.rename(columns=str.strip).apply(lambda column: column.str.strip())
+    if not _NEEDED <= set(rows.columns) <= set(_COLUMNS) or not isinstance(rows.index, pd.RangeIndex):
+        raise DataError(
+            f"'{file}' has the columns {', '.join(rows.columns)}, expected path and label, optionally role and "
+            "super_label, and as many values in each row; correct it"
+        )
+    if rows.empty:
+        raise DataError(f"'{file}' lists no images; add a line for each")
+    wrong = (rows == "").any(axis=1)
+    if "role" in rows:
+        wrong |= ~rows["role"].isin(ROLES)
+    for values in rows[wrong].to_numpy():
+        raise DataError(f"'{file}' has the row '{', '.join(values)}', expected a value in each column; {_ROLES}")
+    rows["path"] = rows["path"].map(posixpath.normpath)  # ./a//b.jpg is a/b.jpg
+    return rows, f"the list {file.name}" + (" with roles" if "role" in rows else "")
 
 
 def _listed_classes(
     classes: Sequence[str], train_list: Path | None, test_list: Path | None, *, name: str
 ) -> tuple[list[str], int]:
     """The classes in the order of the lists, and how many of them train; these come first."""
-    known = set(classes)
-    train = None if train_list is None else _read_classes(train_list, known)
-    test = None if test_list is None else _read_classes(test_list, known)
-    if train is not None and test is not None and (both := [c for c in test if c in train]):
-        raise DataError(
-            f"line {test[both[0]]} of '{test_list}' names '{both[0]}', as does line {train[both[0]]} of '{train_list}'"
-        )
+    train = None if train_list is None else _read_classes(train_list, classes)
+    test = None if test_list is None else _read_classes(test_list, classes)
     if train is None:
-        train = {c: 0 for c in classes if c not in (test or {})}
+        others = set(test or ())
+        train = [c for c in classes if c not in others]
     if test is None:
-        test = {c: 0 for c in classes if c not in train}
+        others = set(train)
+        test = [c for c in classes if c not in others]
+    if both := set(train) & set(test):
+        raise DataError(f"both '{train_list}' and '{test_list}' name {shorten(sorted(both))}; remove it from one")
     if not train or not test:
         raise DataError(f"data set '{name}' has no class to {'test' if train else 'train'} on; name some in each half")
-    if left_out := [c for c in classes if c not in train and c not in test]:
+    if left_out := sorted(set(classes) - {*train, *test}):
         logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
     return [*train, *test], len(train)
 
 
-def _read_classes(file: Path, known: set[str]) -> dict[str, int]:
-    """Class -> the number of its line, in the order of the lines."""
-    line_of: dict[str, int] = {}
+def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
     written = {unicodedata.normalize("NFC", c): c for c in known}  # file systems store an accent in one of two ways
+    listed: list[str] = []
     for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
-        class_name = _COMMENT.sub("", line).strip()
-        if not class_name:
-            continue
-        class_name = written.get(unicodedata.normalize("NFC", class_name), class_name)
-        if class_name not in known:
-            raise DataError(
-                f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, sorted(known))}"
-            )
-        if (first := line_of.setdefault(class_name, number)) != number:
-            raise DataError(f"line {number} of '{file}' names '{class_name}' of line {first} again; remove one")
-    if not line_of:
-        raise DataError(f"'{file}' names no class; write one a line")
-    return line_of
+        if class_name := unicodedata.normalize("NFC", _COMMENT.sub("", line).strip()):
+            if class_name not in written:
+                raise DataError(
+                    f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, known)}"
+                )
+            listed.append(written[class_name])
+    if len(set(listed)) < len(listed) or not listed:
+        raise DataError(f"'{file}' names {len(listed)} classes, expected one or more, each once; correct it")
+    return listed
 
 
 def _sorted_classes(class_of: Iterable[str]) -> list[str]:

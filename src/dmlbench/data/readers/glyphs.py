@@ -1,30 +1,42 @@
-"""Two data sets that need no files: ``glyphs`` (letters in twelve faces) and ``glyphs_collage``.
+"""Two data sets that need no files, from the twelve DejaVu text faces that matplotlib ships.
 
 Pixels are computed in integers, so equal library versions give equal pixels on every machine.
 """
 
 import dataclasses
+import functools
 import math
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+import PIL
+from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
+from PIL import ImageFont, features
 
 from dmlbench.data.image_table import halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.letters import (
-    FACE_NAMES,
-    NUISANCE_SYMBOLS,
-    distinct_letters,
-    letter_name,
-    master_glyphs,
-    renderer_version,
-)
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, ImageTable
 
+FACE_NAMES = (
+    *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+)
+
+# Symbols that stand next to a letter in a collage. All twelve faces have them; none is a letter or looks like one (so
+# no 0, 1, ○, ∑, ∪, ∃), and none is too small to distract. A test checks this.
+NUISANCE_SYMBOLS = (
+    "#$%&+2345789<=>@£¤¥§¶±÷†‡‽€←↑→↓↔↕↯⇐⇑⇒⇓⇔⇦⇧⇨⇩∇√∞∫≈≠≡≤≥⊕⊖⊗⊞⊠⌂⌘"
+    "■□▣▤▥▦▧▨▩▲△▶▷▼▽◀◁◆◇◈◉◎●◐◑◒◓◘◙☀☹☺☻☼♀♁♂♃♄♅♆♇♠♡♢♣♤♥♦♧♩♪♫♬♭♯"
+)
+
+_COMPARED_PIXELS = 96  # em size at which two letters are compared; a unit of the font (1/2048 em) is 1/21 pixel
 _VERSION = 1  # increment it whenever the pixels change
 _CHUNK = 256  # images rendered at a time; keeps the temporaries inside the processor's caches
 _FRACTION = 16  # fractional bits of source coordinates
@@ -55,16 +67,15 @@ class GlyphStyle:
     noise_range: Range
 
     def __post_init__(self) -> None:
-        ranges = {"size_range": (0.1, 1.5), "background_range": (0, 1), "contrast_range": (0, 1), "noise_range": (0, 1)}
-        for name, (least, most) in ranges.items():
+        for name in ("size_range", "background_range", "contrast_range", "noise_range"):
+            least, most = (0.1, 1.5) if name == "size_range" else (0, 1)
             low, high = getattr(self, name)
             object.__setattr__(self, name, (float(low), float(high)))  # a list of a configuration becomes a tuple
             if not least <= low <= high <= most:
                 raise ConfigError(f"{name} ({low}, {high}) must be ascending within [{least}, {most}]")
-        if not 0 <= self.rotation_degrees <= 180:
-            raise ConfigError(f"rotation_degrees ({self.rotation_degrees}) must lie in [0, 180]")
-        if not 0 <= self.shift <= 0.5:
-            raise ConfigError(f"shift ({self.shift}) must lie in [0, 0.5]")
+        for name, most in (("rotation_degrees", 180), ("shift", 0.5)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} ({getattr(self, name)}) must lie in [0, {most}]")
 
 
 def glyphs(
@@ -120,10 +131,9 @@ def glyphs_collage(
         cells[int(stream.integers(4))] = label
         return cells
 
-    symbols = tuple(map(ord, train_pool + test_pool))
     return _table(
         "glyphs_collage", num_classes, images_per_class, image_size, seed, style, cache_dir,
-        cells_of=quadrants, symbols=symbols, grid=2,
+        cells_of=quadrants, symbols=tuple(map(ord, train_pool + test_pool)), grid=2,
     )  # fmt: skip
 
 
@@ -149,10 +159,8 @@ def _table(
 
     ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes, then ``symbols``.
     """
-    if images_per_class < 1:
-        raise ConfigError(f"images_per_class ({images_per_class}) must be at least 1")
-    if not 8 <= image_size <= 512:
-        raise ConfigError(f"image_size ({image_size}) must lie in [8, 512]")
+    if images_per_class < 1 or not 8 <= image_size <= 512:
+        raise ConfigError(f"got {images_per_class=}, {image_size=}, expected 1 or more images of 8 to 512 pixels.")
     codes = distinct_letters(num_classes)
     labels = np.repeat(np.arange(num_classes, dtype=np.int64), images_per_class)
 
@@ -176,7 +184,8 @@ def _table(
 
     key = {
         "version": _VERSION,
-        "renderer": renderer_version(),
+        "renderer": f"matplotlib {matplotlib.__version__}, pillow {PIL.__version__}, "
+        f"freetype {features.version('freetype2')}",
         "num_classes": num_classes,
         "images_per_class": images_per_class,
         "image_size": image_size,
@@ -189,7 +198,7 @@ def _table(
         "",
         paths=[f"U+{code:04X}/{image:03d}" for code in codes for image in range(images_per_class)],
         labels=labels,
-        class_names=[letter_name(code) for code in codes],
+        class_names=[f"U+{code:04X} {unicodedata.name(chr(code), 'UNNAMED')}" for code in codes],
         role=halved_roles(labels, num_classes),
         content=cached.digest,
         pixels=cached.array,
@@ -198,7 +207,7 @@ def _table(
 
 @dataclass(frozen=True)
 class _Place:
-    """The placement of a character in its cell: indices of master and face, em size and shifts (shares of the side)."""
+    """A character in its cell: indices of master and face, em size and shifts (shares of the side), angle (radians)."""
 
     which: int
     face: int
@@ -267,3 +276,72 @@ def _shade(coverage: NDArray[np.uint8], streams: list[np.random.Generator], styl
     centered = noise.sum(axis=1, dtype=np.int32) - (255 * _NOISE_SUM) // 2  # [B, H, W]
     grey = ground + ((coverage * contrast + 128) >> 8) + ((centered * strength + 2048) >> 12)
     return np.clip(grey, 0, 255).astype(np.uint8)
+
+
+def face_files() -> tuple[Path, ...]:
+    """Files of the twelve faces, in the order of ``FACE_NAMES``."""
+    return tuple(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf" for name in FACE_NAMES)
+
+
+@functools.cache
+def common_characters() -> list[int]:
+    """Code points, ascending, that all twelve faces have."""
+    return sorted(set.intersection(*(set(FT2Font(str(file)).get_charmap()) for file in face_files())))
+
+
+@functools.lru_cache(maxsize=8)
+def distinct_letters(count: int) -> tuple[int, ...]:
+    """The first ``count`` letters (Unicode categories L*) by code point that all faces have and distinguish.
+
+    Of letters whose ink, cut to its bounding box, is the same in every face (the Latin, Greek and Cyrillic A, say) only
+    the first stays.
+    """
+    if count < 2:
+        raise ConfigError(f"num_classes: got {count}, expected 2 or more.")
+    fonts = _fonts(_COMPARED_PIXELS)
+    seen: set[tuple[bytes, ...]] = set()
+    chosen: list[int] = []
+    for code in common_characters():
+        if not unicodedata.category(chr(code)).startswith("L"):
+            continue
+        inks = [_ink(code, font) for font in fonts]
+        look = tuple(bytes(str(ink.shape), "ascii") + ink.tobytes() for ink in inks)
+        if look not in seen and all(ink.size for ink in inks):
+            seen.add(look)
+            chosen.append(code)
+        if len(chosen) == count:
+            return tuple(chosen)
+    raise ConfigError(f"num_classes ({count}) exceeds the {len(chosen)} letters that can be distinguished; lower it")
+
+
+def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
+    """Every character in every face at an em size of ``pixels``: ink 255 on 0.
+
+    Returns:
+        [len(codes), 12, S, S] uint8, each ink's bounding box in the middle, with a border of at least two empty pixels.
+    """
+    inks = [[_ink(code, font) for font in _fonts(pixels)] for code in codes]
+    side = 4 + max(max(ink.shape) for faces in inks for ink in faces)
+    masters = np.zeros((len(codes), len(FACE_NAMES), side, side), dtype=np.uint8)
+    for c, faces in enumerate(inks):
+        for f, ink in enumerate(faces):
+            height, width = ink.shape
+            top, left = (side - height) // 2, (side - width) // 2
+            masters[c, f, top : top + height, left : left + width] = ink
+    return masters
+
+
+def _fonts(pixels: int) -> list[ImageFont.FreeTypeFont]:
+    # The basic layout engine draws single characters alike with or without the optional raqm library.
+    return [ImageFont.truetype(str(f), pixels, layout_engine=ImageFont.Layout.BASIC) for f in face_files()]
+
+
+def _ink(code: int, font: ImageFont.FreeTypeFont) -> NDArray[np.uint8]:
+    """[h, w] coverage of one character cut to its ink; [0, 0] when it has none."""
+    mask = font.getmask(chr(code), mode="L")
+    width, height = mask.size
+    image = np.frombuffer(bytes(mask), dtype=np.uint8).reshape(height, width)
+    rows, columns = np.flatnonzero(image.any(axis=1)), np.flatnonzero(image.any(axis=0))
+    if len(rows) == 0:
+        return np.zeros((0, 0), dtype=np.uint8)
+    return image[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]

@@ -6,8 +6,8 @@ import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
 from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
-from dmlbench.data.readers.lists import TextList, read_list
-from dmlbench.types import ImageTable, IntArray, Originals
+from dmlbench.data.readers.lists import read_list
+from dmlbench.types import ImageTable, Originals
 
 _LIST = "|".join(f"{place}list_eval_partition.txt" for place in ("Eval/", "Anno/", ""))
 # The list says img/WOMEN/...; the images of the papers are those of img.zip, so these come before img_highres.
@@ -40,16 +40,18 @@ def _of_list(folder: Path) -> Listing:
     images = resolve(folder, _IMAGES).parent
     rows = read_list(resolve(folder, _LIST), _COLUMNS, has_count=True, has_header=True)
     rows.check_known("evaluation_status", _ROLES, ", ".join(_ROLES))
+    rows.check("image_name", rows.rows["image_name"].str.match("img/[^/]+/[^/]+/"), "img/<gender>/<category>/...")
     items, labels = np.unique(rows["item_id"], return_inverse=True)
-    paths, super_labels = _paths_below_img(rows)
+    paths = [path.removeprefix("img/") for path in rows["image_name"]]
+    categories = ["/".join(path.split("/")[:2]) for path in paths]
     return Listing(
         root=images,
         layout=f"{_DESCRIPTION}; images of {images.relative_to(folder).as_posix()}",
         paths=paths,
-        labels=labels.astype(np.int64),
+        labels=labels,
         class_names=items.tolist(),
-        role=np.array(rows["evaluation_status"], dtype=np.str_),
-        super_labels=super_labels,
+        role=np.array(rows["evaluation_status"]),
+        super_labels=np.unique(categories, return_inverse=True)[1],
         originals=_originals(folder, rows["image_name"]),
     )
 
@@ -62,20 +64,8 @@ def _originals(folder: Path, paths: list[str]) -> Originals:
     edges = ("x_1", "y_1", "x_2", "y_2")
     columns = ("image_name", "clothes_type", "pose_type", *edges)
     rows = read_list(file, columns, has_count=True, has_header=True)
-    boxes = rows.boxes("image_name", [rows.decimals(edge) for edge in edges], paths)
+    boxes = rows.boxes("image_name", rows.decimals(edges), paths)
     return Originals(size=_SIZE, boxes=boxes, boxes_from=file.name)
-
-
-def _paths_below_img(rows: TextList) -> tuple[list[str], IntArray]:
-    """Paths [N] without the leading ``img``, and their gender and category as numbers [N]."""
-    paths, categories = [], []
-    for row, path in enumerate(rows["image_name"]):
-        parts = path.split("/")
-        if len(parts) < 4 or parts[0] != "img":
-            raise rows.fault(row, f"names the image '{path}', expected img/<gender>/<category>/...")
-        paths.append("/".join(parts[1:]))
-        categories.append(f"{parts[1]}/{parts[2]}")
-    return paths, np.unique(categories, return_inverse=True)[1].astype(np.int64)
 
 
 FOLDER = DataFolder(

@@ -1,76 +1,62 @@
 """Text lists of benchmarks: columns separated by blanks; errors name file and line."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from dmlbench.types import DataError, IntArray
 
-_REMEDY = "correct it or put the original file there"
-
 
 @dataclass(frozen=True)
 class TextList:
-    """A list: ``columns`` by name [N], and the number of each row's line in the file [N], from 1."""
+    """The columns of a list as text, by the numbers of their lines."""
 
     file: Path
-    columns: dict[str, list[str]]
-    lines: list[int]
+    rows: pd.DataFrame
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.rows)
 
     def __getitem__(self, column: str) -> list[str]:
-        return self.columns[column]
+        return list(self.rows[column])
 
-    def fault(self, row: int, text: str) -> DataError:
-        """An error that names the line of a row."""
-        return DataError(f"line {self.lines[row]} of '{self.file}' {text}")
+    def check(self, column: str, is_right: Any, expected: str) -> None:
+        """Raise for the first row of a column where ``is_right`` [N] is false."""
+        wrong = self.rows[column][~np.asarray(is_right, dtype=bool)]
+        for line, value in wrong.items():
+            raise DataError(
+                f"line {line} of '{self.file}' has the {column} '{value[:40]}', expected {expected}; correct it or put "
+                "the original file there"
+            )
 
     def numbers(self, column: str) -> IntArray:
         """[N] values of a column of ids, which count from 1."""
-        numbers = self._converted(column, int, "a whole number").astype(np.int64)
-        if len(numbers) and numbers.min() < 1:
-            row = int(np.argmax(numbers < 1))
-            raise self.fault(row, f"has the {column} {numbers[row]}, but published ids count from 1; {_REMEDY}")
-        return numbers
+        values = pd.to_numeric(self.rows[column], errors="coerce").to_numpy(np.float64)
+        self.check(column, (values >= 1) & (values < 2**53) & (values % 1 == 0), "a whole number from 1 on")
+        return values.astype(np.int64)
 
-    def decimals(self, column: str) -> NDArray[np.float64]:
-        return self._converted(column, float, "a number").astype(np.float64)
+    def decimals(self, columns: Sequence[str]) -> NDArray[np.float64]:
+        """[N, len(columns)] finite numbers."""
+        values = self.rows[list(columns)].apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)
+        for number, column in enumerate(columns):
+            self.check(column, np.isfinite(values[:, number]), "a number")
+        return values
 
-    def _converted(self, column: str, convert: Callable[[str], Any], expected: str) -> NDArray[Any]:
-        values: list[Any] = []
-        for row, text in enumerate(self[column]):
-            try:
-                values.append(convert(text))
-            except ValueError:
-                values.append(np.nan)
-            if not abs(values[-1]) < 2**63:
-                raise self.fault(row, f"has the {column} '{text[:40]}', expected {expected}; {_REMEDY}")
-        return np.array(values)
+    def check_unique(self, column: str) -> None:
+        self.check(column, ~self.rows[column].duplicated(), "each once")
 
-    def check_once(self, column: str) -> None:
-        """Raise if a column names something twice."""
-        first: dict[str, int] = {}
-        for row, (line, value) in enumerate(zip(self.lines, self[column], strict=True)):
-            if first.setdefault(value, line) != line:
-                raise self.fault(row, f"repeats the {column} {value} of line {first[value]}; {_REMEDY}")
+    def check_known(self, column: str, known: Iterable[str], where: str) -> None:
+        self.check(column, self.rows[column].isin(list(known)), f"one of {where}")
 
-    def check_known(self, column: str, known: Container[str], where: str) -> None:
-        """Raise if a column has values that are not among the ``known`` ones in ``where``."""
-        for row, value in enumerate(self[column]):
-            if value not in known:
-                raise self.fault(row, f"has the {column} {value}, which is not in {where}; {_REMEDY}")
-
-    def boxes(self, name: str, edges: Sequence[NDArray[np.float64]], names: Iterable[str]) -> NDArray[np.float64]:
-        """Boxes [N, 4] of ``names``, NaN where the list has none, from four ``edges`` [M] of its rows."""
-        self.check_once(name)
-        by_name = dict(zip(self[name], np.stack(edges, axis=1), strict=True))
-        return np.stack([by_name.get(one, np.full(4, np.nan)) for one in names])
+    def boxes(self, name: str, edges: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
+        """Boxes [N, 4] of ``names``, NaN where the list has none, from ``edges`` [M, 4] of its rows."""
+        self.check_unique(name)
+        return pd.DataFrame(edges, index=self[name]).reindex(names).to_numpy()
 
 
 def read_list(
@@ -88,28 +74,19 @@ def read_list(
         has_header: whether the next line names the columns.
         separator: of the columns; None for any blanks.
     """
-    lines = [(number, line.strip()) for number, line in enumerate(read_text(file).split("\n"), start=1) if line.strip()]
-
-    def pop(is_right: Callable[[str], bool], expected: str) -> str:
-        number, line = lines.pop(0) if lines else (1, "")
-        if not is_right(line):
-            raise DataError(f"line {number} of '{file}' is '{line[:80]}', expected {expected}; {_REMEDY}")
-        return line
-
-    count = int(pop(str.isdecimal, "the number of rows")) if has_count else None
-    if has_header:
-        pop(lambda line: line.split() == list(columns), f"the header '{' '.join(columns)}'")
-    if not lines:
+    lines = enumerate(read_text(file).split("\n"), start=1)
+    rows = {number: line.strip().split(separator) for number, line in lines if line.strip()}
+    head = [rows.pop(number) for number in list(rows)[: has_count + has_header]]
+    expected_head = [[str(len(rows))]] * has_count + [list(columns)] * has_header
+    if head != expected_head:
+        raise DataError(f"'{file}' begins with {head}, expected {expected_head}; put the original file there")
+    if not rows:
         raise DataError(f"'{file}' lists nothing; put the original file there")
-    rows = [[value.strip() for value in line.split(separator)] for _, line in lines]
-    for (number, _), row in zip(lines, rows, strict=True):
+    for number, row in rows.items():
         if len(row) != len(columns):
             wanted = f"{len(columns)} ({' '.join(columns)})"
-            raise DataError(f"line {number} of '{file}' has {len(row)} columns, expected {wanted}; {_REMEDY}")
-    if count is not None and count != len(rows):
-        raise DataError(f"'{file}' has {len(rows):,} rows, expected the {count:,} of its line 1; {_REMEDY}")
-    by_column = {column: list(values) for column, values in zip(columns, zip(*rows, strict=True), strict=True)}
-    return TextList(file, by_column, [number for number, _ in lines])
+            raise DataError(f"line {number} of '{file}' has {len(row)} columns, expected {wanted}; correct it")
+    return TextList(file, pd.DataFrame(list(rows.values()), index=list(rows), columns=list(columns)))
 
 
 def read_text(file: Path, *, remedy: str = "put the original file there") -> str:

@@ -34,30 +34,23 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
 
 def _of_lists(folder: Path, *, place: str) -> Listing:
-    lists = folder / place
-    rows = {role: read_list(lists / f"Ebay_{role}.txt", _COLUMNS, has_header=True) for role in ("train", "test")}
+    files = {role: folder / place / f"Ebay_{role}.txt" for role in ("train", "test")}
+    rows = {role: read_list(file, _COLUMNS, has_header=True) for role, file in files.items()}
     for part in rows.values():
         part.numbers("image_id")
-        part.check_once("image_id")
-    class_ids = {role: part.numbers("class_id") for role, part in rows.items()}
-    ids, labels = np.unique(np.concatenate(list(class_ids.values())), return_inverse=True)
+        part.check_unique("image_id")
+    ids, labels = np.unique(np.concatenate([part.numbers("class_id") for part in rows.values()]), return_inverse=True)
     paths = [path for part in rows.values() for path in part["path"]]
+    is_apart = (folder / "images").is_dir() and not (folder / paths[0].split("/")[0]).exists()
     return Listing(
-        root=_image_root(folder, paths[0]),
+        root=folder / "images" if is_apart else folder,  # of the categories' folders
         paths=paths,
-        labels=labels.astype(np.int64),
-        class_names=[str(i) for i in ids.tolist()],
+        labels=labels,
+        class_names=list(map(str, ids)),
         role=np.repeat(list(rows), [len(part) for part in rows.values()]),
         super_labels=np.concatenate([part.numbers("super_class_id") for part in rows.values()]) - 1,
         originals=Originals(),
     )
-
-
-def _image_root(folder: Path, first_path: str) -> Path:
-    """The folder of the categories' folders: ``images``, or that of the lists."""
-    category = first_path.split("/")[0]
-    has_own = (folder / category).exists()
-    return folder / "images" if (folder / "images").is_dir() and not has_own else folder
 
 
 FOLDER = DataFolder(

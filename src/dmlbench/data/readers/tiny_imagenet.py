@@ -41,7 +41,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
 
 def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
     listed = read_list(folder / "wnids.txt", ("wnid",))
-    listed.check_once("wnid")
+    listed.check_unique("wnid")
     words_of = read_list(folder / "words.txt", ("wnid", "words"), separator="\t")
     words = dict(zip(words_of["wnid"], words_of["words"], strict=True))
     listed.check_known("wnid", words, "words.txt")
