@@ -1,15 +1,15 @@
 """Attention pooling: multi-head attention of learned queries to the pixels."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_channels, start_glorot
+from dmlbench.models.pooling.spatial import check_width, start_glorot
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice, check_positive
+from dmlbench.types import ConfigError, check_positive
 
 Merge = Literal["concatenate", "mean"]
 
@@ -67,19 +67,13 @@ class AttentionPool(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
-        """
-        Args:
-            num_channels: C.
-            num_heads: a divisor of C.
-        """
         super().__init__()
         check_heads(num_channels, num_heads, owner="attention_pool")
         check_positive(num_queries=num_queries)
-        check_choice("merge", merge, get_args(Merge))
         self.num_channels = num_channels
         self.num_queries = num_queries
         self.num_heads = num_heads
-        self.merge: Merge = merge
+        self.merge = merge
         self.queries = nn.Parameter(torch.empty(num_queries, num_channels))
         nn.init.trunc_normal_(self.queries, std=0.02)
         self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
@@ -88,7 +82,7 @@ class AttentionPool(Pooling):
         start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_channels(x, self.num_channels, pooling="attention_pool")
+        check_width(x, self.num_channels)
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
             keys, values = self.key(pixels), self.value(pixels)

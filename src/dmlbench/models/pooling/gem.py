@@ -42,13 +42,6 @@ class Gem(Pooling):
         per_channel: bool = False,
         epsilon: float = 1e-6,
     ) -> None:
-        """
-        Args:
-            num_channels: C, needed with ``per_channel`` only.
-            power: initial power, above 0.
-            per_channel: one power for each channel instead of one for all.
-            epsilon: lower bound of the features, above 0.
-        """
         super().__init__()
         check_positive(power=power, epsilon=epsilon)
         if per_channel and (num_channels is None or num_channels < 1):

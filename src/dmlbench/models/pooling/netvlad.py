@@ -1,7 +1,5 @@
 """NetVLAD: residuals of the pixels to learned centers, summed by soft assignment."""
 
-from typing import get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -32,14 +30,8 @@ class NetVlad(Pooling):
     """
 
     def __init__(self, *, num_centers: int = 8, feature_size: int = 16, variant: Variant = "official") -> None:
-        """
-        Args:
-            num_centers: K (GSP supplement: 8, or 64 for the large one).
-            feature_size: d (GSP supplement: 16, or 128 for the large one).
-        """
         super().__init__()
         check_positive(num_centers=num_centers, feature_size=feature_size)
-        check_choice("variant", variant, get_args(Variant))
         self.num_centers = num_centers
         self.feature_size = feature_size
         self.variant = variant
@@ -56,7 +48,7 @@ class NetVlad(Pooling):
         return self.num_centers * self.feature_size
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.feature_size, pooling="netvlad", argument="feature_size")  # [B, HW, d]
+        rows = project_pixels(x, project, self.feature_size)  # [B, HW, d]
         with torch.autocast(x.device.type, enabled=False):
             assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]
             # without the [B, HW, K, d] differences f_j - c_k

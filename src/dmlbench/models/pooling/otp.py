@@ -53,15 +53,6 @@ class Otp(PrototypePooling):
         memory_rows: int = 1024,
         start_step: int = 0,
     ) -> None:
-        """
-        Args:
-            num_prototypes: m (GSP supplement: 8, or 64 for the large one).
-            feature_size: d (GSP supplement: 16, or 128 for the large one).
-            smoothing: above 0 (code: 2).
-            iterations: of Sinkhorn's algorithm, at least 1 (code: 10).
-            memory_rows: embeddings that the prototypes are chosen from (code: 1,024), at least 2 m.
-            start_step: training steps before the memory begins to fill.
-        """
         check_positive(num_prototypes=num_prototypes, feature_size=feature_size, smoothing=smoothing)
         check_at_least(1, iterations=iterations)
         super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
@@ -76,7 +67,7 @@ class Otp(PrototypePooling):
         return self.num_prototypes * self.feature_size
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.feature_size, pooling="otp", argument="feature_size")  # [B, HW, d]
+        rows = project_pixels(x, project, self.feature_size)  # [B, HW, d]
         if not self._started:
             average = rows.mean(dim=1)
             rest = average.new_zeros(average.shape[0], (self.num_prototypes - 1) * self.feature_size)

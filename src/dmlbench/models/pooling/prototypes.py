@@ -44,13 +44,6 @@ class PrototypePooling(Pooling):
     prototypes_started: Tensor
 
     def __init__(self, width: int, num_prototypes: int, *, memory_rows: int, start_step: int) -> None:
-        """
-        Args:
-            width: D, dimensions of a projected pixel and of a prototype.
-            num_prototypes: m.
-            memory_rows: embeddings that the prototypes are chosen from, at least 2 m.
-            start_step: training steps before the memory begins to fill.
-        """
         super().__init__()
         if memory_rows < 2 * num_prototypes:
             raise ConfigError(

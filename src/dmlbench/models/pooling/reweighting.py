@@ -1,6 +1,6 @@
 """CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import Variant, at_least_float32, check_odd, check_width, shares, weighted_sum
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 class Crow(Pooling):
@@ -32,15 +32,10 @@ class Crow(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
-        """
-        Args:
-            epsilon: above 0; keeps the logarithm finite for channels that are 0 everywhere.
-        """
         super().__init__()
         check_positive(epsilon=epsilon)
-        check_choice("variant", variant, get_args(Variant))
         self.epsilon = epsilon
-        self.variant: Variant = variant
+        self.variant = variant
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         with torch.autocast(x.device.type, enabled=False):
@@ -85,17 +80,11 @@ class Tsmk(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
-        """
-        Args:
-            embedding_size: D.
-            pool_size: odd side of the moving average's window (paper: 3).
-        """
         super().__init__()
         check_positive(embedding_size=embedding_size)
         check_odd(pool_size=pool_size)
-        check_choice("variant", variant, get_args(Variant))
         self.pool_size = pool_size
-        self.variant: Variant = variant
+        self.variant = variant
         self.bias = nn.Parameter(torch.zeros(embedding_size))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
@@ -107,7 +96,7 @@ class Tsmk(Pooling):
             weights = self._window_sum(norm / self._window_sum(torch.ones_like(norm)))
             pooled = weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
             projected = project(pooled)
-            check_width(projected, len(self.bias), pooling="tsmk")
+            check_width(projected, len(self.bias))
             embedding = projected + norm.mean(dim=(1, 2))[:, None] * self.bias
         return Pooled(embedding, {"weights": shares(weights)})
 

@@ -1,6 +1,6 @@
 """Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.spatial import (
     Variant,
     at_least_float32,
-    check_channels,
     check_width,
     convolve,
     reduced_width,
@@ -19,7 +18,7 @@ from dmlbench.models.pooling.spatial import (
     start_glorot,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice, check_positive
+from dmlbench.types import ConfigError, check_positive
 
 # Keras' defaults, which the GSP study's code keeps.
 _BATCH_NORM_EPSILON = 1e-3
@@ -78,19 +77,12 @@ class Gsop(Pooling):
     def __init__(
         self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
     ) -> None:
-        """
-        Args:
-            embedding_size: D.
-            map_size: height and width of the map.
-            attention_dim: A, channels of the covariances (paper: 128).
-        """
         super().__init__()
         height, width = map_size
         check_positive(embedding_size=embedding_size, attention_dim=attention_dim, map_height=height, map_width=width)
-        check_choice("variant", variant, get_args(Variant))
         self.embedding_size = embedding_size
         self.map_size = (height, width)
-        self.variant: Variant = variant
+        self.variant = variant
         self.channel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
         self.channel_norm = _BatchNorm(attention_dim)
         self.channel_head = _CovarianceHead(attention_dim, embedding_size, rectify=False)
@@ -101,7 +93,7 @@ class Gsop(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size, pooling="gsop")
+        check_width(features, self.embedding_size)
         if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
             raise ConfigError(
                 f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
@@ -176,14 +168,7 @@ class Solar(Pooling):
         learn_power: bool = True,
         variant: Variant = "official",
     ) -> None:
-        """
-        Args:
-            num_channels: C.
-            channel_reduction: C divided by the width of queries, keys and values (authors' code: 2; GSP study: 1).
-            power: initial power of GeM, above 0.
-        """
         super().__init__()
-        check_choice("variant", variant, get_args(Variant))
         self.num_channels = num_channels
         width = reduced_width(num_channels, channel_reduction)
         self.query = nn.Conv2d(num_channels, width, 1)
@@ -208,7 +193,7 @@ class Solar(Pooling):
 
     def _attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The enhanced map [B, C, H, W] and the attention to each pixel [B, H, W]."""
-        check_channels(x, self.num_channels, pooling="solar")
+        check_width(x, self.num_channels)
         batch, _, height, width = x.shape
         query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)
         wide = self.query_norm.weight.dtype

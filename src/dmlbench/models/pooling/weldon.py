@@ -1,6 +1,6 @@
 """WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import Variant
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_at_least, check_choice
+from dmlbench.types import ConfigError, check_at_least
 
 
 class Weldon(Pooling):
@@ -27,18 +27,12 @@ class Weldon(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, k_max: int = 3, k_min: int = 3, variant: Variant = "official") -> None:
-        """
-        Args:
-            k_max: number of largest values, 1 to H W (the GSP study: 3).
-            k_min: number of smallest values, 0 to H W (the GSP study: 3).
-        """
         super().__init__()
         check_at_least(1, k_max=k_max)
         check_at_least(0, k_min=k_min)
-        check_choice("variant", variant, get_args(Variant))
         self.k_max = k_max
         self.k_min = k_min
-        self.variant: Variant = variant
+        self.variant = variant
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         batch, _, height, width = x.shape
