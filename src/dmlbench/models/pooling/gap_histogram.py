@@ -34,16 +34,14 @@ class GapHistogram(Pooling):
         self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"
     ) -> None:
         super().__init__()
-        sizes = {"embedding_size": embedding_size, "num_prototypes": num_prototypes}
-        check_positive(smoothing=smoothing, **sizes)
-        self.embedding_size = embedding_size
+        check_positive(smoothing=smoothing, num_prototypes=num_prototypes)
         self.smoothing = smoothing
         self.variant = variant
         self.prototypes = nn.Parameter(torch.empty(num_prototypes, embedding_size))
         nn.init.xavier_uniform_(self.prototypes)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.embedding_size)  # [B, HW, D]
+        rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, D]
         pooled = rows.mean(dim=1)
         with torch.autocast(x.device.type, enabled=False):
             points = clip_norm(rows) if self.variant == "official" else rows

@@ -61,11 +61,10 @@ class Gsp(PrototypePooling):
         epsilon: float = 1e-6,
     ) -> None:
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
-        check_positive(embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon)
+        check_positive(num_prototypes=num_prototypes, power=power, epsilon=epsilon)
         if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(f"transport_ratio: got {transport_ratio}, expected below 1 with weighting=residual.")
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
-        self.embedding_size = embedding_size
         self.transport_ratio = transport_ratio
         self.smoothing = smoothing
         self.solver = solver
@@ -77,7 +76,7 @@ class Gsp(PrototypePooling):
             self.power = nn.Parameter(torch.full((1, 1, 1), float(power)))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.embedding_size)  # [B, HW, D]
+        rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, D]
         batch, _, height, width = x.shape
         side: dict[str, Tensor] = {}
         if self._started:
@@ -95,12 +94,10 @@ class Gsp(PrototypePooling):
                 pixel_weights = stays / (1 - self.transport_ratio)
             with torch.autocast(x.device.type, enabled=False):
                 side["reconstruction"] = plan.histogram @ self.prototypes
-                if self.combine in ("gem", "weighted_gmp"):
-                    weighted = _weighted(x, pixel_weights)
-                    if self.combine == "gem":
-                        pooled = project(generalized_mean(weighted, self.power, self.epsilon))
-                    else:
-                        pooled = project(weighted.amax(dim=(2, 3)))
+                if self.combine == "gem":
+                    pooled = project(generalized_mean(_weighted(x, pixel_weights), self.power, self.epsilon))
+                elif self.combine == "weighted_gmp":
+                    pooled = project(_weighted(x, pixel_weights).amax(dim=(2, 3)))
                 else:
                     pooled = torch.bmm(pixel_weights[:, None, :], rows.to(pixel_weights.dtype))[:, 0]  # [B, D]
             side["weights"] = pixel_weights.view(batch, height, width)
@@ -109,9 +106,9 @@ class Gsp(PrototypePooling):
             side["weights"] = rows.new_full((batch, height, width), 1.0 / (height * width))
         side["pooled"] = pooled
         if self.combine == "gmp":
-            return Pooled(pooled + project(x.amax(dim=(2, 3))), side)
-        if self.combine == "weighted_gmp" and not self._started:
-            return Pooled(project(x.amax(dim=(2, 3))), side)
+            pooled = pooled + project(x.amax(dim=(2, 3)))
+        elif self.combine == "weighted_gmp" and not self._started:
+            pooled = project(x.amax(dim=(2, 3)))
         return Pooled(pooled, side)
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:

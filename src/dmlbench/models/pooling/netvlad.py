@@ -22,9 +22,8 @@ class NetVlad(Pooling):
         a_jk = softmax_k(w_k' f_j + b_k)        v_k = unit(sum_j a_jk (f_j - c_k))
 
     The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
-    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0.
-
-    It takes a projection to d dimensions, whatever the head's ``out_features``, and returns K d dimensions.
+    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0. Whatever the head's
+    ``out_features``, the projection has d dimensions and the embedding K d.
 
     Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
     """
@@ -32,8 +31,6 @@ class NetVlad(Pooling):
     def __init__(self, *, num_centers: int = 8, feature_size: int = 16, variant: Variant = "official") -> None:
         super().__init__()
         check_positive(num_centers=num_centers, feature_size=feature_size)
-        self.num_centers = num_centers
-        self.feature_size = feature_size
         self.variant = variant
         self.centers = nn.Parameter(torch.empty(num_centers, feature_size))
         self.assignment_weight = nn.Parameter(torch.empty(num_centers, feature_size))
@@ -42,13 +39,13 @@ class NetVlad(Pooling):
         nn.init.xavier_uniform_(self.assignment_weight)
 
     def input_width(self, embedding_size: int) -> int:
-        return self.feature_size
+        return self.centers.shape[1]
 
     def output_width(self, projected_size: int) -> int:
-        return self.num_centers * self.feature_size
+        return self.centers.numel()
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.feature_size)  # [B, HW, d]
+        rows = project_pixels(x, project, self.centers.shape[1])  # [B, HW, d]
         with torch.autocast(x.device.type, enabled=False):
             assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]
             # without the [B, HW, K, d] differences f_j - c_k

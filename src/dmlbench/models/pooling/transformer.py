@@ -73,7 +73,7 @@ class Transformer(Pooling):
     The GSP study replaces GAP by 1, 2, 4 or 8 layers of ViT with a class token, without details or public code. Here,
     pixels are projected first, as by GAP and GSP, so that the layers work on D dimensions (or on ``width``, followed by
     a linear layer to D without bias). As in ViT, norms come before attention and feed-forward part and at the end, with
-    GELU; unlike ViT, no dropout and no position encoding. The last layer updates the class token only.
+    GELU; unlike ViT, no dropout and no position encoding but with ``position=sine``.
 
     In float32, also under autocast. Side output: "weights" [B, H, W], the class token's attention to the pixels in the
     last layer, averaged over heads and scaled to sum 1.
@@ -96,8 +96,8 @@ class Transformer(Pooling):
     ) -> None:
         super().__init__()
         width = embedding_size if width is None else width
-        check_at_least(1, embedding_size=embedding_size, num_layers=num_layers, hidden_width=mlp_ratio * width)
-        check_heads(width, num_heads, owner="transformer")
+        check_at_least(1, num_layers=num_layers, hidden_width=mlp_ratio * width)
+        check_heads(width, num_heads)
         if position == "sine":
             sine_positions(1, 1, width)
         self.embedding_size = embedding_size

@@ -17,8 +17,7 @@ class Weldon(Pooling):
     The variant ``paper`` is (1 / k_max) sum of the largest + (1 / k_min) sum of the smallest, as the authors' code
     divides (durandtibo/spatial-pooling.torch). ``official``, the code of the GSP study, leaves the sums undivided and
     takes every value that equals the k-th, so that ties count more than k times (equal features: H W times).
-
-    Side outputs: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel.
+    Side output: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel.
 
     Source: Durand et al., WELDON: Weakly Supervised Learning of Deep Convolutional Neural Networks, CVPR 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -38,8 +37,7 @@ class Weldon(Pooling):
         batch, _, height, width = x.shape
         if max(self.k_max, self.k_min) > height * width:
             raise ConfigError(
-                f"k_max ({self.k_max}) or k_min ({self.k_min}) of weldon exceeds the {height * width} pixels of a "
-                f"{height} x {width} map; lower them or enlarge the images"
+                f"k_max, k_min: got {self.k_max} and {self.k_min}, expected at most {height * width}, the map's pixels."
             )
         values = project(x).flatten(2)  # [B, D, HW]
         pooled, taken = self._largest(values, self.k_max)
