@@ -28,11 +28,6 @@ class ContrastiveC1(nn.Module):
     """
 
     def __init__(self, neg_margin: float = 0.5, *, tolerance: float = 1e-5, subtract_margins: bool = False) -> None:
-        """
-        Args:
-            neg_margin: m in [-1, 1).
-            tolerance: t in [0, 1); keeps an image from being paired with itself where pairs are not told by index.
-        """
         super().__init__()
         if not -1 <= neg_margin < 1:
             raise ConfigError(f"neg_margin: got {neg_margin}, expected a cosine in [-1, 1).")

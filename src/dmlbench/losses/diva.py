@@ -1,6 +1,6 @@
 """DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from dmlbench.device_copies import to_device
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import ConfigError, check_at_least, check_choice
+from dmlbench.types import ConfigError, check_at_least
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")
 """Parts of an embedding, equal in size, in their order."""
@@ -73,8 +73,6 @@ class Diva(WholeBatchLoss):
     ) -> None:
         super().__init__()
         check_parts(embedding_size)
-        check_choice("shared", shared, get_args(Shared))
-        check_choice("intra", intra, get_args(Intra))
         check_at_least(0, shared_weight=shared_weight, intra_weight=intra_weight)
         self.num_classes = num_classes
         self.weights = {"discriminative": 1.0, "shared": shared_weight, "intra": intra_weight}

@@ -107,10 +107,6 @@ class LayeredProxyAnchor(WholeBatchLoss):
         final_weight: float = 1.0,
         max_classes: int = 1000,
     ) -> None:
-        """
-        Args:
-            pos_margin, neg_margin: squared distances that levels pull positives below and push negatives beyond.
-        """
         super().__init__()
         check_at_least(2, num_classes=num_classes)
         check_positive(alpha=alpha)

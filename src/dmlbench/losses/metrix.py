@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from dmlbench.device_copies import to_device
 from dmlbench.losses.counters import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
-from dmlbench.types import ConfigError, IntArray, check_at_least, check_choice, check_positive
+from dmlbench.types import ConfigError, IntArray, check_at_least, check_positive
 
 Pairs = Literal["positive_negative", "anchor_negative"]
 Variant = Literal["paper", "official"]
@@ -64,15 +64,7 @@ class Metrix(SeededDraws):
         num_hard_negatives: int | None = None,
         variant: Variant = "paper",
     ) -> None:
-        """
-        Args:
-            loss: PML's ContrastiveLoss or MultiSimilarityLoss, by cosines or distances of unit vectors, or ProxyAnchor.
-            num_hard_negatives: negatives of each anchor that are mixed, those most similar to it; None for all.
-        """
         super().__init__()
-        check_choice("variant", variant, get_args(Variant))
-        for each in pairs:
-            check_choice("pairs", each, get_args(Pairs))
         if not pairs:
             raise ConfigError(f"pairs is empty; choose some of {', '.join(get_args(Pairs))}")
         check_positive(weight=weight, alpha=alpha)

@@ -1,7 +1,7 @@
 """Miners that pytorch-metric-learning (PML) lacks."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
 from dmlbench.losses.batch_labels import BatchLabels
-from dmlbench.types import ConfigError, check_at_least, check_choice
+from dmlbench.types import ConfigError, check_at_least
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 Variant = Literal["official", "paper"]
@@ -120,7 +120,6 @@ class SwitchedNegatives(nn.Module):
         super().__init__()
         if not 0 <= switch_probability <= 1:
             raise ConfigError(f"switch_probability: got {switch_probability}, expected a probability in [0, 1].")
-        check_choice("variant", variant, get_args(Variant))
         self.miner = miner
         self.switch_probability = switch_probability
         self.variant = variant

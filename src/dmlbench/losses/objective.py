@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
@@ -15,7 +15,7 @@ from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, IntArray, ModelOutput, check_choice
+from dmlbench.types import ConfigError, IntArray, ModelOutput
 
 Mixing = Literal["convex", "add"]
 
@@ -41,14 +41,7 @@ class Objective(nn.Module):
         *,
         mixing: Mixing = "convex",
     ) -> None:
-        """
-        Args:
-            miner: PML miner ``miner(embeddings, labels) -> indices_tuple``, or None for all pairs or triplets.
-            regularizers: by name; their parameters are trained as the group "regularizer", those of ``objectives`` of
-                their own as the group "loss".
-        """
         super().__init__()
-        check_choice("mixing", mixing, get_args(Mixing))
         for name, module in (regularizers or {}).items():
             if not isinstance(module, Regularizer):
                 raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")

@@ -1,7 +1,7 @@
 """Regularizers of DiVA: decorrelation of parts, and self-similarity against a queue of keys."""
 
 import math
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from dmlbench.losses.counters import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_choice, check_positive
+from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
 
 Shares = Literal["of_batch", "of_queue"]
 
@@ -33,10 +33,6 @@ class PartDecorrelation(Regularizer):
     """
 
     def __init__(self, weight: float, embedding_size: int, *, hidden_size: int = 512) -> None:
-        """
-        Args:
-            weight: of the sum (code: 1500 on CUB, 100 on Cars196, 150 on SOP, with a ResNet50).
-        """
         super().__init__(weight)
         check_at_least(1, hidden_size=hidden_size)
         size = check_parts(embedding_size)
@@ -88,16 +84,7 @@ class SelfSimilarity(Regularizer, Counters):
         farthest: float = 1.4,
         shares: Shares = "of_batch",
     ) -> None:
-        """
-        Args:
-            weight: of the value (code: 0.3 on CUB, 0.15 on Cars196, 0.2 on SOP, with a ResNet50).
-            nearest: distances below count as this one, in (0, 2] (code: 0.5).
-            farthest: keys farther than this have weight 0 but for the smallest number, in (0, 2] (code: 1.4).
-            shares: of what weights are shares. "of_batch" is what the public codes' experiments computed, "of_queue"
-                what the first one's README calls fixed.
-        """
         super().__init__(weight)
-        check_choice("shares", shares, get_args(Shares))
         check_at_least(1, queue_size=queue_size)
         check_positive(temperature=temperature)
         if not 0 <= key_momentum <= 1:

@@ -1,7 +1,7 @@
 """ProxyAnchor: every proxy is an anchor that sees the whole batch at once."""
 
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.proxy_cosines import loss_of_cosines
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import check_at_least, check_choice, check_positive, check_share
+from dmlbench.types import check_at_least, check_positive, check_share
 
 PositiveMean = Literal["classes", "images"]
 
@@ -50,7 +50,6 @@ class ProxyAnchor(WholeBatchLoss):
         check_at_least(2, num_classes=num_classes)
         check_positive(alpha=alpha)
         check_share(margin=margin)
-        check_choice("positive_mean", positive_mean, get_args(PositiveMean))
         self.num_classes = num_classes
         self.positive_mean = positive_mean
         self.alpha = alpha

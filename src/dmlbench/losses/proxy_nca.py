@@ -35,10 +35,6 @@ class ProxyNca(WholeBatchLoss):
         assignment_probability: bool = False,
         proxy_std: float = 0.125,
     ) -> None:
-        """
-        Args:
-            proxy_std: proxies start from N(0, proxy_std^2); their length sets how fast they turn.
-        """
         super().__init__()
         check_at_least(2, num_classes=num_classes)
         check_positive(softmax_scale=softmax_scale, proxy_std=proxy_std)

@@ -1,13 +1,13 @@
 """Regularizers by which prototypes reconstruct embeddings of the classes that they have seen, to compare XML with."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import solve_gram
-from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_choice, check_positive
+from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
 
 Penalty = Literal["reconstruction", "dml"]
 
@@ -62,16 +62,10 @@ class RecursiveRegularizer(Regularizer):
         ridge: float = 0.05,
         penalty: Penalty = "reconstruction",
     ) -> None:
-        """
-        Args:
-            forgetting: alpha in (0, 1] (the paper gives no value).
-            ridge: beta > 0 (the paper gives no value).
-        """
         super().__init__(weight)
         check_at_least(1, num_prototypes=num_prototypes, embedding_size=embedding_size)
         if not 0 < forgetting <= 1:
             raise ConfigError(f"forgetting: got {forgetting}, expected a number in (0, 1]. 1 forgets nothing.")
-        check_choice("penalty", penalty, get_args(Penalty))
         check_positive(ridge=ridge)
         self.forgetting = forgetting
         self.ridge = ridge

@@ -57,10 +57,6 @@ class SimilaritySelfDistillation(Regularizer):
         temperature: float = 1.0,
         max_pooling: bool = True,
     ) -> None:
-        """
-        Args:
-            make_objective: of an embedding size makes loss and miner for a head.
-        """
         super().__init__(weight)
         check_at_least(1, feature_size=feature_size, sizes=min(sizes, default=0))
         check_at_least(

@@ -1,13 +1,13 @@
 """SoftTriple: a softmax over classes with several centers each."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from dmlbench.losses.whole_batch import WholeBatchLoss
-from dmlbench.types import check_at_least, check_choice, check_positive
+from dmlbench.types import check_at_least, check_positive
 
 Init = Literal["normal", "official"]
 
@@ -38,13 +38,7 @@ class SoftTriple(WholeBatchLoss):
         tau: float = 0.2,
         init: Init = "normal",
     ) -> None:
-        """
-        Args:
-            init: of centers, whose length sets how fast they turn; ``normal``: N(0, 1); ``official``: uniform in
-                +-1 / sqrt(C K), as the authors' code and pytorch-metric-learning start.
-        """
         super().__init__()
-        check_choice("init", init, get_args(Init))
         check_at_least(1, centers_per_class=centers_per_class)
         check_positive(la=la, gamma=gamma)
         check_at_least(0, margin=margin, tau=tau)

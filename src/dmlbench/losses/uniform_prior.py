@@ -42,12 +42,6 @@ class UniformPrior(Regularizer):
         hidden_size: int = 100,
         discriminator_interval: int = 10,
     ) -> None:
-        """
-        Args:
-            chunk_size: entries that D sees at once, a divisor of ``feature_size``; fewer features are one chunk (code:
-                128).
-            discriminator_interval: batches from one step of D to the next (code: 10; SOP: 200).
-        """
         super().__init__(weight)
         check_at_least(1, feature_size=feature_size, chunk_size=chunk_size, hidden_size=hidden_size)
         check_at_least(1, discriminator_interval=discriminator_interval)

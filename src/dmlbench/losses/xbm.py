@@ -1,6 +1,6 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import ClassVar, Literal, cast, get_args
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.losses.batch_labels import BatchLabels
 from dmlbench.losses.counters import Counters
-from dmlbench.types import ConfigError, check_at_least, check_choice, check_positive
+from dmlbench.types import ConfigError, check_at_least, check_positive
 
 Variant = Literal["paper", "gsp"]
 Placement = Literal["official", "ring"]
@@ -50,18 +50,7 @@ class CrossBatchMemory(Counters):
         normalize_rows: bool = True,
         memory_miner: nn.Module | None = None,
     ) -> None:
-        """
-        Args:
-            loss: any loss ``loss(embeddings, labels, indices_tuple, ref_emb=..., ref_labels=...)``; PML's losses of
-                pairs and triplets are. Its ``indices_tuple``, from the objective's miner, concerns the batch alone.
-            start_step: steps before anything is stored, so that embeddings have settled ("slow drift").
-            normalize_rows: store unit vectors; false for losses that compare embeddings as they are.
-            memory_miner: PML miner ``miner(embeddings, labels, ref_emb, ref_labels)`` of the memory's part, or None
-                for all pairs. Losses of triplets want one where the memory is large.
-        """
         super().__init__()
-        check_choice("variant", variant, get_args(Variant))
-        check_choice("placement", placement, get_args(Placement))
         check_at_least(1, memory_size=memory_size)
         check_at_least(0, start_step=start_step)
         check_positive(weight=weight)

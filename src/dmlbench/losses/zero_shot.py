@@ -1,7 +1,7 @@
 """Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from dmlbench.device_copies import to_device
 from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.ridge import ridge_predict
-from dmlbench.types import ModelOutput, check_at_least, check_choice, check_positive
+from dmlbench.types import ModelOutput, check_at_least, check_positive
 
 Reduction = Literal["batch", "halves"]
 
@@ -83,11 +83,10 @@ class ZeroShotRegularizer(Regularizer):
     ) -> None:
         super().__init__(weight)
         check_at_least(1, num_classes=num_classes, embedding_size=embedding_size)
-        check_choice("reduction", reduction, get_args(Reduction))
         check_positive(softmax_scale=softmax_scale, ridge=ridge)
         self.ridge = ridge
         self.softmax_scale = softmax_scale
-        self.reduction: Reduction = reduction
+        self.reduction = reduction
         self.splits = ClassSplits(num_splits, halves)
         self.num_classes = num_classes
         self.label_embeddings = nn.Parameter(torch.empty(num_classes, embedding_size))

@@ -6,7 +6,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from dmlbench.models.avsl_distance import AvslDistance, Inference, Variant
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import LevelsHead, LevelsModel
 from dmlbench.models.pooling.base import Pooling
-from dmlbench.types import ConfigError, ModelOutput, check_choice
+from dmlbench.types import ConfigError, ModelOutput
 
 Reliability = Literal["std", "learned"]
 
@@ -58,20 +58,12 @@ class AvslHead(LevelsHead):
         variant: Variant = "official",
         map_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """
-        Args:
-            in_channels: C of every level, low to high.
-            num_levels, level_size: L, r.
-            top_k, momentum, inference, variant: see ``AvslDistance``.
-            map_sizes: height and width of every level's map; needed by ``reliability=learned``.
-        """
         super().__init__()
         if len(in_channels) != num_levels:
             raise ConfigError(
                 f"head.num_levels: got {num_levels}, but the backbone returns {len(in_channels)} maps. Use "
                 "resnet50_levels, bn_inception_levels or resnet20_levels (3), or timm with +backbone.out_indices=[...]."
             )
-        check_choice("reliability", reliability, get_args(Reliability))
         self.reliability = reliability
         options = {"top_k": top_k, "momentum": momentum, "inference": inference, "variant": variant}
         self._new_distance = partial(AvslDistance, num_levels, level_size, **options)  # type: ignore[arg-type]

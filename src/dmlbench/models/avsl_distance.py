@@ -5,7 +5,7 @@ Letters: L levels, r nodes of each, Q and N images, P pairs of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dmlbench.models.avsl_rounding import float32_error
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
-from dmlbench.types import ConfigError, RunError, check_at_least, check_choice, check_share
+from dmlbench.types import ConfigError, RunError, check_at_least, check_share
 
 Variant = Literal["official", "paper"]
 Inference = Literal["rectified", "reliable", "top", "concat"]
@@ -78,22 +78,12 @@ class AvslDistance(BaseDistance):
         inference: Inference = "rectified",
         variant: Variant = "official",
     ) -> None:
-        """
-        Args:
-            num_levels: L, at least 2.
-            level_size: r.
-            top_k: edges that a node keeps to the level below, in [1, r].
-            momentum: share of the old edges in the new ones, in [0, 1); 0 takes each batch's alone.
-            inference, variant: see the class.
-        """
         super().__init__(normalize_embeddings=False, p=2, power=1)
         check_at_least(2, num_levels=num_levels)
         check_at_least(1, level_size=level_size)
         if not 1 <= top_k <= level_size:
             raise ConfigError(f"head.top_k: got {top_k}, expected 1 to head.level_size ({level_size}).")
         check_share(momentum=momentum)
-        check_choice("inference", inference, get_args(Inference))
-        check_choice("variant", variant, get_args(Variant))
         self.num_levels = num_levels
         self.level_size = level_size
         self.top_k = top_k

@@ -49,13 +49,6 @@ class AvslTiles:
         buffer_bytes: int | None = None,
         compiled: bool | None = None,
     ) -> None:
-        """
-        Args:
-            dtype: of computation and result; the distance's own if None.
-            device: of the rows; the distance's own if None.
-            buffer_bytes: of each of the three arrays, at least that of 16 pairs.
-            compiled: fuse a chunk by torch.compile; on CUDA if None.
-        """
         distance.require_edges()
         dtype = dtype or distance.alpha.dtype
         with torch.inference_mode(False), torch.no_grad():

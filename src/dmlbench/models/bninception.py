@@ -71,13 +71,6 @@ class BNInception(Backbone):
         batch_norm: BatchNormFreezing = "none",
         out_levels: Sequence[int] = (2,),
     ) -> None:
-        """
-        Args:
-            pretrained: start from ImageNet weights; needs ``weights_file``.
-            weights_file: path of ``bn_inception-52deb4733.pth``; loaded whenever given, its classifier ignored.
-            out_levels: maps to return, ascending: 0 is [B, 576, H/16, W/16], 1 [B, 1056, H/32, W/32],
-                2 [B, 1024, H/32, W/32].
-        """
         if pretrained and weights_file is None:
             raise ConfigError(
                 f"bn_inception has no weights to download by itself: place {PUBLIC_WEIGHTS} "

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor
 
-from dmlbench.types import RunError, check_at_least, check_choice
+from dmlbench.types import RunError, check_at_least
 
 _COLDEST = 0.005  # exp(-2 / 0.005) is 1e-174, whose sums and quotients float64 holds
 
@@ -53,19 +53,10 @@ class DimlDistance(BaseDistance):
         tolerance: float = 0.1,
         marginals: Literal["cross_correlation", "uniform"] = "cross_correlation",
     ) -> None:
-        """
-        Args:
-            grid_size: g.
-            num_neighbors: K, neighbors that are reranked; the others follow them.
-            temperature: at least 0.005.
-            tolerance: mean change of r that ends the updates, at least 0.
-            marginals: "uniform" is 1 / g g for every cell.
-        """
         super().__init__(is_inverted=True)
         check_at_least(1, grid_size=grid_size, num_neighbors=num_neighbors, max_iterations=max_iterations)
         check_at_least(_COLDEST, temperature=temperature)
         check_at_least(0, tolerance=tolerance)
-        check_choice("marginals", marginals, ("cross_correlation", "uniform"))
         self.grid_size = grid_size
         self.num_neighbors = num_neighbors
         self.temperature = temperature

@@ -48,14 +48,6 @@ class EfficientNetLite(TimmBackbone):
         batch_norm: BatchNormFreezing = "none",
         out_indices: Sequence[int] | None = None,
     ) -> None:
-        """
-        Args:
-            variant: 0, 1 or 2.
-            weights_file: the package's file at another place; loaded whenever given, its classifier ignored.
-            out_indices: stages whose maps are returned, ascending: 0 [B, 16, H/2, W/2], 1 [B, 24, H/4, W/4],
-                2 [B, 40 (variant 2: 48), H/8, W/8], 3 [B, 112 (120), H/16, W/16], 4 [B, 320 (352), H/32, W/32].
-                None: the map before the classifier alone, [B, 1280, H/32, W/32].
-        """
         if variant not in WEIGHTS:
             raise ConfigError(
                 f"EfficientNet-Lite has no variant {variant}; choose one of {', '.join(map(str, WEIGHTS))}"

@@ -20,12 +20,6 @@ class GoogLeNet(Backbone):
     def __init__(
         self, *, pretrained: bool, weights_file: str | None = None, batch_norm: BatchNormFreezing = "none"
     ) -> None:
-        """
-        Args:
-            pretrained: start from torchvision's IMAGENET1K_V1 weights.
-            weights_file: path of ``googlenet-1378be20.pth``; loaded whenever given, its classifiers left out.
-            batch_norm: what of batch norm is frozen, see ``Backbone``.
-        """
         super().__init__((1024,), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
         weights = GoogLeNet_Weights.IMAGENET1K_V1
         if pretrained and weights_file is None:

@@ -56,13 +56,6 @@ class ResNet20(Backbone):
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
     ) -> None:
-        """
-        Args:
-            stem_stride: stride of the first convolution; 2 makes 64 x 64 images as cheap as 32 x 32 ones.
-            weights_file: public checkpoint; None: random weights.
-            out_levels: stages whose maps are returned, ascending, in 0..2.
-            mean, std: of RGB images in [0, 1].
-        """
         if stem_stride not in (1, 2):
             raise ConfigError(f"stem_stride: got {stem_stride}, expected 1 or 2.")
         levels = select_levels(out_levels, len(_WIDTHS))

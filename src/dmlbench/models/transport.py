@@ -13,14 +13,14 @@ iteration converges to the root above; its printed gradient has a misplaced fact
 """
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dmlbench.types import ConfigError, check_at_least, check_choice, check_positive
+from dmlbench.types import ConfigError, check_at_least, check_positive
 
 Solver = Literal["exact", "fixed_point"]
 
@@ -126,7 +126,6 @@ def check_transport(*, transport_ratio: float, smoothing: float, solver: Solver,
     if not 0 < transport_ratio <= 1:
         raise ConfigError(f"transport_ratio: got {transport_ratio}, expected above 0 and at most 1 (average pooling).")
     check_positive(smoothing=smoothing)
-    check_choice("solver", solver, get_args(Solver))
     check_at_least(1, iterations=iterations)
 
 

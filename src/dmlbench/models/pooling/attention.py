@@ -1,6 +1,6 @@
 """DeLF and CBAM: learned attention over pixels and channels."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import (
     Variant,
-    check_channels,
     check_odd,
+    check_width,
     convolve,
     reduced_width,
     shares,
@@ -18,16 +18,14 @@ from dmlbench.models.pooling.spatial import (
     weighted_sum,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 class Delf(Pooling):
     """project(sum_j a_j x_j) with a_j = softplus(v'relu(U x_j + b) + c) from two convolutions.
 
-    The variant ``paper`` sums over the pixels as written, ``official``, the code of the GSP study, takes the mean:
-    embeddings have the same direction. The first convolution follows autocast, scores and sums are float32.
-
-    Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
+    The variant ``paper`` sums over the pixels as written, ``official``, the code of the GSP study, takes the mean. The
+    first convolution follows autocast, scores and sums are float32. Side output: "weights" [B, H, W], a_j / sum_j a_j.
 
     Source: Noh et al., Large-Scale Image Retrieval with Attentive Deep Local Features, ICCV 2017, equation 1; settings
     and the start of the layers as in yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -38,24 +36,16 @@ class Delf(Pooling):
     def __init__(
         self, num_channels: int, *, num_filters: int = 512, conv_size: int = 1, variant: Variant = "official"
     ) -> None:
-        """
-        Args:
-            num_channels: C.
-            num_filters: width of the hidden layer (paper: 512).
-            conv_size: odd side of the first convolution's window (paper: 1).
-        """
         super().__init__()
-        check_positive(num_channels=num_channels, num_filters=num_filters)
+        check_positive(num_filters=num_filters)
         check_odd(conv_size=conv_size)
-        check_choice("variant", variant, get_args(Variant))
-        self.num_channels = num_channels
-        self.variant: Variant = variant
+        self.variant = variant
         self.hidden = nn.Conv2d(num_channels, num_filters, conv_size, padding=conv_size // 2)
         self.score = nn.Conv2d(num_filters, 1, 1)
         start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_channels(x, self.num_channels, pooling="delf")
+        check_width(x, self.hidden.in_channels)
         hidden = F.relu(convolve(self.hidden, x))
         with torch.autocast(x.device.type, enabled=False):
             attention = F.softplus(self.score(hidden.to(self.score.weight.dtype)))[:, 0]  # [B, H, W]
@@ -71,7 +61,7 @@ class Cbam(Pooling):
         c = sigmoid(M(max_j x_j) + M(mean_j x_j)),   M(u) = V relu(U u)
         s = sigmoid(conv([max over channels of y, mean over channels of y]))
 
-    In float32. Side outputs: "weights" [B, H, W], s_j / sum_j s_j.
+    Side output: "weights" [B, H, W], s_j / sum_j s_j.
 
     Source: Woo et al., CBAM: Convolutional Block Attention Module, ECCV 2018, equations 1 to 3; followed by average
     pooling as in yetigurbuz/generalized-sum-pooling (tensorflow), which has no biases either.
@@ -80,15 +70,8 @@ class Cbam(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
-        """
-        Args:
-            num_channels: C.
-            channel_reduction: C divided by the hidden width of M (paper: 16; the GSP study's configuration: 1).
-            conv_size: odd side of the spatial convolution's window (paper: 7; the GSP study: 3).
-        """
         super().__init__()
         check_odd(conv_size=conv_size)
-        self.num_channels = num_channels
         width = reduced_width(num_channels, channel_reduction)
         self.reduce = nn.Linear(num_channels, width, bias=False)
         self.expand = nn.Linear(width, num_channels, bias=False)
@@ -96,7 +79,7 @@ class Cbam(Pooling):
         start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_channels(x, self.num_channels, pooling="cbam")
+        check_width(x, self.reduce.in_features)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.spatial.weight.dtype)
             summaries = torch.stack([x.amax(dim=(2, 3)), x.mean(dim=(2, 3))])  # [2, B, C]

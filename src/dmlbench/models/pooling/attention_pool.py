@@ -1,36 +1,31 @@
 """Attention pooling: multi-head attention of learned queries to the pixels."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_channels, start_glorot
+from dmlbench.models.pooling.spatial import check_width, start_glorot
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice, check_positive
+from dmlbench.types import ConfigError, check_positive
 
 Merge = Literal["concatenate", "mean"]
 
 LAYER_NORM_EPSILON = 1e-6  # of vision transformers (public code of Dosovitskiy et al. 2021)
 
 
-def check_heads(width: int, num_heads: int, *, owner: str) -> None:
-    if width < 1 or num_heads < 1 or width % num_heads:
-        raise ConfigError(f"num_heads of {owner}: got {num_heads}, expected a divisor of the width ({width}).")
+def check_heads(width: int, num_heads: int) -> None:
+    if num_heads < 1 or width % num_heads:
+        raise ConfigError(f"num_heads: got {num_heads}, expected a divisor of the width ({width}).")
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> tuple[Tensor, Tensor]:
     """Multi-head attention: per head h, out_qh = sum_n a_qhn v_nh with a_qh = softmax_n(q_qh . k_nh / sqrt(d)).
 
-    Args:
-        queries: [B, Q, W], or [1, Q, W] for the same in every image; W = num_heads d.
-        keys: [B, N, W].
-        values: [B, N, V], V a multiple of ``num_heads``.
-
-    Returns:
-        [B, Q, V], the concatenated heads, and log a [B, num_heads, Q, N].
+    Of queries [B or 1, Q, W], keys [B, N, W] and values [B, N, V], W = num_heads d, V a multiple of num_heads. Returns
+    the concatenated heads [B, Q, V] and log a [B, num_heads, Q, N].
 
     Source: Vaswani et al., Attention Is All You Need, 2017, equation 1 and section 3.2.2.
     """
@@ -40,9 +35,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> 
 
 
 def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
-    """Mean attention [B, H, W] of heads and queries to the last HW of N tokens, from log a [B, heads, Q, N].
+    """Mean attention [B, H, W] of heads and queries to the last HW of N tokens, of sum 1, from log a [B, heads, Q, N].
 
-    Rows sum to 1. Logarithms stay finite where nearly all attention goes to the tokens before the pixels.
+    Logarithms stay finite where nearly all attention goes to the tokens before the pixels.
     """
     pixels = log_weights[..., -height * width :].flatten(1, 2)  # [B, heads Q, HW]
     return pixels.logsumexp(dim=1).softmax(dim=1).view(-1, height, width)
@@ -52,13 +47,10 @@ class AttentionPool(Pooling):
     """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
 
     Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
-    are parameters without a linear layer, and the projection is the output layer.
+    are parameters without a linear layer, and the projection is the output layer: of the mean over queries, or to
+    D / num_queries dimensions of each (``concatenate``).
 
-    ``concatenate``: every query is projected to D / num_queries dimensions by the same projection, and the results are
-    concatenated. ``mean``: the mean over queries is projected to D.
-
-    In float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and
-    queries; rows sum to 1.
+    In float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and queries.
 
     Source: Lee et al., Set Transformer, 2019, section 3.2 (learned seeds; without their residual and feed-forward
     layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
@@ -67,19 +59,12 @@ class AttentionPool(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
-        """
-        Args:
-            num_channels: C.
-            num_heads: a divisor of C.
-        """
         super().__init__()
-        check_heads(num_channels, num_heads, owner="attention_pool")
+        check_heads(num_channels, num_heads)
         check_positive(num_queries=num_queries)
-        check_choice("merge", merge, get_args(Merge))
-        self.num_channels = num_channels
         self.num_queries = num_queries
         self.num_heads = num_heads
-        self.merge: Merge = merge
+        self.merge = merge
         self.queries = nn.Parameter(torch.empty(num_queries, num_channels))
         nn.init.trunc_normal_(self.queries, std=0.02)
         self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
@@ -88,7 +73,7 @@ class AttentionPool(Pooling):
         start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_channels(x, self.num_channels, pooling="attention_pool")
+        check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
             keys, values = self.key(pixels), self.value(pixels)
@@ -104,8 +89,7 @@ class AttentionPool(Pooling):
             return embedding_size
         if embedding_size % self.num_queries:
             raise ConfigError(
-                f"num_queries of attention_pool: got {self.num_queries}, expected a divisor of the embedding's "
-                f"{embedding_size} dimensions. Change it, or set merge=mean."
+                f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}, the embedding's size."
             )
         return embedding_size // self.num_queries
 

@@ -19,9 +19,8 @@ class Pooled:
 class Pooling(nn.Module):
     """Map [B, C, H, W] to embedding [B, D]; subclasses implement ``forward``.
 
-    The projection C to D is an argument, because poolings project before or after they pool. ``forward`` changes no
-    state; ``observe`` does, which training calls between the forward pass and the loss. State is kept in parameters and
-    buffers, so that runs resume from a ``state_dict``.
+    The projection C to D is an argument, because poolings project before or after they pool. Training calls
+    ``observe``, which alone changes state, between the forward pass and the loss.
 
     Attributes:
         provides: names of the side outputs that ``forward`` gives once the pooling has started.

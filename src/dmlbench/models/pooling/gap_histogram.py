@@ -1,6 +1,6 @@
 """Average pooling with a histogram over prototypes, for cross-batch metric learning (XML)."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 class GapHistogram(Pooling):
@@ -33,24 +33,15 @@ class GapHistogram(Pooling):
     def __init__(
         self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"
     ) -> None:
-        """
-        Args:
-            embedding_size: D.
-            num_prototypes: m (paper: 64; 128 for SOP and In-shop).
-            smoothing: epsilon > 0, sharpness of the assignment (paper: 10).
-        """
         super().__init__()
-        sizes = {"embedding_size": embedding_size, "num_prototypes": num_prototypes}
-        check_positive(smoothing=smoothing, **sizes)
-        check_choice("variant", variant, get_args(Variant))
-        self.embedding_size = embedding_size
+        check_positive(smoothing=smoothing, num_prototypes=num_prototypes)
         self.smoothing = smoothing
         self.variant = variant
         self.prototypes = nn.Parameter(torch.empty(num_prototypes, embedding_size))
         nn.init.xavier_uniform_(self.prototypes)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.embedding_size, pooling="gap_histogram")  # [B, HW, D]
+        rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, D]
         pooled = rows.mean(dim=1)
         with torch.autocast(x.device.type, enabled=False):
             points = clip_norm(rows) if self.variant == "official" else rows

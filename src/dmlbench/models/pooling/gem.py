@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.spatial import check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 
@@ -42,24 +43,17 @@ class Gem(Pooling):
         per_channel: bool = False,
         epsilon: float = 1e-6,
     ) -> None:
-        """
-        Args:
-            num_channels: C, needed with ``per_channel`` only.
-            power: initial power, above 0.
-            per_channel: one power for each channel instead of one for all.
-            epsilon: lower bound of the features, above 0.
-        """
         super().__init__()
         check_positive(power=power, epsilon=epsilon)
-        if per_channel and (num_channels is None or num_channels < 1):
-            raise ConfigError(f"num_channels of gem: got {num_channels}, expected C with per_channel=true.")
+        if per_channel and num_channels is None:
+            raise ConfigError("num_channels: got null, expected C with per_channel=true.")
         self.epsilon = epsilon
         size = num_channels if per_channel and num_channels is not None else 1
         self.power = nn.Parameter(torch.full((size, 1, 1), float(power)), requires_grad=learn_power)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        if self.power.shape[0] not in (1, x.shape[1]):
-            raise ConfigError(f"gem has {self.power.shape[0]} powers, but the map has {x.shape[1]} channels")
+        if len(self.power) > 1:
+            check_width(x, len(self.power))
         with torch.autocast(x.device.type, enabled=False):
             pooled = generalized_mean(x.to(self.power.dtype), self.power, self.epsilon)
         return Pooled(project(pooled))

@@ -20,10 +20,6 @@ class Gemax(Pooling):
     """
 
     def __init__(self, *, regression_lambda: float = 1.0) -> None:
-        """
-        Args:
-            regression_lambda: lambda, above 0 (the GSP study: 1); a large one tends to sum pooling.
-        """
         super().__init__()
         check_positive(regression_lambda=regression_lambda)
         self.regression_lambda = regression_lambda

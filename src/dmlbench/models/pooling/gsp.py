@@ -1,6 +1,6 @@
 """Generalized sum pooling (GSP): an average over the pixels that optimal transport matches to learned prototypes."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.spatial import project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
-from dmlbench.types import ConfigError, check_choice, check_positive
+from dmlbench.types import ConfigError, check_positive
 
 Weighting = Literal["transported", "residual"]
 Combination = Literal["gmp", "weighted_gmp", "gem"]
@@ -60,31 +60,14 @@ class Gsp(PrototypePooling):
         power: float = 3.0,
         epsilon: float = 1e-6,
     ) -> None:
-        """
-        Args:
-            embedding_size: D.
-            num_prototypes: m (paper: 64; 128 for SOP and In-shop).
-            transport_ratio: mu in (0, 1] (paper: 0.3); 1 is average pooling.
-            smoothing: epsilon > 0 (paper: 5 or 0.5).
-            iterations: of ``fixed_point`` (paper: 100).
-            memory_rows: embeddings that the prototypes are chosen from (paper's code: 1,024), at least 2 m.
-            start_step: training steps before the memory begins to fill (warm-up of proxy losses).
-            weighting: ``residual`` needs a transport_ratio below 1.
-            power: initial power of ``gem``, above 0 (code: 3).
-            epsilon: lower bound of weighted features in ``gem``, above 0 (code: 1e-6).
-        """
         check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
-        check_positive(embedding_size=embedding_size, num_prototypes=num_prototypes, power=power, epsilon=epsilon)
-        check_choice("weighting", weighting, get_args(Weighting))
+        check_positive(num_prototypes=num_prototypes, power=power, epsilon=epsilon)
         if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(f"transport_ratio: got {transport_ratio}, expected below 1 with weighting=residual.")
-        if combine is not None:
-            check_choice("combine", combine, get_args(Combination))
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
-        self.embedding_size = embedding_size
         self.transport_ratio = transport_ratio
         self.smoothing = smoothing
-        self.solver: Solver = solver
+        self.solver = solver
         self.iterations = iterations
         self.weighting = weighting
         self.combine = combine
@@ -93,7 +76,7 @@ class Gsp(PrototypePooling):
             self.power = nn.Parameter(torch.full((1, 1, 1), float(power)))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.embedding_size, pooling="gsp")  # [B, HW, D]
+        rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, D]
         batch, _, height, width = x.shape
         side: dict[str, Tensor] = {}
         if self._started:
@@ -111,12 +94,10 @@ class Gsp(PrototypePooling):
                 pixel_weights = stays / (1 - self.transport_ratio)
             with torch.autocast(x.device.type, enabled=False):
                 side["reconstruction"] = plan.histogram @ self.prototypes
-                if self.combine in ("gem", "weighted_gmp"):
-                    weighted = _weighted(x, pixel_weights)
-                    if self.combine == "gem":
-                        pooled = project(generalized_mean(weighted, self.power, self.epsilon))
-                    else:
-                        pooled = project(weighted.amax(dim=(2, 3)))
+                if self.combine == "gem":
+                    pooled = project(generalized_mean(_weighted(x, pixel_weights), self.power, self.epsilon))
+                elif self.combine == "weighted_gmp":
+                    pooled = project(_weighted(x, pixel_weights).amax(dim=(2, 3)))
                 else:
                     pooled = torch.bmm(pixel_weights[:, None, :], rows.to(pixel_weights.dtype))[:, 0]  # [B, D]
             side["weights"] = pixel_weights.view(batch, height, width)
@@ -125,9 +106,9 @@ class Gsp(PrototypePooling):
             side["weights"] = rows.new_full((batch, height, width), 1.0 / (height * width))
         side["pooled"] = pooled
         if self.combine == "gmp":
-            return Pooled(pooled + project(x.amax(dim=(2, 3))), side)
-        if self.combine == "weighted_gmp" and not self._started:
-            return Pooled(project(x.amax(dim=(2, 3))), side)
+            pooled = pooled + project(x.amax(dim=(2, 3)))
+        elif self.combine == "weighted_gmp" and not self._started:
+            pooled = project(x.amax(dim=(2, 3)))
         return Pooled(pooled, side)
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor:

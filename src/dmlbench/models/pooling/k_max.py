@@ -20,10 +20,7 @@ class KMax(Pooling):
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         pixels = x.flatten(2)  # [B, C, HW]
         if self.k > pixels.shape[2]:
-            raise ConfigError(
-                f"k ({self.k}) of k_max exceeds the {pixels.shape[2]} pixels of a {x.shape[2]} x {x.shape[3]} map; "
-                "lower k or enlarge the images"
-            )
+            raise ConfigError(f"k: got {self.k}, expected at most {pixels.shape[2]}, the pixels of the map.")
         largest = pixels.topk(self.k, dim=2, sorted=False).values  # [B, C, k]
         return Pooled(project(largest.mean(dim=2, dtype=torch.promote_types(x.dtype, torch.float32))))
 

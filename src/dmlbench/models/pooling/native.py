@@ -20,8 +20,5 @@ class Native(Pooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         if x.shape[2:] != (1, 1):
-            raise ConfigError(
-                f"the native pooling takes the backbone's own vector, [B, C, 1, 1], but was given {tuple(x.shape)}; "
-                "pool maps by another pooling, such as gap"
-            )
+            raise ConfigError(f"native pooling: got a map of {tuple(x.shape)}, expected a vector. Use pooling=gap.")
         return Pooled(project(x.flatten(1)))

@@ -1,7 +1,5 @@
 """NetVLAD: residuals of the pixels to learned centers, summed by soft assignment."""
 
-from typing import get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -24,24 +22,15 @@ class NetVlad(Pooling):
         a_jk = softmax_k(w_k' f_j + b_k)        v_k = unit(sum_j a_jk (f_j - c_k))
 
     The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
-    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0.
-
-    It takes a projection to d dimensions, whatever the head's ``out_features``, and returns K d dimensions.
+    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0. Whatever the head's
+    ``out_features``, the projection has d dimensions and the embedding K d.
 
     Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
     """
 
     def __init__(self, *, num_centers: int = 8, feature_size: int = 16, variant: Variant = "official") -> None:
-        """
-        Args:
-            num_centers: K (GSP supplement: 8, or 64 for the large one).
-            feature_size: d (GSP supplement: 16, or 128 for the large one).
-        """
         super().__init__()
         check_positive(num_centers=num_centers, feature_size=feature_size)
-        check_choice("variant", variant, get_args(Variant))
-        self.num_centers = num_centers
-        self.feature_size = feature_size
         self.variant = variant
         self.centers = nn.Parameter(torch.empty(num_centers, feature_size))
         self.assignment_weight = nn.Parameter(torch.empty(num_centers, feature_size))
@@ -50,13 +39,13 @@ class NetVlad(Pooling):
         nn.init.xavier_uniform_(self.assignment_weight)
 
     def input_width(self, embedding_size: int) -> int:
-        return self.feature_size
+        return self.centers.shape[1]
 
     def output_width(self, projected_size: int) -> int:
-        return self.num_centers * self.feature_size
+        return self.centers.numel()
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.feature_size, pooling="netvlad", argument="feature_size")  # [B, HW, d]
+        rows = project_pixels(x, project, self.centers.shape[1])  # [B, HW, d]
         with torch.autocast(x.device.type, enabled=False):
             assignment = F.linear(rows, self.assignment_weight, self.assignment_bias).softmax(dim=2)  # [B, HW, K]
             # without the [B, HW, K, d] differences f_j - c_k

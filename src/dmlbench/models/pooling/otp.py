@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled
@@ -33,11 +34,9 @@ def balanced_plan(cost: Tensor, *, smoothing: float, iterations: int) -> Tensor:
 class Otp(PrototypePooling):
     """sqrt(m) [sum_j pi_1j f_j | ... | sum_j pi_mj f_j] over the projected pixels f = project(x) with d dimensions.
 
-    pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (see
-    ``models.transport.prototype_cost``). Until the prototypes have started (see ``PrototypePooling``) the embedding is
-    the average of the pixels followed by zeros.
-
-    It takes a projection to d dimensions, whatever the head's ``out_features``, and returns m d dimensions.
+    pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (``prototype_cost``).
+    Until the prototypes have started (see ``PrototypePooling``) the embedding is the average of the pixels followed by
+    zeros. Whatever the head's ``out_features``, the projection has d dimensions and the embedding m d.
 
     Source: Mialon et al., A Trainable Optimal Transport Embedding for Feature Aggregation, ICLR 2021, in the form of
     GSP's appendix B.1; smoothing, iterations and start as in yetigurbuz/generalized-sum-pooling.
@@ -53,34 +52,22 @@ class Otp(PrototypePooling):
         memory_rows: int = 1024,
         start_step: int = 0,
     ) -> None:
-        """
-        Args:
-            num_prototypes: m (GSP supplement: 8, or 64 for the large one).
-            feature_size: d (GSP supplement: 16, or 128 for the large one).
-            smoothing: above 0 (code: 2).
-            iterations: of Sinkhorn's algorithm, at least 1 (code: 10).
-            memory_rows: embeddings that the prototypes are chosen from (code: 1,024), at least 2 m.
-            start_step: training steps before the memory begins to fill.
-        """
         check_positive(num_prototypes=num_prototypes, feature_size=feature_size, smoothing=smoothing)
         check_at_least(1, iterations=iterations)
         super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
-        self.feature_size = feature_size
         self.smoothing = smoothing
         self.iterations = iterations
 
     def input_width(self, embedding_size: int) -> int:
-        return self.feature_size
+        return self.prototypes.shape[1]
 
     def output_width(self, projected_size: int) -> int:
-        return self.num_prototypes * self.feature_size
+        return self.prototypes.numel()
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.feature_size, pooling="otp", argument="feature_size")  # [B, HW, d]
+        rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, d]
         if not self._started:
-            average = rows.mean(dim=1)
-            rest = average.new_zeros(average.shape[0], (self.num_prototypes - 1) * self.feature_size)
-            return Pooled(torch.cat([average, rest], dim=1))
+            return Pooled(F.pad(rows.mean(dim=1), (0, self.prototypes[1:].numel())))
         cost = prototype_cost(rows, self.prototypes)  # [B, m, HW]
         with torch.autocast(x.device.type, enabled=False):
             plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)

@@ -31,10 +31,9 @@ class PrototypePooling(Pooling):
     """A pooling with m prototypes in the space of the projection; subclasses implement ``forward``.
 
     The prototypes start from the average-pooled embeddings of the first training batches after ``start_step``:
-    ``observe`` copies them, u / max(1, |u|), into a memory; with the batch that fills it the prototypes are set, in
-    place, by greedy k-center from the memory's first m rows as initial set over its other rows as candidates. The last
-    batch takes the memory's last rows, over older ones if need be. The side output "pooled" is copied, or the embedding
-    where there is none.
+    ``observe`` copies them, u / max(1, |u|), into a memory of ``memory_rows``; with the batch that fills it (whose rows
+    may replace older ones) the prototypes are set by greedy k-center from the memory's first m rows as initial set over
+    its other rows as candidates. The side output "pooled" is copied, or the embedding where there is none.
 
     Source: the authors' TensorFlow code of GSP (yetigurbuz/generalized-sum-pooling).
     """
@@ -44,18 +43,10 @@ class PrototypePooling(Pooling):
     prototypes_started: Tensor
 
     def __init__(self, width: int, num_prototypes: int, *, memory_rows: int, start_step: int) -> None:
-        """
-        Args:
-            width: D, dimensions of a projected pixel and of a prototype.
-            num_prototypes: m.
-            memory_rows: embeddings that the prototypes are chosen from, at least 2 m.
-            start_step: training steps before the memory begins to fill.
-        """
         super().__init__()
         if memory_rows < 2 * num_prototypes:
             raise ConfigError(
-                f"memory_rows ({memory_rows}) must be at least twice num_prototypes ({num_prototypes}); raise "
-                "memory_rows or lower num_prototypes"
+                f"memory_rows: got {memory_rows}, expected at least twice num_prototypes ({num_prototypes})."
             )
         check_at_least(0, start_step=start_step)
         self.num_prototypes = num_prototypes

@@ -1,6 +1,6 @@
 """CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import Variant, at_least_float32, check_odd, check_width, shares, weighted_sum
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 class Crow(Pooling):
@@ -22,8 +22,8 @@ class Crow(Pooling):
     code of the GSP study, takes mean_j sigmoid(y_jk) instead, and the mean over the pixels instead of the sum. The
     paper's whitening of the sums, which is not learned, is omitted: the projection follows.
 
-    Where S_j is 0, y_j and the gradient through a_j are 0 (the limit; NaN in the public code). In float32.
-    Side outputs: "weights" [B, H, W], a_j / sum_j a_j.
+    Where S_j is 0, y_j and the gradient through a_j are 0 (the limit; NaN in the public code).
+    Side output: "weights" [B, H, W], a_j / sum_j a_j.
 
     Source: Kalantidis et al., Cross-Dimensional Weighting for Aggregated Deep Convolutional Features, 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -32,20 +32,15 @@ class Crow(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
-        """
-        Args:
-            epsilon: above 0; keeps the logarithm finite for channels that are 0 everywhere.
-        """
         super().__init__()
         check_positive(epsilon=epsilon)
-        check_choice("variant", variant, get_args(Variant))
         self.epsilon = epsilon
-        self.variant: Variant = variant
+        self.variant = variant
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         with torch.autocast(x.device.type, enabled=False):
             y = F.relu(at_least_float32(x))
-            attention = self._pixel_weights(y)
+            attention = _pixel_weights(y)
             presence = torch.sigmoid(y) if self.variant == "official" else (y > 0).to(y.dtype)
             presence = presence.mean(dim=(2, 3))  # q, [B, C]
             total = presence.sum(dim=1, keepdim=True) + y.shape[1] * self.epsilon
@@ -55,15 +50,15 @@ class Crow(Pooling):
                 pooled = pooled / (x.shape[2] * x.shape[3])
         return Pooled(project(pooled), {"weights": shares(attention)})
 
-    @staticmethod
-    def _pixel_weights(y: Tensor) -> Tensor:
-        """a [B, H, W] of y >= 0; 0 with gradient 0 where the pixel is 0."""
-        mass = y.sum(dim=1)  # S, [B, H, W]
-        norm = torch.linalg.vector_norm(mass, dim=(1, 2), keepdim=True)
-        share = mass / norm.clamp(min=torch.finfo(mass.dtype).tiny)
-        some = share > 0
-        # The inner ``where`` keeps the infinite slope of the root at 0 out of the gradient.
-        return torch.where(some, torch.where(some, share, 1.0).sqrt(), 0.0)
+
+def _pixel_weights(y: Tensor) -> Tensor:
+    """a [B, H, W] of y >= 0; 0 with gradient 0 where the pixel is 0."""
+    mass = y.sum(dim=1)  # S, [B, H, W]
+    norm = torch.linalg.vector_norm(mass, dim=(1, 2), keepdim=True)
+    share = mass / norm.clamp(min=torch.finfo(mass.dtype).tiny)
+    some = share > 0
+    # The inner ``where`` keeps the infinite slope of the root at 0 out of the gradient.
+    return torch.where(some, torch.where(some, share, 1.0).sqrt(), 0.0)
 
 
 class Tsmk(Pooling):
@@ -74,9 +69,8 @@ class Tsmk(Pooling):
 
     In the variant ``paper`` the attention takes part in the gradient, as in the authors' code (gtolias/how);
     ``official``, the code of the GSP study, stops it there. W and b are learned as in the study (paper: whitening by
-    PCA, frozen). In float32. The paper's kernel over binary codes of single features is not part of a pooling.
-
-    Side outputs: "weights" [B, H, W], w_i / sum_i w_i.
+    PCA, frozen). The paper's kernel over binary codes of single features is not part of a pooling.
+    Side output: "weights" [B, H, W], w_i / sum_i w_i.
 
     Source: Tolias et al., Learning and Aggregating Deep Local Descriptors for Instance-Level Recognition, ECCV 2020;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -85,17 +79,10 @@ class Tsmk(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
-        """
-        Args:
-            embedding_size: D.
-            pool_size: odd side of the moving average's window (paper: 3).
-        """
         super().__init__()
-        check_positive(embedding_size=embedding_size)
         check_odd(pool_size=pool_size)
-        check_choice("variant", variant, get_args(Variant))
         self.pool_size = pool_size
-        self.variant: Variant = variant
+        self.variant = variant
         self.bias = nn.Parameter(torch.zeros(embedding_size))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
@@ -107,7 +94,7 @@ class Tsmk(Pooling):
             weights = self._window_sum(norm / self._window_sum(torch.ones_like(norm)))
             pooled = weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
             projected = project(pooled)
-            check_width(projected, len(self.bias), pooling="tsmk")
+            check_width(projected, len(self.bias))
             embedding = projected + norm.mean(dim=(1, 2))[:, None] * self.bias
         return Pooled(embedding, {"weights": shares(weights)})
 

@@ -1,6 +1,6 @@
 """Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.spatial import (
     Variant,
     at_least_float32,
-    check_channels,
     check_width,
     convolve,
     reduced_width,
@@ -19,11 +18,8 @@ from dmlbench.models.pooling.spatial import (
     start_glorot,
 )
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_choice, check_positive
+from dmlbench.types import ConfigError, check_positive
 
-# Keras' defaults, which the GSP study's code keeps.
-_BATCH_NORM_EPSILON = 1e-3
-_BATCH_NORM_MOMENTUM = 0.01  # 0.99 in Keras, which weighs the old value
 _ROW_FILTERS = 4  # outputs per row of a covariance matrix (GSoP)
 
 
@@ -31,7 +27,7 @@ class _BatchNorm(nn.BatchNorm2d):
     """Batch norm that gives the bias, its limit, for a single value per channel in training, where torch raises."""
 
     def __init__(self, num_features: int) -> None:
-        super().__init__(num_features, eps=_BATCH_NORM_EPSILON, momentum=_BATCH_NORM_MOMENTUM)
+        super().__init__(num_features, eps=1e-3, momentum=0.01)  # Keras' defaults, which the GSP study's code keeps
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:
@@ -42,18 +38,16 @@ class _BatchNorm(nn.BatchNorm2d):
 class _CovarianceHead(nn.Module):
     """From a covariance [B, n, n] to weights [B, out_features] in (0, 1): batch norm, filters for each row, sigmoid."""
 
-    def __init__(self, size: int, out_features: int, *, rectify: bool) -> None:
+    def __init__(self, size: int, out_features: int, activation: nn.Module) -> None:
         super().__init__()
-        self.rectify = rectify
+        self.activation = activation
         self.norm = _BatchNorm(size)
         self.rows = nn.Conv2d(size, _ROW_FILTERS * size, (size, 1), groups=size)
         self.out = nn.Conv2d(_ROW_FILTERS * size, out_features, 1)
 
     def forward(self, covariance: Tensor) -> Tensor:
         hidden = self.rows(self.norm(covariance[:, :, :, None]))  # [B, 4 n, 1, 1]
-        if self.rectify:
-            hidden = F.relu(hidden)
-        return torch.sigmoid(self.out(hidden)).flatten(1)
+        return torch.sigmoid(self.out(self.activation(hidden))).flatten(1)
 
 
 class Gsop(Pooling):
@@ -66,8 +60,7 @@ class Gsop(Pooling):
     covariances, centered and divided by n and A, has no relu before the one between pixels, and resizes maps to
     ``map_size`` (and the attention back). Like the study, both end in average pooling, without a residual connection.
 
-    ``forward`` changes the batch norms' running statistics in training. In float32. Side outputs: "weights"
-    [B, H, W], s_j / sum_j s_j.
+    Side output: "weights" [B, H, W], s_j / sum_j s_j.
 
     Source: Gao et al., Global Second-order Pooling Convolutional Networks, CVPR 2019 (fusion by maximum);
     ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -78,42 +71,34 @@ class Gsop(Pooling):
     def __init__(
         self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
     ) -> None:
-        """
-        Args:
-            embedding_size: D.
-            map_size: height and width of the map.
-            attention_dim: A, channels of the covariances (paper: 128).
-        """
         super().__init__()
         height, width = map_size
-        check_positive(embedding_size=embedding_size, attention_dim=attention_dim, map_height=height, map_width=width)
-        check_choice("variant", variant, get_args(Variant))
+        check_positive(attention_dim=attention_dim, map_height=height, map_width=width)
         self.embedding_size = embedding_size
         self.map_size = (height, width)
-        self.variant: Variant = variant
+        self.variant = variant
         self.channel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
         self.channel_norm = _BatchNorm(attention_dim)
-        self.channel_head = _CovarianceHead(attention_dim, embedding_size, rectify=False)
+        self.channel_head = _CovarianceHead(attention_dim, embedding_size, nn.Identity())
         self.pixel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
         self.pixel_norm = _BatchNorm(attention_dim)
-        self.pixel_head = _CovarianceHead(height * width, height * width, rectify=True)
+        self.pixel_head = _CovarianceHead(height * width, height * width, nn.ReLU())
         start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size, pooling="gsop")
+        check_width(features, self.embedding_size)
         if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
             raise ConfigError(
-                f"gsop was built for maps of {self.map_size[0]} x {self.map_size[1]}, but the map has "
-                f"{features.shape[2]} x {features.shape[3]}; keep the size of the images or choose variant=paper"
+                f"gsop: got a map of {tuple(features.shape[2:])}, expected {self.map_size}. Keep the size of the "
+                "images or choose variant=paper."
             )
         with torch.autocast(x.device.type, enabled=False):
             positive = F.relu(features)
             channels = self._channel_attention(positive)  # [B, D]
             pixels = self._pixel_attention(positive)  # [B, H, W]
             scaled = torch.maximum(features * channels[:, :, None, None], positive * pixels[:, None])
-            pooled = scaled.mean(dim=(2, 3))
-        return Pooled(pooled, {"weights": shares(pixels)})
+        return Pooled(scaled.mean(dim=(2, 3)), {"weights": shares(pixels)})
 
     def _channel_attention(self, positive: Tensor) -> Tensor:
         reduced = F.relu(self.channel_norm(self.channel_reduce(positive))).flatten(2)  # [B, A, n]
@@ -156,10 +141,8 @@ class Solar(Pooling):
     He-normal, as the authors' code does (tonyngjichun/SOLAR); ``official``, the code of the GSP study, starts all
     Glorot uniform. The paper's second-order loss is not part of a pooling.
 
-    Convolutions follow autocast; norms, softmax and sums are float32. ``forward`` changes the batch norms' running
-    statistics in training.
-
-    Side outputs: "weights" [B, H, W], mean_j A_ji: the attention to pixel i.
+    Convolutions follow autocast; norms, softmax and sums are float32.
+    Side output: "weights" [B, H, W], mean_j A_ji: the attention to pixel i.
 
     Source: Ng et al., SOLAR: Second-Order Loss and Attention for Image Retrieval, ECCV 2020;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -176,15 +159,7 @@ class Solar(Pooling):
         learn_power: bool = True,
         variant: Variant = "official",
     ) -> None:
-        """
-        Args:
-            num_channels: C.
-            channel_reduction: C divided by the width of queries, keys and values (authors' code: 2; GSP study: 1).
-            power: initial power of GeM, above 0.
-        """
         super().__init__()
-        check_choice("variant", variant, get_args(Variant))
-        self.num_channels = num_channels
         width = reduced_width(num_channels, channel_reduction)
         self.query = nn.Conv2d(num_channels, width, 1)
         self.query_norm = _BatchNorm(width)
@@ -208,7 +183,7 @@ class Solar(Pooling):
 
     def _attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The enhanced map [B, C, H, W] and the attention to each pixel [B, H, W]."""
-        check_channels(x, self.num_channels, pooling="solar")
+        check_width(x, self.query.in_channels)
         batch, _, height, width = x.shape
         query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)
         wide = self.query_norm.weight.dtype

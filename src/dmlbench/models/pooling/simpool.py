@@ -1,15 +1,15 @@
 """SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, check_channels
+from dmlbench.models.pooling.spatial import Variant, check_width
 from dmlbench.models.projection import Projection
-from dmlbench.types import check_choice, check_positive
+from dmlbench.types import check_positive
 
 
 class SimPool(Pooling):
@@ -22,8 +22,7 @@ class SimPool(Pooling):
     The variants differ in min y, one number for all channels. ``paper``: of each image. ``official``, as in the public
     code: of the whole batch, so that an embedding depends on the other images of its batch, also in evaluation.
     Epsilon, which keeps the root's gradient finite at 0, is the code's.
-
-    In float32, also under autocast. Side output: "weights" [B, H, W], the attention a; rows sum to 1.
+    In float32, also under autocast. Side output: "weights" [B, H, W], the attention a.
 
     Source: Psomas et al., Keep It SimPool: Who Said Supervised Transformers Suffer from Attention Deficit?, ICCV 2023,
     equations 12 to 17, with power for the paper's gamma = (1 - alpha) / 2; public code billpsomas/simpool, sp.py.
@@ -34,28 +33,17 @@ class SimPool(Pooling):
     def __init__(
         self, num_channels: int, *, power: float | None = 2.0, epsilon: float = 1e-6, variant: Variant = "paper"
     ) -> None:
-        """
-        Args:
-            num_channels: C.
-            power: of the generalized mean, above 0 (authors: 2 for convolutional networks, 1.25 for transformers);
-                None: the plain average.
-            epsilon: added to the values, above 0 (public code: 1e-6).
-        """
         super().__init__()
-        check_positive(num_channels=num_channels, epsilon=epsilon)
-        if power is not None:
-            check_positive(power=power)
-        check_choice("variant", variant, get_args(Variant))
-        self.num_channels = num_channels
+        check_positive(epsilon=epsilon, power=1.0 if power is None else power)
         self.power = power
         self.epsilon = epsilon
-        self.variant: Variant = variant
+        self.variant = variant
         self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
         self.query = nn.Linear(num_channels, num_channels, bias=False)
         self.key = nn.Linear(num_channels, num_channels, bias=False)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_channels(x, self.num_channels, pooling="simpool")
+        check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
             pixels = x.to(self.query.weight.dtype).flatten(2).transpose(1, 2)  # [B, HW, C]
             query = self.query(pixels.mean(dim=1, keepdim=True))  # [B, 1, C]

@@ -27,15 +27,8 @@ class SlicedWasserstein(Pooling):
     """
 
     def __init__(self, embedding_size: int, *, num_references: int = 8, num_slices: int = 16) -> None:
-        """
-        Args:
-            embedding_size: D.
-            num_references: m.
-            num_slices: s.
-        """
         super().__init__()
-        check_positive(embedding_size=embedding_size, num_references=num_references, num_slices=num_slices)
-        self.embedding_size = embedding_size
+        check_positive(num_references=num_references, num_slices=num_slices)
         self.slices = nn.Parameter(torch.randn(num_slices, embedding_size))
         self.references = nn.Parameter(torch.linspace(-1, 1, num_references).repeat(num_slices, 1))  # [s, m]
 
@@ -43,7 +36,7 @@ class SlicedWasserstein(Pooling):
         return self.references.numel()
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        rows = project_pixels(x, project, self.embedding_size, pooling="sliced_wasserstein")  # [B, HW, D]
+        rows = project_pixels(x, project, self.slices.shape[1])  # [B, HW, D]
         with torch.autocast(x.device.type, enabled=False):
             values = (rows @ F.normalize(self.slices).T).transpose(1, 2)  # [B, s, HW]
             ordered = values.sort(dim=2).values

@@ -17,28 +17,19 @@ def check_odd(**sizes: int) -> None:
             raise ConfigError(f"{name}: got {size}, expected an odd positive number.")
 
 
-def check_channels(x: Tensor, expected: int, *, pooling: str) -> None:
-    if x.shape[1] != expected:
-        raise ConfigError(
-            f"{pooling} was built for {expected} channels, but the map has {x.shape[1]}; "
-            "set its num_channels to the width of the backbone's last map"
-        )
-
-
-def check_width(features: Tensor, expected: int, *, pooling: str, argument: str = "embedding_size") -> None:
-    """Check D of projected features [B, D, ...] against an argument of the pooling."""
+def check_width(features: Tensor, expected: int) -> None:
+    """Check C of a map, or D of projected features, against what the pooling was built for."""
     if features.shape[1] != expected:
         raise ConfigError(
-            f"{pooling} has {argument} {expected}, but the projection gives {features.shape[1]}; set both to the same"
+            f"pooling: got {features.shape[1]} channels, expected {expected}. Set num_channels to the last map's, and "
+            "embedding_size (or feature_size, width) to the projection's."
         )
 
 
-def project_pixels(
-    x: Tensor, project: Projection, width: int, *, pooling: str, argument: str = "embedding_size"
-) -> Tensor:
+def project_pixels(x: Tensor, project: Projection, width: int) -> Tensor:
     """Projected pixels [B, HW, D] of a map [B, C, H, W]; D must be ``width``."""
     features = project(x)  # [B, D, H, W]
-    check_width(features, width, pooling=pooling, argument=argument)
+    check_width(features, width)
     rows: Tensor = features.flatten(2).transpose(1, 2)
     return rows
 
@@ -65,7 +56,7 @@ def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """sum_j weights_j x_j: [B, C, H, W] and [B, H, W] to [B, C], in float32 at least."""
     with torch.autocast(x.device.type, enabled=False):
-        rows = at_least_float32(x).flatten(2)  # [B, C, HW]
+        rows = at_least_float32(x).flatten(2)
         return torch.bmm(rows, weights.flatten(1)[:, :, None].to(rows.dtype))[:, :, 0]
 
 

@@ -1,6 +1,6 @@
 """Transformer pooling: a class token that attends to the pixels in every encoder layer."""
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, c
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import project_pixels, start_glorot
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_at_least, check_choice
+from dmlbench.types import ConfigError, check_at_least
 
 Position = Literal["none", "sine"]
 
@@ -73,7 +73,7 @@ class Transformer(Pooling):
     The GSP study replaces GAP by 1, 2, 4 or 8 layers of ViT with a class token, without details or public code. Here,
     pixels are projected first, as by GAP and GSP, so that the layers work on D dimensions (or on ``width``, followed by
     a linear layer to D without bias). As in ViT, norms come before attention and feed-forward part and at the end, with
-    GELU; unlike ViT, no dropout and no position encoding. The last layer updates the class token only.
+    GELU; unlike ViT, no dropout and no position encoding but with ``position=sine``.
 
     In float32, also under autocast. Side output: "weights" [B, H, W], the class token's attention to the pixels in the
     last layer, averaged over heads and scaled to sum 1.
@@ -94,25 +94,15 @@ class Transformer(Pooling):
         mlp_ratio: float = 4.0,
         position: Position = "none",
     ) -> None:
-        """
-        Args:
-            embedding_size: D.
-            num_layers: L (GSP study: 1, 2, 4, 8).
-            num_heads: a divisor of the width (ViT: one for 64 features).
-            width: features of the tokens; None: D.
-            mlp_ratio: width of the feed-forward part over that of the tokens (ViT: 4).
-            position: ``sine`` is added to the projected pixels; needs a width that is a multiple of 4.
-        """
         super().__init__()
         width = embedding_size if width is None else width
-        check_at_least(1, embedding_size=embedding_size, num_layers=num_layers, hidden_width=mlp_ratio * width)
-        check_heads(width, num_heads, owner="transformer")
-        check_choice("position", position, get_args(Position))
+        check_at_least(1, num_layers=num_layers, hidden_width=mlp_ratio * width)
+        check_heads(width, num_heads)
         if position == "sine":
             sine_positions(1, 1, width)
         self.embedding_size = embedding_size
         self.width = width
-        self.position: Position = position
+        self.position = position
         self.class_token = nn.Parameter(torch.empty(width))
         nn.init.trunc_normal_(self.class_token, std=0.02)
         layers = (EncoderLayer(width, num_heads=num_heads, mlp_ratio=mlp_ratio) for _ in range(num_layers))
@@ -123,7 +113,7 @@ class Transformer(Pooling):
             nn.init.xavier_uniform_(self.head.weight)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        pixels = project_pixels(x, project, self.width, pooling="transformer", argument="width")  # [B, HW, width]
+        pixels = project_pixels(x, project, self.width)  # [B, HW, width]
         height, width = x.shape[2:]
         with torch.autocast(x.device.type, enabled=False):
             if self.position == "sine":

@@ -1,6 +1,6 @@
 """WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.spatial import Variant
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, check_at_least, check_choice
+from dmlbench.types import ConfigError, check_at_least
 
 
 class Weldon(Pooling):
@@ -17,8 +17,7 @@ class Weldon(Pooling):
     The variant ``paper`` is (1 / k_max) sum of the largest + (1 / k_min) sum of the smallest, as the authors' code
     divides (durandtibo/spatial-pooling.torch). ``official``, the code of the GSP study, leaves the sums undivided and
     takes every value that equals the k-th, so that ties count more than k times (equal features: H W times).
-
-    Side outputs: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel.
+    Side output: "weights" [B, H, W], the share of the values taken, in all dimensions, that lie at a pixel.
 
     Source: Durand et al., WELDON: Weakly Supervised Learning of Deep Convolutional Neural Networks, CVPR 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
@@ -27,25 +26,18 @@ class Weldon(Pooling):
     provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, k_max: int = 3, k_min: int = 3, variant: Variant = "official") -> None:
-        """
-        Args:
-            k_max: number of largest values, 1 to H W (the GSP study: 3).
-            k_min: number of smallest values, 0 to H W (the GSP study: 3).
-        """
         super().__init__()
         check_at_least(1, k_max=k_max)
         check_at_least(0, k_min=k_min)
-        check_choice("variant", variant, get_args(Variant))
         self.k_max = k_max
         self.k_min = k_min
-        self.variant: Variant = variant
+        self.variant = variant
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         batch, _, height, width = x.shape
         if max(self.k_max, self.k_min) > height * width:
             raise ConfigError(
-                f"k_max ({self.k_max}) or k_min ({self.k_min}) of weldon exceeds the {height * width} pixels of a "
-                f"{height} x {width} map; lower them or enlarge the images"
+                f"k_max, k_min: got {self.k_max} and {self.k_min}, expected at most {height * width}, the map's pixels."
             )
         values = project(x).flatten(2)  # [B, D, HW]
         pooled, taken = self._largest(values, self.k_max)
