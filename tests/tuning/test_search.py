@@ -246,10 +246,10 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
     ("wrong", "message"),
     [
         ({"trials": 0}, "trials: got 0, expected at least 1"),
-        ({"runs": ()}, r"runs: got an empty list, .*\[\['repeat=0'\]\]"),
-        ({"pruner": 5}, "pruner: got 5, expected null or settings"),
-        ({"pruner": {"warmup": 1}}, "pruner 'warmup' is unknown; did you mean 'warmup_steps'"),
-        ({"pruner": {"warmup_steps": -1}}, "pruner.warmup_steps: got -1, expected a whole number"),
+        ({"runs": ()}, "runs: got 0, expected at least 1"),
+        ({"pruner": 5}, "pruner: got 5, expected an object"),
+        ({"pruner": {"warmup": 1}}, "pruner: warmup is unknown; did you mean 'warmup_steps'"),
+        ({"pruner": {"warmup_steps": -1}}, "pruner: warmup_steps: got -1, expected greater"),
     ],
 )
 def test_errors_of_searches(tmp_path, wrong, message) -> None:

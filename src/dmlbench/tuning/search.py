@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from omegaconf import DictConfig
+from pydantic import Field
 
 from dmlbench.checks import check
 from dmlbench.components import component
@@ -29,7 +30,7 @@ from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_choice, flatten
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_at_least, flatten
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -42,10 +43,16 @@ _TRIALS, _CLAIM, _REPORT = "trials", "claim.lock", "report.lock"
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
-_PRUNER = {"startup_trials": 5, "warmup_steps": 0}
 
 Compose = Callable[[Sequence[str]], DictConfig]
 """From overrides of ``dmlbench train`` to a configuration."""
+
+
+class Pruner(Schema):
+    """Settings of the median rule."""
+
+    startup_trials: int = Field(5, ge=0)
+    warmup_steps: int = Field(0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,11 @@ class Search:
     pruner: Mapping[str, int] | None
 
     def __post_init__(self) -> None:
-        for key in ("trials", "startup_trials"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key}: got {getattr(self, key)}, expected at least 1.")
-        if not self.runs:
-            raise ConfigError("runs: got an empty list, expected overrides of each run, such as runs=[['repeat=0']].")
-        if self.pruner is not None and not isinstance(self.pruner, Mapping):
-            raise ConfigError(f"pruner: got {self.pruner}, expected null or settings as in pruner={{warmup_steps: 9}}.")
-        for key, value in (self.pruner or {}).items():
-            check_choice("pruner", key, list(_PRUNER))
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"pruner.{key}: got {value}, expected a whole number of at least 0.")
+        check_at_least(1, trials=self.trials, startup_trials=self.startup_trials, runs=len(self.runs))
+        try:
+            _pruner_of(self)
+        except ValueError as error:
+            raise ConfigError(f"pruner: {error}.") from None
 
     def of_run(self, values: Mapping[str, Value], which: int) -> list[str]:
         """Overrides of one run of a trial."""
@@ -149,13 +150,13 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
         check(cfg)
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
-        "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _settings_of(search.pruner)]),
+        "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _pruner_of(search)]),
         "runs": json.dumps([run_sha256(cfg) for cfg in bases]),
     }
 
 
-def _settings_of(pruner: Mapping[str, int] | None) -> dict[str, int] | None:
-    return None if pruner is None else {**_PRUNER, **pruner}
+def _pruner_of(search: Search) -> dict[str, int] | None:
+    return None if search.pruner is None else validated(search.pruner, Pruner).model_dump()
 
 
 def _open(search: Search, identity: Mapping[str, str]) -> "Study":
@@ -170,7 +171,7 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
     path = search.folder / STORAGE
     url = URL.create("sqlite", database=str(path.absolute())).render_as_string(hide_password=False)
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-    if (settings := _settings_of(search.pruner)) is not None:
+    if (settings := _pruner_of(search)) is not None:
         pruner = optuna.pruners.MedianPruner(settings["startup_trials"], settings["warmup_steps"])
     with _readable(search), FileLock(search.folder / _CLAIM):
         storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})

@@ -5,16 +5,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from dmlbench.external import Schema, validated
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.recipes import applies
-from dmlbench.types import ConfigError, check_choice, closest
+from dmlbench.types import ConfigError, check_choice
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
 Value = float | int | str | bool | None
 
-_WORDS = ("low", "high", "log", "step", "integer", "choices", "when")
 _BOUNDS = "{low: 1e-6, high: 1e-3, log: true}"
 _CHOICES = "{choices: [gap, gsp]}"
 _DIGITS = 4
@@ -116,56 +118,48 @@ def _entries(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, An
             raise ConfigError(
                 f"space.{key}: got {value}, expected bounds such as {_BOUNDS} or choices such as {_CHOICES}."
             )
-        if not value or set(value) & set(_WORDS) or not any(isinstance(v, Mapping) for v in value.values()):
+        if (
+            not value
+            or value.keys() & _Entry.model_fields.keys()
+            or not any(isinstance(v, Mapping) for v in value.values())
+        ):
             yield key, value
         else:
             yield from _entries(value, key)
 
 
-def _dimension(key: str, entry: Mapping[str, Any]) -> Dimension:
-    for word in entry:
-        if word not in _WORDS:
-            raise ConfigError(f"space.{key} '{word}' is unknown; {closest(str(word), _WORDS)}")
-    if "choices" in entry:
-        return _choices(key, entry)
-    for word in ("low", "high"):
-        if not _is_number(entry.get(word)):
-            raise ConfigError(f"space.{key}.{word}: got {entry.get(word, 'nothing')}, expected a number.")
-    for word in ("log", "integer"):
-        if not isinstance(entry.get(word, False), bool):
-            raise ConfigError(f"space.{key}.{word}: got {entry[word]}, expected true or false.")
-    low, high, log, step = entry["low"], entry["high"], entry.get("log", False), entry.get("step")
-    if not low < high:
-        raise ConfigError(f"space.{key}.low: got {low}, expected a number below high ({high}).")
-    if log and low <= 0:
-        raise ConfigError(f"space.{key}.low: got {low}, expected a positive number with log: true.")
-    if step is not None and (not _is_number(step) or not 0 < step <= high - low):
-        raise ConfigError(f"space.{key}.step: got {step}, expected a number in (0, {high - low}].")
-    if step is not None and log:
-        raise ConfigError(f"space.{key} has step and log: true. Leave one out, or list choices.")
-    integer = entry.get("integer", False)
-    for word in ("low", "high", "step") if integer else ():
-        if entry.get(word) is not None and entry[word] != int(entry[word]):
-            raise ConfigError(f"space.{key}.{word}: got {entry[word]}, expected a whole number with integer: true.")
+class _Entry(Schema):
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    step: float | None = Field(None, gt=0)
+    integer: bool = False
+    choices: list[Value] | None = Field(None, min_length=2)
+    when: dict[str, Any] | None = None
+
+
+def _dimension(key: str, node: Mapping[str, Any]) -> Dimension:
+    try:
+        entry = validated(node, _Entry)
+    except ValueError as error:
+        raise ConfigError(f"space.{key}: {error}.") from None
+    low, high, step = entry.low, entry.high, entry.step
+    if entry.choices is not None:
+        if other := next((word for word in node if word not in ("choices", "when")), None):
+            raise ConfigError(f"space.{key} has choices and {other}. Leave one out.")
+        if len({(type(choice), choice) for choice in entry.choices}) < len(entry.choices):
+            raise ConfigError(f"space.{key}.choices: got {entry.choices}, expected each value once.")
+        return Dimension(key, choices=tuple(entry.choices))
+    if low is None or high is None or not low < high or (entry.log and low <= 0):
+        raise ConfigError(
+            f"space.{key}: got low={low} and high={high}, expected low < high, both positive with log: true."
+        )
+    if step is not None and (entry.log or step > high - low):
+        raise ConfigError(f"space.{key}.step: got {step}, expected at most {high - low}, and no log: true.")
+    for word in ("low", "high", "step") if entry.integer else ():
+        if node.get(word) is not None and node[word] != int(node[word]):
+            raise ConfigError(f"space.{key}.{word}: got {node[word]}, expected a whole number with integer: true.")
     if step is not None:
         high = low + step * math.floor((high - low) / step + 1e-9)
-    kind = int if integer else float
-    return Dimension(key, kind(low), kind(high), log, None if step is None else kind(step), integer)
-
-
-def _choices(key: str, entry: Mapping[str, Any]) -> Dimension:
-    if other := next((word for word in entry if word not in ("choices", "when")), None):
-        raise ConfigError(f"space.{key} has choices and {other}. Leave one out.")
-    choices = entry["choices"]
-    if not isinstance(choices, Sequence) or isinstance(choices, str) or len(choices) < 2:
-        raise ConfigError(f"space.{key}.choices: got {choices}, expected two or more values, such as {_CHOICES}.")
-    for i, choice in enumerate(choices):
-        if not isinstance(choice, float | int | str | bool | None):
-            raise ConfigError(f"space.{key}.choices: got {choice}, expected a number, a word, true, false or null.")
-        if any(choice == other and type(choice) is type(other) for other in choices[:i]):
-            raise ConfigError(f"space.{key}.choices names {choice} twice.")
-    return Dimension(key, choices=tuple(choices))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+    kind = int if entry.integer else float
+    return Dimension(key, kind(low), kind(high), entry.log, None if step is None else kind(step), entry.integer)
