@@ -425,7 +425,7 @@ def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None
     objective, x = configured(overrides), batch_of(dtype=torch.float32)
     labels = torch.arange(len(x)) % CLASSES + shift
     if compares_with_classes(objective.loss) or "num_classes" in overrides[-1] or _name(overrides) in OF_CLASSES:
-        with pytest.raises(ConfigError, match=r"labels .* outside of the 6 classes .*loss.num_classes"):
+        with pytest.raises(ConfigError, match=r"loss\.num_classes: got 6, but labels are"):
             objective.check_labels(labels)
     else:  # pairs ask only whether labels are equal
         objective.check_labels(labels)
